@@ -1,0 +1,137 @@
+"""Pairs of noisy images of the same thing, generated from a seed.
+
+The thing is a picture of overlapping discs and bars in shades of grey. It is drawn once a host
+into `data_dir` and mapped from there; noise is drawn for each image from its index, so that an
+image is the same in every epoch, on every rank and at every number of ranks. Batches are (noisy,
+target, clean), float32 of shape (batch, 1, size, size): two independent noisy images, and the
+clean one to measure with.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import torch
+from pytorch_lightning import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+SHAPES = 24  # in an image
+
+
+class NoisyPairs(Dataset):
+    """(noisy, target, clean) of a file of clean uint8 images, each of shape (1, size, size)."""
+
+    def __init__(self, file: Path, sigma: float, seed: int) -> None:
+        self.images = np.load(file, mmap_mode="r")
+        self.sigma = sigma
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, Tensor]:
+        clean = torch.from_numpy(self.images[index].astype(np.float32) / 255).unsqueeze(0)
+        generator = torch.Generator().manual_seed(self.seed * len(self) + index)
+        noise = self.sigma * torch.randn((2, *clean.shape), generator=generator)
+        return clean + noise[0], clean + noise[1], clean
+
+
+class Noise(LightningDataModule):
+    """`count` images to train, and an eighth of that (at least 8) to validate and to test each.
+
+    Args:
+        data_dir: folder for the generated file; each host needs it.
+        batch_size: images a process takes a step.
+        count: images to train with.
+        size: height and width in pixels.
+        sigma: standard deviation of the noise, where white is 1.
+        seed: of images and noise.
+        num_workers: processes that load; None: as many as this process has cores, at most 4, when
+            a GPU waits for them, else 0.
+        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+    """
+
+    def __init__(
+        self,
+        data_dir: str,
+        batch_size: int = 8,
+        count: int = 256,
+        size: int = 40,
+        sigma: float = 0.1,
+        seed: int = 0,
+        num_workers: int | None = None,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if count < 1 or size < 1 or sigma < 0:
+            raise ValueError(f"count={count}, size={size} must be at least 1, sigma={sigma} 0")
+        self.save_hyperparameters()
+        self.file = Path(data_dir) / f"noise_{count}x{size}x{size}_seed{seed}.npy"
+        self.splits: list[Subset] = []
+
+    def prepare_data(self) -> None:
+        # Lightning calls this on one rank a host, while the others wait.
+        if not self.file.exists():
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            unfinished = self.file.with_suffix(f".{os.getpid()}")
+            train, held_out = self._counts()
+            rng = np.random.default_rng(self.hparams["seed"])
+            size = self.hparams["size"]
+            images = np.stack([draw_shapes(size, rng) for _ in range(train + 2 * held_out)])
+            with unfinished.open("wb") as file:
+                np.save(file, images)
+            unfinished.rename(self.file)
+
+    def setup(self, stage: str) -> None:
+        pairs = NoisyPairs(self.file, self.hparams["sigma"], self.hparams["seed"])
+        train, held_out = self._counts()
+        ends = [train, train + held_out, train + 2 * held_out]
+        self.splits = [Subset(pairs, range(a, b)) for a, b in zip([0, *ends], ends)]
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(0, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(1)
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader(2)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self._loader(2)
+
+    def _counts(self) -> tuple[int, int]:
+        count = self.hparams["count"]
+        return count, max(8, count // 8)
+
+    def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
+        workers, pin_memory = self.hparams["num_workers"], self.hparams["pin_memory"]
+        if workers is None:
+            workers = min(4, torch.get_num_threads()) if torch.cuda.is_available() else 0
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.hparams["batch_size"],
+            shuffle=shuffle,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        )
+
+
+def draw_shapes(size: int, rng: np.random.Generator) -> np.ndarray:
+    """Discs and bars of random place, size and grey on one another: uint8, (size, size)."""
+    rows, columns = np.mgrid[0:size, 0:size] / size
+    image = np.full((size, size), rng.integers(0, 256), dtype=np.uint8)
+    for _ in range(SHAPES):
+        row, column, extent, angle = rng.random(4) * [1, 1, 0.3, np.pi]
+        across = (rows - row) * np.cos(angle) + (columns - column) * np.sin(angle)
+        along = (columns - column) * np.cos(angle) - (rows - row) * np.sin(angle)
+        if rng.random() < 0.5:
+            inside = across**2 + along**2 < (extent / 2) ** 2
+        else:
+            inside = (np.abs(across) < extent / 8) & (np.abs(along) < extent)
+        image[inside] = rng.integers(0, 256)
+    return image

@@ -1,0 +1,104 @@
+"""Image denoising by residual learning, from pairs of noisy images.
+
+The network is DnCNN: it predicts the noise, which is subtracted from its input (Zhang et al.,
+"Beyond a Gaussian Denoiser", IEEE TIP 2017, https://arxiv.org/abs/1608.03981). Its target is a
+second noisy image of the same thing: as the noise of both is independent with mean zero, the
+clean image is what minimizes the squared error (Lehtinen et al., "Noise2Noise", ICML 2018,
+https://arxiv.org/abs/1803.04189). Clean images are used to measure, never to train.
+
+Batches are (noisy, target, clean), each of shape (batch, channels, height, width), values about
+0 to 1. Logs train/loss, val/loss, val/psnr, test/psnr and test/psnr_noisy in dB; the test ends
+with a picture of input, target and output in the run folder and in TensorBoard.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torchmetrics.image import PeakSignalNoiseRatio
+from torchvision.utils import make_grid, save_image
+
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+class Denoiser(LightningModule):
+    """DnCNN: convolutions of 3x3, batch normalization between, the input added at the end.
+
+    Args:
+        lr: learning rate of Adam.
+        depth: number of convolutions, at least 3.
+        features: channels between them.
+        channels: of the images.
+    """
+
+    def __init__(
+        self, lr: float = 1e-3, depth: int = 20, features: int = 64, channels: int = 1
+    ) -> None:
+        super().__init__()
+        if depth < 3:
+            raise ValueError(f"depth={depth}: the network has a first, a middle and a last layer")
+        self.save_hyperparameters()
+        layers: list[nn.Module] = [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]
+        for _ in range(depth - 2):
+            layers += [
+                nn.Conv2d(features, features, 3, padding=1, bias=False),
+                nn.BatchNorm2d(features),
+                nn.ReLU(),
+            ]
+        layers.append(nn.Conv2d(features, channels, 3, padding=1))
+        self.network = nn.Sequential(*layers)
+        self.val_psnr = PeakSignalNoiseRatio(data_range=1.0)
+        self.test_psnr = PeakSignalNoiseRatio(data_range=1.0)
+        self.test_psnr_noisy = PeakSignalNoiseRatio(data_range=1.0)
+        self.first_images: tuple[Tensor, Tensor, Tensor] | None = None
+
+    def forward(self, noisy: Tensor) -> Tensor:
+        """The denoised images, of the shape of `noisy`."""
+        return noisy - self.network(noisy)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        noisy, target, _ = batch
+        loss = mse_loss(self(noisy), target)
+        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        noisy, target, clean = batch
+        output = self(noisy)
+        self.val_psnr(output, clean)
+        self.log("val/loss", mse_loss(output, target), sync_dist=True)
+        self.log("val/psnr", self.val_psnr)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        noisy, target, clean = batch
+        output = self(noisy)
+        self.test_psnr(output, clean)
+        self.test_psnr_noisy(noisy, clean)
+        self.log("test/psnr", self.test_psnr)
+        self.log("test/psnr_noisy", self.test_psnr_noisy)
+        if batch_idx == 0:
+            self.first_images = (noisy, target, output)
+
+    @torch.no_grad()
+    def on_test_end(self) -> None:
+        if self.trainer.is_global_zero and self.first_images is not None:
+            rows = zip(*(images[:4].float().cpu() for images in self.first_images))
+            grid = make_grid([image for row in rows for image in row], nrow=3, padding=4)
+            grid = grid.clamp(0, 1)
+            save_image(grid, Path(self.trainer.default_root_dir) / "denoised.png")
+            for logger in self.loggers:
+                if isinstance(logger, TensorBoardLogger):
+                    logger.experiment.add_image("input, target, output", grid)
+        self.first_images = None
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The denoised images."""
+        return self(batch[0])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])

@@ -256,7 +256,11 @@ class HorovodStrategy(ParallelStrategy):
         if not self.is_distributed:
             return tensor
         if sync_grads:
-            return hvd.allgather(tensor.unsqueeze(0))
+            mine = tensor.unsqueeze(0)
+            if mine.requires_grad:
+                # Horovod: its backward averages over the ranks where DDP's sums.
+                mine.register_hook(lambda gradient: gradient * self.world_size)
+            return hvd.allgather(mine)
         return torch.stack(gather_tensors(tensor))
 
     @override

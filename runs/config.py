@@ -1,0 +1,128 @@
+"""Check what was asked for against conf/, before a process is launched or a folder made.
+
+    python -m runs.config model=classifier data.batch_size=64
+
+Silent when all is well; else one line that names the key and what exists, and exit status 2. The
+type of a key is that of its value in conf/; a key that is null there takes anything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from runs.refusal import Refusal, refuse
+
+ROOT = Path(__file__).resolve().parent.parent
+CONF = ROOT / "conf"
+
+
+def check(arguments: list[str]) -> None:
+    """Check the overrides of a command line; Hydra's own flags (--help, -m, ...) are left to it.
+
+    Raises:
+        Refusal: for an unknown key or group, a value of the wrong type, or an unreadable one.
+    """
+    if any(argument.startswith("-") for argument in arguments):
+        return
+    try:
+        overrides = OverridesParser.create().parse_overrides(arguments)
+        groups = [o for o in overrides if _is_group(o)]
+        for override in groups:
+            _check_group(override)
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            config = compose("config", [o.input_line for o in groups if o.input_line])
+            for override in overrides:
+                if not _is_group(override):
+                    _check_value(override, config)
+            compose("config", arguments)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise Refusal(_first_line(error)) from None
+
+
+def _is_group(override: Override) -> bool:
+    return (CONF / override.key_or_group.lstrip("/")).is_dir()
+
+
+def _check_group(override: Override) -> None:
+    group, value = override.key_or_group.lstrip("/"), override.value()
+    options = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+    if override.is_delete() or value is None or value in options:
+        return
+    raise Refusal(
+        f"{group}={value}: there is no conf/{group}/{value}.yaml; there are: {', '.join(options)}"
+        + _guess(value, options)
+    )
+
+
+def _check_value(override: Override, config: DictConfig) -> None:
+    key, value = override.key_or_group, override.value()
+    if override.is_add() or override.is_force_add() or key.startswith("hydra."):
+        return
+    node: Any = config
+    *parents, last = key.split(".")
+    for depth, part in enumerate([*parents, last]):
+        where = ".".join([*parents, last][:depth])
+        if not isinstance(node, DictConfig) or part not in node:
+            known = sorted(map(str, node)) if isinstance(node, DictConfig) else []
+            raise Refusal(
+                f"{key}: {where or 'the configuration'} has no key {part!r}; it has: "
+                f"{', '.join(known) or 'none'}{_guess(part, known)}"
+            )
+        node = OmegaConf.to_container(node)[part] if depth == len(parents) else node[part]  # type: ignore[index]
+    if override.is_delete() or override.is_sweep_override():
+        return
+    wanted = _expected(node, value)
+    if wanted:
+        raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
+    if key == "data.batch_size" and value < 1:
+        raise Refusal(f"{key}={value}: a batch has at least 1 sample; it is counted a process")
+
+
+def _expected(default: Any, value: Any) -> str | None:
+    """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
+    if value is None or default is None or (isinstance(value, str) and "${" in value):
+        return None
+    if isinstance(default, bool):
+        return None if isinstance(value, bool) else "true or false"
+    if isinstance(default, int):
+        fits = isinstance(value, int) and not isinstance(value, bool)
+        return None if fits else "a whole number"
+    if isinstance(default, float):
+        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
+        return None if fits else "a number"
+    if isinstance(default, dict):
+        return None if isinstance(value, dict) else "a group of keys"
+    if isinstance(default, (list, ListConfig)):
+        return None if isinstance(value, list) else "a list"
+    return "a text" if isinstance(value, (dict, bool)) else None
+
+
+def _guess(word: Any, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]
+
+
+if __name__ == "__main__":
+    try:
+        check(sys.argv[1:])
+    except Refusal as refusal:
+        refuse(str(refusal))

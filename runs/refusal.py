@@ -1,0 +1,33 @@
+"""A user's mistake is told in one line, once, however many ranks made it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+RANK_VARIABLES = ["HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"]
+
+
+class Refusal(Exception):
+    """What was wrong, where, and what to do about it, in one line."""
+
+
+def launched_rank() -> int:
+    """The rank that a launcher gave this process; 0 without one. Known before any set-up."""
+    return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
+
+
+def refuse(message: str) -> None:
+    """Print one line and end this process with status 2.
+
+    The others of the job mostly see the same mistake. They leave rank 0 ten seconds to tell it,
+    in which its end ends them; only a mistake that is theirs alone do they tell themselves.
+    """
+    line = " ".join(message.split())
+    rank = launched_rank()
+    if rank > 0:
+        time.sleep(10)
+        line = f"{line} (rank {rank} on {os.uname().nodename})"
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    sys.exit(2)

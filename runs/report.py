@@ -1,0 +1,232 @@
+"""What a run says at its start and end, and the summary that it leaves."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import subprocess
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from omegaconf import DictConfig
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.strategies import Strategy
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader
+
+from runs.config import ROOT
+from runs.refusal import Refusal
+
+PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
+
+
+def gather_texts(strategy: Strategy, text: str) -> list[str]:
+    """The text of every rank, in order, under any strategy. All ranks must call it."""
+    raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=strategy.root_device)
+    longest = torch.tensor(len(raw), device=strategy.root_device)
+    most = int(strategy.reduce(longest, reduce_op="max"))
+    padded = torch.nn.functional.pad(raw, (0, most - len(raw)))
+    gathered = strategy.all_gather(padded).reshape(-1, most) if most else []
+    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in gathered]
+
+
+class Report(pl.Callback):
+    """Tells what runs and how it ended, on rank 0; counts samples and the seconds they took.
+
+    Args:
+        config: of the whole job.
+        choices: which file of each group of conf/ was taken.
+
+    Attributes:
+        started: whether a batch was trained or evaluated.
+    """
+
+    def __init__(self, config: DictConfig, choices: dict[str, str]) -> None:
+        self.config = config
+        self.choices = choices
+        self.started = False
+        self.hosts: dict[str, int] = {}
+        self.metrics: dict[str, float] = {}
+        self.samples = self.epochs = self.steps = 0
+        self.seconds = 0.0
+        self._clock: float | None = None
+
+    # ---------------------------------------------------------------- before the first batch
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a batch that a rank's share of the data cannot fill."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if stage != "fit" or data is None:
+            return
+        loader = data.train_dataloader()
+        if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
+            return
+        samples, ranks = len(loader.dataset), trainer.world_size
+        if samples < ranks:
+            raise Refusal(
+                f"data={self.choices['data']}: {samples} samples for {ranks} ranks; use at most "
+                f"{samples} (NP=, -np), or more data"
+            )
+        share = -(-samples // ranks)
+        if loader.batch_size is not None and loader.batch_size > share:
+            raise Refusal(
+                f"data.batch_size={loader.batch_size}: a rank's share is {share} samples "
+                f"({samples} samples on {ranks} ranks); give at most {share}"
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._announce(trainer, pl_module)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._announce(trainer, pl_module)
+        self.started = True
+
+    def _announce(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self.hosts:
+            return
+        strategy = trainer.strategy
+        self.hosts = dict(Counter(gather_texts(strategy, _hostname())))
+        if not trainer.is_global_zero:
+            return
+        ranks = trainer.world_size
+        batch, windows = self.config.data.batch_size, trainer.accumulate_grad_batches
+        parameters = sum(parameter.numel() for parameter in module.parameters())
+        hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
+        device = str(strategy.root_device)
+        if strategy.root_device.type == "cuda":
+            device = f"{torch.cuda.get_device_name(strategy.root_device)} ({device})"
+        operations = getattr(strategy, "operations", None)
+        lines = {
+            "model": f"{self.choices['model']}, {parameters:,} parameters, lr {_lr(module)}",
+            "data": self.choices["data"],
+            "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}"
+            + (f" over {operations}" if operations and ranks > 1 else ""),
+            "device": f"{device}, precision {trainer.precision}",
+            "batch": f"{batch} a process x {ranks} ranks"
+            + (f" x {windows} accumulated" if windows > 1 else "")
+            + f" = {batch * ranks * windows} global",
+            "run": shown(Path(self.config.run_dir)),
+            "look": "make tensorboard",
+        }
+        for name, text in lines.items():
+            print(f"{name:<7} {text}", flush=True)
+
+    # ---------------------------------------------------------------- counting
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._clock = time.monotonic()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        self.started = True
+        batch = arguments[2]
+        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+        self.samples += len(tensors[0]) if tensors else 0
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_clock()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._clock = time.monotonic()
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_clock()
+
+    def _stop_clock(self) -> None:
+        if self._clock is not None:
+            self.seconds += time.monotonic() - self._clock
+            self._clock = None
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_clock()
+        total = torch.tensor(float(self.samples), device=trainer.strategy.root_device)
+        self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
+        self.epochs, self.steps = trainer.current_epoch, trainer.global_step
+        self.metrics |= _plain(trainer.callback_metrics)
+        stopped = [c for c in trainer.callbacks if isinstance(c, EarlyStopping) and c.stopped_epoch]
+        if trainer.is_global_zero:
+            for callback in stopped:
+                print(
+                    f"stopped early: {callback.monitor} has not improved for {callback.patience} "
+                    f"epochs (best {float(callback.best_score):.4g})",
+                    flush=True,
+                )
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.metrics |= _plain(trainer.callback_metrics)
+
+    # ---------------------------------------------------------------- the end
+
+    def finish(self, trainer: pl.Trainer) -> None:
+        """Print the last lines and write summary.json; on rank 0."""
+        if not trainer.is_global_zero:
+            return
+        rate = self.samples / self.seconds if self.seconds else 0.0
+        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        summary = {
+            "world_size": trainer.world_size,
+            "hosts": self.hosts,
+            "strategy": self.choices["strategy"],
+            "model": self.choices["model"],
+            "data": self.choices["data"],
+            "epochs": self.epochs,
+            "steps": self.steps,
+            "global_batch_size": self.config.data.batch_size
+            * trainer.world_size
+            * trainer.accumulate_grad_batches,
+            "train_seconds": round(self.seconds, 3),
+            "samples_per_second": round(rate, 1),
+            "metrics": self.metrics,
+            "checkpoint": checkpoint or self.config.ckpt_path,
+            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "git": _git(),
+        }
+        file = Path(self.config.run_dir) / "summary.json"
+        unfinished = file.with_suffix(".part")
+        unfinished.write_text(json.dumps(summary, indent=2) + "\n")
+        unfinished.rename(file)
+        tests = {name: value for name, value in self.metrics.items() if name.startswith("test/")}
+        if tests:
+            print("test    " + "  ".join(f"{k} {v:.4g}" for k, v in tests.items()), flush=True)
+        if self.samples:
+            print(
+                f"speed   {rate:,.0f} samples/s: {self.steps} steps, {self.epochs} epochs in "
+                f"{self.seconds:.1f} s of training on {trainer.world_size} ranks",
+                flush=True,
+            )
+        print(f"summary {shown(file)}", flush=True)
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be said: from the repository, when it is in it."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
+
+
+def _hostname() -> str:
+    import socket
+
+    return socket.gethostname()
+
+
+def _lr(module: pl.LightningModule) -> str:
+    groups = [group["lr"] for o in module.trainer.optimizers for group in o.param_groups]
+    return ", ".join(f"{lr:g}" for lr in dict.fromkeys(groups)) or "none"
+
+
+def _plain(metrics: Any) -> dict[str, float]:
+    return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
+
+
+def _git() -> str | None:
+    """The commit, with -dirty behind it when files differ from it; None outside a repository."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True)
+    except OSError:
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,190 @@
+"""One run: its folder, made by rank 0 for all, and an end that leaves nothing half done.
+
+    with Run(config, strategy) as run: ...
+
+Mistakes that show before the first training step end it with one line and no folder; an error in
+the middle of training keeps the folder, its traceback and what was saved.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+import pickle
+import shutil
+import warnings
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from runs.config import ROOT
+from runs.refusal import Refusal, launched_rank, refuse
+from runs.report import Report, gather_texts
+
+MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
+LR_FACTORS = {"none": lambda ranks: 1, "linear": lambda ranks: ranks, "sqrt": lambda ranks: ranks**0.5}
+
+
+class Run:
+    """The run's folder, the warnings of all ranks, and its report.
+
+    Args:
+        config: of the whole job; `log_dir`, `data_dir`, `run_dir` and `ckpt_path` become absolute.
+
+    Attributes:
+        folder: made on rank 0; where logs, checkpoints and results go.
+        report: the callback that tells of the run at start and end and writes summary.json.
+        choices: which file of each group of conf/ was taken, e.g. {"model": "classifier"}.
+    """
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config = config
+        self.choices = HydraConfig.get().runtime.choices
+        self.report = Report(config, self.choices)
+        self.folder: Path | None = None
+        self.strategy: Strategy | None = None
+        self._warnings: list[str] = []
+
+    def __enter__(self) -> Run:
+        # Lightning's own start-up lines and hints: the report says it in fewer.
+        for name in ("pytorch_lightning", "lightning_fabric"):
+            logging.getLogger(name).setLevel(logging.WARNING if not launched_rank() else logging.ERROR)
+        warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
+        warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        self._show = warnings.showwarning
+        warnings.showwarning = self._warning  # type: ignore[assignment]
+        return self
+
+    def open(self, strategy: Strategy) -> Path:
+        """Check paths and make the run's folder, with the configuration in .hydra/."""
+        config = self.config
+        self.strategy = strategy
+        for key in ("log_dir", "data_dir"):
+            config[key] = str(ROOT / Path(config[key]).expanduser())
+        runs = Path(config.log_dir) / (config.task or self.choices["model"]) / "runs"
+        # Only rank 0 writes into it; where Lightning asks for a path, it takes that of rank 0.
+        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+        folder = Path(strategy.broadcast(str(_free(runs / now))))
+        config.run_dir = str(folder)
+        if config.ckpt_path:
+            config.ckpt_path = str(Path(config.ckpt_path).expanduser().absolute())
+        if launched_rank() == 0:
+            if config.ckpt_path:
+                _check_checkpoint(Path(config.ckpt_path))
+            try:
+                self.folder = folder
+                (folder / ".hydra").mkdir(parents=True)
+                OmegaConf.save(config, folder / ".hydra" / "config.yaml")
+                hydra = HydraConfig.get()
+                OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
+                OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
+            except OSError as error:
+                raise Refusal(
+                    f"log_dir={config.log_dir}: the run's folder cannot be written: "
+                    f"{error.strerror} ({error.filename}); give another"
+                ) from None
+        return folder
+
+    def instantiate(self, group: str, **arguments: Any) -> Any:
+        """What a group of the configuration names; a list for callbacks, logger.
+
+        Raises:
+            Refusal: with the group and the reason, when it cannot be made so.
+        """
+        config = self.config.get(group)
+        try:
+            if config and "_target_" not in config:
+                return [instantiate(member) for member in config.values()]
+            return instantiate(config, **arguments) if config else None
+        except MISTAKES as error:
+            cause = error.__cause__ if isinstance(error, HydraException) else error
+            raise Refusal(f"{group}={self.choices.get(group, '')}: {cause or error}") from error
+
+    def learning_rate(self, ranks: int) -> float:
+        """model.lr as written, unless lr_scaling asks for more with more ranks."""
+        scaling = self.config.lr_scaling
+        if scaling not in LR_FACTORS:
+            raise Refusal(f"lr_scaling={scaling}: there are: {', '.join(LR_FACTORS)}")
+        return self.config.model.lr * LR_FACTORS[scaling](ranks)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        warnings.showwarning = self._show
+        if error is None:
+            self._tell_warnings_of_other_ranks()
+            return
+        mistake = _mistake(error, started=self.report.started)
+        if mistake and not os.environ.get("HYDRA_FULL_ERROR"):
+            if self.folder is not None:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                for parent in list(self.folder.parents)[:2]:
+                    if parent.is_dir() and not any(parent.iterdir()):
+                        parent.rmdir()
+            refuse(mistake)
+
+    def _warning(self, message: Warning, category: type, *place: Any, **named: Any) -> None:
+        """Rank 0 shows a warning at once; the others keep theirs until the end."""
+        text = f"{category.__name__}: {' '.join(str(message).split())}"
+        if text not in self._warnings:
+            self._warnings.append(text)
+            if launched_rank() == 0:
+                self._show(message, category, *place, **named)
+
+    def _tell_warnings_of_other_ranks(self) -> None:
+        if self.strategy is None:
+            return
+        told = set(self._warnings)
+        for rank, texts in enumerate(gather_texts(self.strategy, "\n".join(self._warnings))):
+            for text in filter(None, texts.split("\n")):
+                if text not in told and launched_rank() == 0:
+                    print(f"warning of rank {rank}: {text}", flush=True)
+                told.add(text)
+
+
+def _free(folder: Path) -> Path:
+    """`folder`, or with a number behind it where another run began in the same second."""
+    names = (folder.with_name(f"{folder.name}_{n}" if n else folder.name) for n in range(1000))
+    return next(name for name in names if not name.exists())
+
+
+def _check_checkpoint(file: Path) -> None:
+    if not file.is_file():
+        raise Refusal(f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/")
+    try:
+        # Only the structure is read, not the weights.
+        checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=False)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise Refusal(f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}") from None
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        raise Refusal(f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it")
+
+
+def _mistake(error: BaseException, started: bool) -> str | None:
+    """One line for an error that the user can mend in the configuration; None for any other."""
+    if isinstance(error, MISTAKES):
+        return str(error)
+    if started:
+        return None
+    if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+        lines = str(error).splitlines()
+        return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"
+    if isinstance(error, (ValueError, OSError)):
+        return f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+    return None

@@ -1,0 +1,61 @@
+"""Train a Lightning module on any number of processes, configured with Hydra.
+
+    python template.py                                                one process
+    horovodrun -np 2 -H localhost:2 python template.py                two on this host
+    horovodrun -np 8 -H node1:4,node2:4 python template.py            eight on two hosts
+    ... template.py model=denoiser data=noise trainer.max_epochs=3    another job
+    ... template.py experiment=denoiser                               a recipe of conf/experiment
+    ... template.py ckpt_path=logs/.../last.ckpt                      go on from a checkpoint
+    ... template.py train=false ckpt_path=logs/.../last.ckpt          only test it
+
+`python template.py --help` shows all there is to configure. This file is the same for every
+model, every data set and every strategy.
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer, seed_everything
+
+from runs.config import check
+from runs.refusal import Refusal, refuse
+from runs.run import Run
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="config")
+def main(config: DictConfig) -> None:
+    with Run(config) as run:
+        # ------------------------------------------------------------------ where and how
+        strategy = run.instantiate("strategy")  # Horovod gives this process its rank here
+        seed_everything(config.seed, workers=True)
+        folder = run.open(strategy)  # logs/<task>/runs/<date>_<time>, checked and made by rank 0
+
+        # ------------------------------------------------------------------ data, model, trainer
+        data: LightningDataModule = run.instantiate("data")
+        trainer: Trainer = run.instantiate(
+            "trainer",
+            strategy=strategy,
+            default_root_dir=str(folder),
+            callbacks=[*(run.instantiate("callbacks") or []), run.report],
+            logger=run.instantiate("logger") or False,
+            profiler=run.instantiate("profiler"),
+        )
+        lr = run.learning_rate(trainer.world_size)
+        model: LightningModule = run.instantiate("model", lr=lr)
+
+        # ------------------------------------------------------------------ fit, test, summary
+        if config.train:
+            trainer.fit(model, data, ckpt_path=config.ckpt_path)
+        if config.test:
+            best = getattr(trainer.checkpoint_callback, "best_model_path", None)
+            trainer.test(model, data, ckpt_path=best or config.ckpt_path, verbose=False)
+        run.report.finish(trainer)
+
+
+if __name__ == "__main__":
+    try:
+        check(sys.argv[1:])
+    except Refusal as refusal:
+        refuse(str(refusal))
+    main()

@@ -27,7 +27,6 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -41,7 +40,8 @@ PYTHONS = ["3.13", "3.12", "3.11", "3.10"]
 
 # What the build needs beside torch; it lives in a throw-away environment. setuptools 82 is without
 # the pieces that Horovod's setup.py expects; the CUDA compiler is the one of torch's own CUDA 13.0.
-BUILD_TOOLS = "setuptools<81 wheel cmake cffi cloudpickle psutil pyyaml packaging".split()
+BUILD_TOOLS = ["setuptools<81", "wheel", "cmake", "cffi"]
+BUILD_TOOLS += ["cloudpickle", "psutil", "pyyaml", "packaging"]
 CUDA_TOOLS = [
     "nvidia-cuda-nvcc==13.0.88",
     "nvidia-cuda-crt==13.0.88",
@@ -210,7 +210,9 @@ def wheel_label(info: dict) -> list[str]:
 def wheel_folder(info: dict) -> Path:
     """One folder for each build of torch; requirements.txt names the one of its pin."""
     torch = info["packages"]["torch"].split("+")[0]
-    return WHEELS / f"torch{torch}+{'cu' + info['cuda'].replace('.', '') if info['cuda'] else 'cpu'}"
+    return (
+        WHEELS / f"torch{torch}+{'cu' + info['cuda'].replace('.', '') if info['cuda'] else 'cpu'}"
+    )
 
 
 def wheel_name(info: dict, horovod: str, mpi: bool) -> str:
@@ -295,7 +297,9 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
     folder = wheel_folder(info)
     check_disk(folder, 2, "the build of Horovod takes 1.5 GB while it runs")
     if mpi and shutil.which("mpicxx") is None:
-        raise InstallError("MPI=1: mpicxx is missing: sudo apt-get install libopenmpi-dev openmpi-bin")
+        raise InstallError(
+            "MPI=1: mpicxx is missing: sudo apt-get install libopenmpi-dev openmpi-bin"
+        )
     if info["cuda"] and not info["cuda"].startswith("13.0"):
         raise InstallError(
             f"torch in {info['prefix']} is built for CUDA {info['cuda']}; the compiler pinned in "

@@ -59,7 +59,7 @@ class Noise(LightningDataModule):
         data_dir: str,
         batch_size: int = 8,
         count: int = 256,
-        size: int = 40,
+        size: int = 64,
         sigma: float = 0.1,
         seed: int = 0,
         num_workers: int | None = None,
@@ -123,15 +123,20 @@ class Noise(LightningDataModule):
 
 def draw_shapes(size: int, rng: np.random.Generator) -> np.ndarray:
     """Discs and bars of random place, size and grey on one another: uint8, (size, size)."""
-    rows, columns = np.mgrid[0:size, 0:size] / size
     image = np.full((size, size), rng.integers(0, 256), dtype=np.uint8)
     for _ in range(SHAPES):
         row, column, extent, angle = rng.random(4) * [1, 1, 0.3, np.pi]
-        across = (rows - row) * np.cos(angle) + (columns - column) * np.sin(angle)
-        along = (columns - column) * np.cos(angle) - (rows - row) * np.sin(angle)
+        box = tuple(
+            slice(max(0, int((center - extent) * size)), int((center + extent) * size) + 1)
+            for center in (row, column)
+        )
+        rows, columns = np.ogrid[0:size, 0:size]
+        down, right = rows[box[0]] / size - row, columns[:, box[1]] / size - column
+        across = down * np.cos(angle) + right * np.sin(angle)
+        along = right * np.cos(angle) - down * np.sin(angle)
         if rng.random() < 0.5:
             inside = across**2 + along**2 < (extent / 2) ** 2
         else:
             inside = (np.abs(across) < extent / 8) & (np.abs(along) < extent)
-        image[inside] = rng.integers(0, 256)
+        image[box][inside] = rng.integers(0, 256)
     return image

@@ -3,21 +3,23 @@
     python -m runs.config model=classifier data.batch_size=64
 
 Silent when all is well; else one line that names the key and what exists, and exit status 2. The
-type of a key is that of its value in conf/; a key that is null there takes anything.
+type of a key is that of its value in conf/; where that is null, the type hint in the constructor.
 """
 
 from __future__ import annotations
 
 import difflib
 import sys
+import typing
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
+from hydra.utils import get_class
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -35,8 +37,11 @@ def check(arguments: list[str]) -> None:
     """
     if any(argument.startswith("-") for argument in arguments):
         return
+    for argument in arguments:
+        if "=" not in argument and not argument.startswith("~"):
+            raise Refusal(f"{argument}: a change has the form key=value, like data.batch_size=64")
     try:
-        overrides = OverridesParser.create().parse_overrides(arguments)
+        overrides = [_parse(argument) for argument in arguments]
         groups = [o for o in overrides if _is_group(o)]
         for override in groups:
             _check_group(override)
@@ -48,6 +53,18 @@ def check(arguments: list[str]) -> None:
             compose("config", arguments)
     except (HydraException, OmegaConfBaseException) as error:
         raise Refusal(_first_line(error)) from None
+
+
+def _parse(argument: str) -> Override:
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:
+        raise Refusal(
+            f"{argument}: the value cannot be read; quote it for Hydra: \"key='...'\""
+        ) from None
+    if override.is_sweep_override():
+        raise Refusal(f"{argument}: several values for one run; a list is written [1,2]")
+    return override
 
 
 def _is_group(override: Override) -> bool:
@@ -66,7 +83,8 @@ def _check_group(override: Override) -> None:
 
 
 def _check_value(override: Override, config: DictConfig) -> None:
-    key, value = override.key_or_group, override.value()
+    key: str = override.key_or_group
+    value: Any = override.value()
     if override.is_add() or override.is_force_add() or key.startswith("hydra."):
         return
     node: Any = config
@@ -79,19 +97,24 @@ def _check_value(override: Override, config: DictConfig) -> None:
                 f"{key}: {where or 'the configuration'} has no key {part!r}; it has: "
                 f"{', '.join(known) or 'none'}{_guess(part, known)}"
             )
-        node = OmegaConf.to_container(node)[part] if depth == len(parents) else node[part]  # type: ignore[index]
-    if override.is_delete() or override.is_sweep_override():
+        # _get_node: the value as it is written, also where it is an interpolation
+        parent, node = node, node._get_node(part)
+        if not isinstance(node, DictConfig):
+            node = OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
+    if override.is_delete() or value is None or (isinstance(value, str) and "${" in value):
         return
     wanted = _expected(node, value)
     if wanted:
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
+    if node is None and not _annotated(parent.get("_target_"), last, value):
+        raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
     if key == "data.batch_size" and value < 1:
         raise Refusal(f"{key}={value}: a batch has at least 1 sample; it is counted a process")
 
 
 def _expected(default: Any, value: Any) -> str | None:
     """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
-    if value is None or default is None or (isinstance(value, str) and "${" in value):
+    if default is None:
         return None
     if isinstance(default, bool):
         return None if isinstance(value, bool) else "true or false"
@@ -101,11 +124,23 @@ def _expected(default: Any, value: Any) -> str | None:
     if isinstance(default, float):
         fits = isinstance(value, (int, float)) and not isinstance(value, bool)
         return None if fits else "a number"
-    if isinstance(default, dict):
+    if isinstance(default, DictConfig):
         return None if isinstance(value, dict) else "a group of keys"
-    if isinstance(default, (list, ListConfig)):
+    if isinstance(default, list):
         return None if isinstance(value, list) else "a list"
     return "a text" if isinstance(value, (dict, bool)) else None
+
+
+def _annotated(target: str | None, argument: str, value: Any) -> bool:
+    """Whether `value` fits the type hint of the constructor's argument, where it has one."""
+    hints = typing.get_type_hints(vars(get_class(target))["__init__"]) if target else {}
+    hint = hints.get(argument, Any)
+    kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or [hint]]
+    if Any in kinds or Literal in kinds:
+        return True
+    if isinstance(value, bool):
+        return bool in kinds
+    return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
 
 
 def _guess(word: Any, known: Iterable[str]) -> str:

@@ -43,7 +43,7 @@ class ProgressLines(ProgressBar):
         super().on_train_epoch_start(trainer, *_)
         self._epoch_began = self._last_line = time.monotonic()
 
-    def on_train_batch_end(  # type: ignore[override]
+    def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
         if time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:

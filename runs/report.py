@@ -13,7 +13,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -31,8 +30,10 @@ def gather_texts(strategy: Strategy, text: str) -> list[str]:
     longest = torch.tensor(len(raw), device=strategy.root_device)
     most = int(strategy.reduce(longest, reduce_op="max"))
     padded = torch.nn.functional.pad(raw, (0, most - len(raw)))
-    gathered = strategy.all_gather(padded).reshape(-1, most) if most else []
-    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in gathered]
+    if most == 0:
+        return []
+    rows = strategy.all_gather(padded).reshape(-1, most).tolist()
+    return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
 class Report(pl.Callback):
@@ -148,9 +149,9 @@ class Report(pl.Callback):
         self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
-        stopped = [c for c in trainer.callbacks if isinstance(c, EarlyStopping) and c.stopped_epoch]
+        stopped = [c for c in trainer.early_stopping_callbacks if c.stopped_epoch]
         if trainer.is_global_zero:
-            for callback in stopped:
+            for callback in stopped:  # "until the validation error starts increasing"
                 print(
                     f"stopped early: {callback.monitor} has not improved for {callback.patience} "
                     f"epochs (best {float(callback.best_score):.4g})",

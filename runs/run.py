@@ -13,6 +13,7 @@ import logging
 import os
 import pickle
 import shutil
+import sys
 import warnings
 import zipfile
 from collections.abc import Mapping
@@ -34,7 +35,11 @@ from runs.refusal import Refusal, launched_rank, refuse
 from runs.report import Report, gather_texts
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
-LR_FACTORS = {"none": lambda ranks: 1, "linear": lambda ranks: ranks, "sqrt": lambda ranks: ranks**0.5}
+LR_FACTORS = {
+    "none": lambda ranks: 1,
+    "linear": lambda ranks: ranks,
+    "sqrt": lambda ranks: ranks**0.5,
+}
 
 
 class Run:
@@ -60,9 +65,12 @@ class Run:
     def __enter__(self) -> Run:
         # Lightning's own start-up lines and hints: the report says it in fewer.
         for name in ("pytorch_lightning", "lightning_fabric"):
-            logging.getLogger(name).setLevel(logging.WARNING if not launched_rank() else logging.ERROR)
+            logging.getLogger(name).setLevel(
+                logging.WARNING if not launched_rank() else logging.ERROR
+            )
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        warnings.filterwarnings("ignore", ".*Experiment logs directory.*is not empty.*")
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
         return self
@@ -79,23 +87,30 @@ class Run:
         folder = Path(strategy.broadcast(str(_free(runs / now))))
         config.run_dir = str(folder)
         if config.ckpt_path:
-            config.ckpt_path = str(Path(config.ckpt_path).expanduser().absolute())
-        if launched_rank() == 0:
-            if config.ckpt_path:
-                _check_checkpoint(Path(config.ckpt_path))
-            try:
-                self.folder = folder
-                (folder / ".hydra").mkdir(parents=True)
-                OmegaConf.save(config, folder / ".hydra" / "config.yaml")
-                hydra = HydraConfig.get()
-                OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
-                OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
-            except OSError as error:
-                raise Refusal(
-                    f"log_dir={config.log_dir}: the run's folder cannot be written: "
-                    f"{error.strerror} ({error.filename}); give another"
-                ) from None
+            config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
+        # Rank 0 looks and writes; the others hear whether they may go on.
+        problem = self._make_folder(folder) if launched_rank() == 0 else None
+        if problem := strategy.broadcast(problem):
+            raise Refusal(problem)
         return folder
+
+    def _make_folder(self, folder: Path) -> str | None:
+        """The run's folder with what was asked for in it; what stands against it, if anything."""
+        config, hydra = self.config, HydraConfig.get()
+        if config.ckpt_path and (problem := _unreadable(Path(config.ckpt_path))):
+            return problem
+        try:
+            self.folder = folder
+            (folder / ".hydra").mkdir(parents=True)
+            OmegaConf.save(config, folder / ".hydra" / "config.yaml")
+            OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
+            OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
+        except OSError as error:
+            return (
+                f"log_dir={config.log_dir}: the run's folder cannot be written: "
+                f"{error.strerror} ({error.filename}); give another"
+            )
+        return None
 
     def instantiate(self, group: str, **arguments: Any) -> Any:
         """What a group of the configuration names; a list for callbacks, logger.
@@ -137,6 +152,11 @@ class Run:
                     if parent.is_dir() and not any(parent.iterdir()):
                         parent.rmdir()
             refuse(mistake)
+        if type(error).__name__ == "HorovodInternalError" and launched_rank() > 0:
+            # Another rank ended in the middle of a collective: it has the traceback that tells.
+            rank = f"rank {launched_rank()} on {os.uname().nodename}"
+            print(f"{rank}: ended because another rank did", file=sys.stderr, flush=True)
+            sys.exit(1)
 
     def _warning(self, message: Warning, category: type, *place: Any, **named: Any) -> None:
         """Rank 0 shows a warning at once; the others keep theirs until the end."""
@@ -163,17 +183,19 @@ def _free(folder: Path) -> Path:
     return next(name for name in names if not name.exists())
 
 
-def _check_checkpoint(file: Path) -> None:
+def _unreadable(file: Path) -> str | None:
+    """Why a checkpoint cannot be taken; None if it can."""
     if not file.is_file():
-        raise Refusal(f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/")
+        return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
     try:
         # Only the structure is read, not the weights.
         checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=False)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         reason = str(error).splitlines()[0][:120]
-        raise Refusal(f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}") from None
+        return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
-        raise Refusal(f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it")
+        return f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it"
+    return None
 
 
 def _mistake(error: BaseException, started: bool) -> str | None:

@@ -186,7 +186,7 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
-        # Only a state that configure_optimizers loaded is there already; a checkpoint's comes later.
+        # Only a state that configure_optimizers loaded is there yet; a checkpoint's comes later.
         states = [o.state_dict() if o.state else None for o in self.optimizers]
         for optimizer, state in zip(self.optimizers, self.broadcast(states)):
             if state is not None:
@@ -278,10 +278,10 @@ class HorovodStrategy(ParallelStrategy):
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Rank 0 reads, the others receive: they need not see its file system."""
-        checkpoint = None
+        checkpoint: dict[str, Any] = {}
         if self.is_global_zero:
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        return self.broadcast(checkpoint)  # type: ignore[return-value]
+        return self.broadcast(checkpoint)
 
     @override
     def teardown(self) -> None:

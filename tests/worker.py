@@ -12,8 +12,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import horovod.torch as hvd  # noqa: E402
-import torch  # noqa: E402
+import horovod.torch as hvd
+import torch
 
 folder, module, function, arguments = sys.argv[1:]
 result = getattr(importlib.import_module(module), function)(**json.loads(arguments))

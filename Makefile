@@ -1,0 +1,52 @@
+# Type `make` to see what there is. Every target installs by itself what it needs.
+
+# What to run on, how many processes, and with which changes to conf/:
+ARGS ?=
+ifdef HOSTS
+  NP ?= $(shell echo '$(HOSTS)' | tr ',' '\n' | awk -F: '{n += $$2 ? $$2 : 1} END {print n}')
+else
+  NP ?= 2
+  HOSTS := localhost:$(NP)
+endif
+
+# Into which environment: .venv here, or that of the interpreter PYTHON.
+ifeq ($(PYTHON),)
+  override PYTHON := .venv/bin/python
+  BIN := .venv/bin
+  INSTALL := python3 cluster/install.py
+else
+  BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
+  INSTALL := $(PYTHON) cluster/install.py --python $(PYTHON)
+endif
+MPI_FLAG := $(if $(MPI),--mpi)
+
+.DEFAULT_GOAL := help
+.PHONY: help install train test check tensorboard clean
+
+help: ## show this
+	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: ## make .venv and build Horovod, once; MPI=1 with MPI too
+	@$(INSTALL) $(MPI_FLAG)
+
+train: install ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
+	@$(PYTHON) -m runs.config $(ARGS)
+	$(BIN)/horovodrun -np $(NP) -H $(HOSTS) $(PYTHON) template.py $(ARGS)
+
+test: ## run all tests; a part of them: make test ARGS="-k digits"
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m pytest $(ARGS)
+
+check: ## lint, format and types
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+tensorboard: install ## show the curves of all runs in the browser
+	@$(BIN)/tensorboard --logdir logs
+
+clean: ## remove caches (not logs, data or .venv)
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

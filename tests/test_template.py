@@ -1,0 +1,224 @@
+"""The job end to end: what a newcomer types, what it leaves, and how it refuses mistakes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import ROOT, horovodrun, run
+
+TEMPLATE = [sys.executable, str(ROOT / "template.py")]
+
+
+def job(
+    ranks: int, logs: Path, *overrides: str, cwd: Path = ROOT, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """template.py on so many ranks of this host; 0: as plain `python template.py`."""
+    command = [*TEMPLATE, f"log_dir={logs}", *overrides]
+    return run(horovodrun(ranks, *command) if ranks else command, cwd=cwd, **environment)
+
+
+def folders(logs: Path) -> list[Path]:
+    return sorted(logs.glob("*/runs/*"))
+
+
+def summary(logs: Path) -> dict[str, Any]:
+    """The summary of the newest run."""
+    return json.loads((folders(logs)[-1] / "summary.json").read_text())
+
+
+def processes_of(logs: Path) -> list[str]:
+    """Processes whose command line names this log folder."""
+    found = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = file.read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(logs) in line and "pytest" not in line:
+            found.append(line)
+    return found
+
+
+@pytest.fixture(scope="module")
+def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The default job on two ranks, from another working folder: its log folder and output."""
+    logs = tmp_path_factory.mktemp("default")
+    done = job(2, logs, cwd=logs)
+    assert done.returncode == 0, done.stdout
+    return logs, done.stdout
+
+
+class TestDefaultRun:
+    def test_it_learns_and_stops_early(self, default: tuple[Path, str]) -> None:
+        found = summary(default[0])
+        assert found["world_size"] == 2 and sum(found["hosts"].values()) == 2
+        assert (found["strategy"], found["model"], found["data"]) == (
+            "horovod", "classifier", "digits",
+        )  # fmt: skip
+        assert found["metrics"]["test/acc"] >= 0.97
+        assert 2 < found["epochs"] < 30 and found["global_batch_size"] == 64
+        assert found["steps"] == found["epochs"] * 20  # 1,257 samples in batches of 2 x 32
+        rate = found["epochs"] * 1258 / found["train_seconds"]  # 629 on each rank
+        assert found["samples_per_second"] == pytest.approx(rate, rel=0.01)
+        assert found["versions"]["horovod"].startswith("0.28.1")
+
+    def test_one_folder_with_all_in_it(self, default: tuple[Path, str]) -> None:
+        (folder,) = folders(default[0])
+        kept = sorted(path.name for path in (folder / "checkpoints").iterdir())
+        assert len(kept) == 2 and kept[0].startswith("epoch_") and kept[1] == "last.ckpt"
+        assert summary(default[0])["checkpoint"] == str(folder / "checkpoints" / kept[0])
+        for name in (".hydra/config.yaml", ".hydra/overrides.yaml", "metrics.csv"):
+            assert (folder / name).is_file(), name
+        assert list(folder.glob("events.out.tfevents.*"))
+        header = (folder / "metrics.csv").read_text().splitlines()[0].split(",")
+        assert {"train/loss", "val/loss", "val/acc", "test/acc"} <= set(header)
+
+    def test_rank_0_tells_it_in_readable_lines(self, default: tuple[Path, str]) -> None:
+        logs, output = default
+        lines = [line for line in output.splitlines() if line.strip()]
+        assert not [line for line in lines if line.startswith("[1]")], output
+        assert len(lines) < 50 and "\r" not in output
+        text = output.replace("[0]<stdout>:", "")
+        for expected in (
+            "model   classifier, ", "data    digits", "ranks   2: 2 on ", "over Gloo",
+            "precision 32-true", "batch   32 a process x 2 ranks = 64 global",
+            f"run     {folders(logs)[0]}", "look    make tensorboard", "epoch 1/30  ",
+            "stopped early: val/loss", "test    ", "test/acc 0.9", " samples/s: ", "summary ",
+        ):  # fmt: skip
+            assert expected in text, expected
+
+    def test_best_checkpoint_is_the_one_tested(self, default: tuple[Path, str]) -> None:
+        best = torch.load(summary(default[0])["checkpoint"], weights_only=False)
+        rows = (folders(default[0])[0] / "metrics.csv").read_text().splitlines()
+        column = rows[0].split(",").index("val/loss")
+        losses = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
+        assert best["epoch"] == losses.index(min(losses))
+
+
+class TestOtherRuns:
+    def test_resume_then_test_only(self, default: tuple[Path, str], tmp_path: Path) -> None:
+        last = folders(default[0])[0] / "checkpoints" / "last.ckpt"
+        epochs = summary(default[0])["epochs"]
+        more = ["~callbacks.early_stopping", f"trainer.max_epochs={epochs + 2}"]
+        done = job(2, tmp_path, f"ckpt_path={last}", *more, "profiler=simple")
+        assert done.returncode == 0, done.stdout
+        assert f"epoch {epochs + 1}/{epochs + 2} " in done.stdout
+        assert f"epoch {epochs}/" not in done.stdout
+        found = summary(tmp_path)
+        assert found["steps"] == 20 * (epochs + 2)
+        seen = found["samples_per_second"] * found["train_seconds"]
+        assert seen == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
+        assert list(folders(tmp_path)[0].glob("*profile*"))
+
+        relative = os.path.relpath(summary(default[0])["checkpoint"], tmp_path)
+        done = job(0, tmp_path, "train=false", f"ckpt_path={relative}", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout
+        alone, before = summary(tmp_path), summary(default[0])
+        assert (alone["world_size"], alone["epochs"]) == (1, 0)
+        for name in ("test/acc", "test/loss"):
+            assert alone["metrics"][name] == pytest.approx(before["metrics"][name], rel=1e-5)
+
+    def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
+        done = job(
+            2, tmp_path, "trainer.precision=bf16-mixed", "trainer.limit_train_batches=6",
+            "trainer.max_epochs=2", "trainer.accumulate_grad_batches=2", "lr_scaling=linear",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        assert "precision bf16-mixed" in done.stdout and "lr 0.004" in done.stdout
+        assert "32 a process x 2 ranks x 2 accumulated = 128 global" in done.stdout
+        assert (summary(tmp_path)["steps"], summary(tmp_path)["global_batch_size"]) == (6, 128)
+
+    def test_denoiser_denoises(self, tmp_path: Path) -> None:
+        done = job(
+            2, tmp_path, "experiment=denoiser", f"data_dir={tmp_path}/data", "data.size=40",
+            "trainer.max_epochs=10",
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout
+        metrics = summary(tmp_path)["metrics"]
+        assert metrics["test/psnr_noisy"] == pytest.approx(20, abs=0.2)  # 10 log(1 / 0.1^2)
+        assert metrics["test/psnr"] > metrics["test/psnr_noisy"] + 2
+        (folder,) = folders(tmp_path)
+        assert folder.parent.parent.name == "denoiser"
+        assert (folder / "denoised.png").read_bytes().startswith(b"\x89PNG")
+        assert len(list((tmp_path / "data").iterdir())) == 1
+
+    def test_warnings_of_all_ranks_appear_once(self, tmp_path: Path) -> None:
+        model = "model._target_=tests.faulty_models.Warns"
+        done = job(2, tmp_path, model, "trainer.fast_dev_run=true")
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("UserWarning: everybody says this") == 1
+        assert done.stdout.count("warning of rank 1: UserWarning: only rank 1 says this") == 1
+
+
+class TestMistakes:
+    """Told in one line, once; non-zero exit; no folder, no process left."""
+
+    @pytest.mark.parametrize(
+        ("ranks", "overrides", "message"),
+        [
+            (2, ["model.lrr=1"], "model.lrr: model has no key 'lrr'; it has:"),
+            (2, ["data.batch_size=630"], "data.batch_size=630: a rank's share is 629 samples"),
+            (2, ["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
+            (0, ["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint"),
+            (0, ["trainer.accelerator=gpu"], "trainer=default: "),
+            (0, ["trainer.precision=12"], "trainer=default: "),
+            (0, ["+model.foo=1"], "model=classifier: "),
+            (0, ["lr_scaling=cubic"], "lr_scaling=cubic: there are: none, linear, sqrt"),
+            (0, ["model=denoiser", "model.depth=2"], "model=denoiser: "),
+        ],
+    )  # fmt: skip
+    def test_one_line(self, tmp_path: Path, ranks: int, overrides: list[str], message: str) -> None:
+        if "trainer.accelerator=gpu" in overrides and torch.cuda.is_available():
+            pytest.skip("this machine has a GPU")
+        (tmp_path / "setup.ckpt").write_text("no checkpoint")
+        logs = tmp_path / "logs"
+        done = job(ranks, logs, *overrides, cwd=tmp_path)
+        assert done.returncode != 0
+        lines = [line for line in done.stdout.splitlines() if "error: " in line]
+        assert len(lines) == 1 and message in lines[0], done.stdout
+        assert "Traceback" not in done.stdout.split("Process 0 exit")[0]
+        assert not folders(logs) and not processes_of(logs)
+
+    def test_more_ranks_than_samples(self, tmp_path: Path) -> None:
+        done = job(3, tmp_path / "logs", "data=noise", "model=denoiser", "data.count=2",
+                   "data.size=8", f"data_dir={tmp_path}/data")  # fmt: skip
+        assert done.returncode != 0
+        assert done.stdout.count("error: data=noise: 2 samples for 3 ranks") == 1, done.stdout
+        assert not folders(tmp_path / "logs")
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "logs").write_text("a file stands where the folder should")
+        done = job(2, tmp_path / "logs")
+        assert done.returncode != 0
+        assert done.stdout.count("the run's folder cannot be written") == 1, done.stdout
+
+    def test_a_checkpoint_of_another_model(self, default: tuple[Path, str], tmp_path: Path) -> None:
+        best = summary(default[0])["checkpoint"]
+        done = job(0, tmp_path, f"ckpt_path={best}", "model.width=8")
+        assert done.returncode == 2
+        assert done.stdout.count("error: ckpt_path: the checkpoint does not fit the model") == 1
+        assert not folders(tmp_path)
+
+    def test_an_error_in_training_keeps_its_traceback(self, tmp_path: Path) -> None:
+        done = job(2, tmp_path, "model._target_=tests.faulty_models.Breaks")
+        assert done.returncode != 0
+        assert done.stdout.count("RuntimeError: broken in training") == 1, done.stdout
+        assert done.stdout.count("ended because another rank did") <= 1
+        assert len(folders(tmp_path)) == 1 and not processes_of(tmp_path)
+
+    def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
+        started = time.monotonic()
+        make = ["make", "train", f"PYTHON={sys.executable}", "ARGS=trainer.max_epoch=1"]
+        done = run([*make, f"log_dir={tmp_path}"])
+        assert done.returncode != 0 and time.monotonic() - started < 60
+        assert "did you mean max_epochs?" in done.stdout
+        assert "horovodrun" not in done.stdout

@@ -21,16 +21,19 @@ endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check tensorboard clean
+.PHONY: help install environment train test check tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: ## make .venv and build Horovod, once; MPI=1 with MPI too
+install: environment ## make .venv and build Horovod, once; MPI=1 with MPI too
+	@echo 'Ready: $(PYTHON)'
+
+environment:
 	@$(INSTALL) $(MPI_FLAG)
 
-train: install ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
+train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
 	$(BIN)/horovodrun -np $(NP) -H $(HOSTS) $(PYTHON) template.py $(ARGS)
 
@@ -44,7 +47,7 @@ check: ## lint, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-tensorboard: install ## show the curves of all runs in the browser
+tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs
 
 clean: ## remove caches (not logs, data or .venv)

@@ -1,0 +1,94 @@
+"""Every file of conf/ works: found by listing the folder, so that a new one is tested too."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf, open_dict
+from pytorch_lightning import Trainer, seed_everything
+
+from runs.config import CONF
+from tests.conftest import horovodrun, run
+
+# Where a configuration has these keys, they are made small.
+SMALL = {"data.count": 16, "data.size": 16, "data.num_workers": 0, "model.depth": 4}
+
+
+def names(group: str) -> list[str]:
+    return sorted(file.stem for file in (CONF / group).glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def conf() -> Iterator[None]:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        yield
+
+
+def small(config: DictConfig, folder: Path) -> list[str]:
+    """The overrides that make a configuration small."""
+    overrides = [f"{key}={n}" for key, n in SMALL.items() if OmegaConf.select(config, key)]
+    return [*overrides, f"data_dir={folder}/data"]
+
+
+def fits(model: str, data: str, folder: Path) -> Exception | None:
+    """Why a model does not train, validate and test one batch of a data set; None if it does."""
+    groups = [f"model={model}", f"data={data}"]
+    config = compose("config", [*groups, *small(compose("config", groups), folder)])
+    seed_everything(0, verbose=False)
+    trainer = Trainer(
+        fast_dev_run=True, accelerator="cpu", default_root_dir=folder,
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    module, datamodule = instantiate(config.model), instantiate(config.data)
+    try:
+        trainer.fit(module, datamodule)
+        trainer.test(module, datamodule, verbose=False)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return error
+    return None
+
+
+def test_each_model_has_data_and_each_data_a_model(tmp_path: Path) -> None:
+    failures = {
+        (model, data): fits(model, data, tmp_path)
+        for model in names("model")
+        for data in names("data")
+    }
+    pairs = [pair for pair, failure in failures.items() if failure is None]
+    told = "\n".join(f"{pair}: {failure}" for pair, failure in failures.items())
+    assert {model for model, _ in pairs} == set(names("model")), told
+    assert {data for _, data in pairs} == set(names("data")), told
+
+
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
+    config = compose("config", [f"experiment={experiment}"])
+    overrides = [f"experiment={experiment}", *small(config, tmp_path), f"log_dir={tmp_path}/logs"]
+    job = [sys.executable, "template.py", *overrides, "trainer.fast_dev_run=true"]
+    done = run(horovodrun(2, *job))
+    assert done.returncode == 0, done.stdout
+    assert "ranks   2:" in done.stdout and "test/" in done.stdout
+
+
+@pytest.mark.parametrize("experiment", names("experiment"))
+def test_experiment_begins_with_its_command(experiment: str) -> None:
+    header = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+    assert header.startswith("# @package _global_\n#\n# make train ")
+    assert f"experiment={experiment}" in header.splitlines()[2]
+
+
+@pytest.mark.parametrize("group", ["strategy", "callbacks", "logger", "profiler", "trainer"])
+def test_the_other_groups_can_be_made(group: str, tmp_path: Path) -> None:
+    for name in names(group):
+        config = compose("config", [f"{group}={name}", f"run_dir={tmp_path}"])
+        member = config[group]
+        with open_dict(config):
+            if "_target_" in member:
+                instantiate(member)
+            else:
+                assert all(instantiate(part) is not None for part in member.values())

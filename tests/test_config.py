@@ -1,0 +1,57 @@
+"""What is refused before anything is launched, and what passes; in milliseconds."""
+
+from __future__ import annotations
+
+import pytest
+
+from runs.config import check
+from runs.refusal import Refusal
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modl=denoiser", "no key 'modl'; it has: .*did you mean model"),
+        ("model=denoisr", "no conf/model/denoisr.yaml; there are: classifier, denoiser .*did you"),
+        ("experiment=nope", "no conf/experiment/nope.yaml; there are: denoiser"),
+        ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
+        ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),
+        ("model.lr.value=1", "model.lr has no key 'value'"),
+        ("trainer.max_epochs=abc", "a whole number is expected there, like 30"),
+        ("trainer.max_epochs=1.5", "a whole number is expected"),
+        ("trainer.max_epochs=true", "a whole number is expected"),
+        ("model.lr=fast", "a number is expected there, like 0.002"),
+        ("test=maybe", "true or false is expected there, like true"),
+        ("trainer.precision=true", "a text is expected"),
+        ("trainer=3", "no conf/trainer/3.yaml"),
+        ("trainer.gradient_clip_val=abc", "Trainer takes no str"),
+        ("trainer.gradient_clip_val=true", "Trainer takes no bool"),
+        ("data.batch_size=0", "at least 1 sample"),
+        ("data.batch_size=-4", "at least 1 sample"),
+        ("data.batch_size", "has the form key=value"),
+        ("model.lr=[1", "the value cannot be read"),
+        ("model.lr=0.1,0.2", "several values"),
+    ],
+)
+def test_refused(override: str, message: str) -> None:
+    with pytest.raises(Refusal, match=message) as caught:
+        check(["seed=1", override])
+    assert str(caught.value).startswith(override.split("=")[0])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["model=denoiser", "data=noise", "model.depth=5", "data.count=3"],
+        ["experiment=denoiser", "model.features=8"],
+        ["trainer.limit_train_batches=10", "trainer.precision=32", "trainer.devices=[0]"],
+        ["trainer.gradient_clip_val=1", "trainer.max_time=00:01:00:00", "trainer.max_epochs=null"],
+        ["+trainer.enable_checkpointing=false", "~callbacks.early_stopping", "logger=none"],
+        ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
+        ["--help"],
+    ],
+)
+def test_accepted(overrides: list[str]) -> None:
+    check(overrides)

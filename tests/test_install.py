@@ -1,0 +1,128 @@
+"""The installer's decisions, without installing; the set-up itself is what every test runs in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import install
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def info(**changes: Any) -> dict[str, Any]:
+    packages = {"torch": "2.11.0", "nvidia-nccl-cu13": "2.28.9", "hydra-core": "1.3.8"}
+    return {
+        "python": "3.12.4", "prefix": "/env", "externally_managed": False, "site": "/env/site",
+        "include": "/usr/include", "cuda": "13.0", "packages": packages, **changes,
+    }  # fmt: skip
+
+
+class TestWheel:
+    def test_its_name_says_all_it_depends_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
+        tag = install.platform_tag()
+        name = install.wheel_name(info(), "0.28.1", mpi=False)
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9-cp312-cp312-{tag}.whl"
+        monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
+        label = install.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.mpi.sm80.sm90"
+        label = install.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
+        assert label.startswith("0.28.1+torch2.11.0.cpu")
+
+    def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pins = dict(install.read_pins(ROOT / "requirements.txt"))
+        packages = {"torch": pins["torch"]}
+        folder = install.wheel_folder(info(packages=packages))
+        text = (ROOT / "requirements.txt").read_text()
+        assert f"--find-links ${{HOME}}/.cache/horovod-wheels/{folder.name}\n" in text
+
+
+class TestUnmet:
+    PINS = {"torch": "2.11.0", "hydra-core": "1.3.8", "horovod": "0.28.1"}  # noqa: RUF012
+
+    def environment(self, horovod: str, **versions: str) -> dict[str, Any]:
+        return info(packages={**info()["packages"], "horovod": horovod, **versions})
+
+    @pytest.mark.parametrize(
+        ("horovod", "mpi", "expected"),
+        [
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu", False, ["horovod"]),
+            ("0.28.1", False, ["horovod"]),
+        ],
+    )
+    def test_horovod_must_be_built_for_this_torch(
+        self, horovod: str, mpi: bool, expected: list[str]
+    ) -> None:
+        assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
+
+    def test_other_versions_are_seen(self) -> None:
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9"
+        environment = self.environment(good, **{"hydra-core": "1.3.2"})
+        assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
+
+
+class TestMissing:
+    """One line, with the package that brings it."""
+
+    @pytest.mark.parametrize("program", ["g++", "make"])
+    def test_program(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
+        monkeypatch.delenv("CXX", raising=False)
+        for other in {"g++", "make"} - {program}:
+            (tmp_path / other).write_text("#!/bin/sh\n")
+            (tmp_path / other).chmod(0o755)
+        monkeypatch.setenv("PATH", str(tmp_path))
+        expected = f"{program} is missing.*sudo apt-get install {program.replace('+', '.')}"
+        with pytest.raises(install.InstallError, match=expected.replace("g++", "g..")):
+            install.check_python(info())
+
+    def test_headers(self, tmp_path: Path) -> None:
+        with pytest.raises(
+            install.InstallError, match=r"Python\.h .*apt-get install python3.12-dev"
+        ):
+            install.check_python(info(include=str(tmp_path)))
+
+    def test_python(self) -> None:
+        with pytest.raises(install.InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
+            install.check_python(info(python="3.9.1"))
+
+    def test_disk(self, tmp_path: Path) -> None:
+        with pytest.raises(install.InstallError, match="GB free for .*1000000.0 GB needed: why"):
+            install.check_disk(tmp_path, 1e6, "why")
+
+    def test_mpi(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(install, "WHEELS", tmp_path)
+        monkeypatch.setenv("PATH", "")
+        with pytest.raises(install.InstallError, match="apt-get install libopenmpi-dev"):
+            install.build_wheel("python", info(), "0.28.1", mpi=True)
+
+    def test_interpreter(self) -> None:
+        command = [sys.executable, "cluster/install.py", "--python", "/nowhere/python"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 1 and done.stdout == ""
+        assert done.stderr.startswith("install: PYTHON=/nowhere/python: No such file")
+
+
+def test_a_failing_command_names_log_and_telling_lines(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(install, "LOG", tmp_path / "log")
+    script = "print('fine'); print('x.cc:3: error: no such header'); raise SystemExit(3)"
+    with pytest.raises(install.InstallError) as caught:
+        install.run_logged("compiling", [sys.executable, "-c", script])
+    assert str(caught.value).splitlines()[0] == f"compiling failed, see {tmp_path}/log:"
+    assert "x.cc:3: error: no such header" in str(caught.value) and "fine" not in str(caught.value)
+
+
+def test_done_again_it_installs_nothing() -> None:
+    command = [sys.executable, "cluster/install.py", "--python", sys.executable]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

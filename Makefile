@@ -48,8 +48,8 @@ check: ## lint, format and types
 	@$(BIN)/mypy
 
 tensorboard: environment ## show the curves of all runs in the browser
-	@$(BIN)/tensorboard --logdir logs
+	@$(BIN)/tensorboard --logdir logs $(ARGS)
 
 clean: ## remove caches (not logs, data or .venv)
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,8 @@ import horovod.torch as hvd
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.accelerators import CPUAccelerator
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import CatMetric, MetricCollection
@@ -256,8 +260,6 @@ def test_collectives(launch: Callable) -> None:
 
 def barrier() -> float:
     """Rank 1 comes a second later; both leave together."""
-    import time
-
     strategy = HorovodStrategy()
     strategy.barrier()
     started = time.monotonic()
@@ -349,6 +351,101 @@ def test_an_exception_on_one_rank_ends_all(launch: Callable) -> None:
         launch(explode, 2)
 
 
+class Prepared(pl.LightningDataModule):
+    """Files that rank 0 of the host takes a second to make, and batches that workers draw."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def prepare_data(self) -> None:
+        time.sleep(1)
+        (self.folder / str(hvd.rank())).touch()
+
+    def setup(self, stage: str) -> None:
+        self.seen = sorted(path.name for path in self.folder.iterdir())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Random(), batch_size=2, num_workers=1)
+
+
+class Random(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(FEATURES)
+
+
+class Keeps(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, 1)
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.drawn.append(batch)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def use_data(folder: str) -> dict[str, Any]:
+    run = trainer(max_epochs=1)
+    pl.seed_everything(3, workers=True)
+    data, model = Prepared(folder), Keeps()
+    run.fit(model, data)
+    return {"seen": data.seen, "drawn": torch.cat(model.drawn)}
+
+
+def test_data_is_prepared_once_and_workers_draw_apart(launch: Callable, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    first, second = launch(use_data, 2, folder=str(tmp_path / "data"))
+    assert first["seen"] == second["seen"] == ["0"]
+    assert first["drawn"].shape == second["drawn"].shape == (4, FEATURES)
+    assert not torch.equal(first["drawn"], second["drawn"])
+
+
+class TestDevices:
+    """Which GPU a rank takes, on machines that are made up."""
+
+    def strategy(self, monkeypatch: pytest.MonkeyPatch, gpus: int, local_rank: int) -> Any:
+        strategy = HorovodStrategy()
+        strategy.parallel_devices = [torch.device("cuda", 0)]  # Trainer(devices=1)
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        monkeypatch.setattr(hvd, "local_rank", lambda: local_rank)
+        return strategy
+
+    def test_each_rank_takes_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for rank in range(4):
+            strategy = self.strategy(monkeypatch, 4, rank)
+            assert strategy.root_device == torch.device("cuda", rank)
+
+    def test_or_the_only_one_that_it_was_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        strategy = self.strategy(monkeypatch, 1, 3)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+        assert strategy.root_device == torch.device("cuda", 0)
+
+    def test_and_is_told_when_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        strategy = self.strategy(monkeypatch, 2, 2)
+        with pytest.raises(MisconfigurationException, match="number 3 of .* there are 2 GPUs"):
+            _ = strategy.root_device
+
+    @pytest.mark.parametrize("nccl", [True, False])
+    def test_missing_nccl_is_loud(self, monkeypatch: pytest.MonkeyPatch, nccl: bool) -> None:
+        strategy = self.strategy(monkeypatch, 1, 0)
+        strategy.accelerator = CPUAccelerator()
+        monkeypatch.setattr(strategy.accelerator, "setup_device", lambda device: None)
+        monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            strategy.setup_environment()
+        assert any("HOROVOD HAS NO NCCL" in str(w.message) for w in caught) is not nccl
+        assert strategy.operations == ("NCCL" if nccl else "Gloo")
+
+
 class TestOneProcess:
     """Without horovodrun: one process, and arguments that are refused."""
 
@@ -358,11 +455,11 @@ class TestOneProcess:
         assert (run.world_size, run.global_rank, run.global_step) == (1, 0, 2)
 
     def test_sync_batchnorm_is_refused(self) -> None:
-        with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="sync_batch"):
+        with pytest.raises(MisconfigurationException, match="sync_batch"):
             trainer(max_epochs=1, sync_batchnorm=True).fit(Net(), loader(16, 8))
 
     def test_bucket_size_is_checked(self) -> None:
-        with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match="bucket_mib"):
+        with pytest.raises(MisconfigurationException, match="bucket_mib"):
             HorovodStrategy(bucket_mib=0)
 
     def test_operations_are_named(self) -> None:

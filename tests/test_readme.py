@@ -1,0 +1,101 @@
+"""The README is true: its code is put in and its commands are run, in a copy of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from runs.config import check
+from tests.conftest import ROOT, run
+
+README = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"^```([a-z ]+)\n(.*?)^```$", README, re.M | re.S)
+COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
+NOT_HERE = {"make test"}  # this is it
+ACTIVATE = ". .venv/bin/activate"
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """This repository as it stands, with the README's files in it and this environment."""
+    folder = tmp_path_factory.mktemp("readme") / "copy"
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    files = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for name in files.split():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes((ROOT / name).read_bytes())
+            (folder / name).chmod((ROOT / name).stat().st_mode)
+    (folder / ".venv").symlink_to(sys.prefix)
+    for kind, text in BLOCKS:
+        if kind in ("python", "yaml"):
+            name = text.splitlines()[0].removeprefix("# ")
+            assert not (folder / name).exists(), name
+            (folder / name).write_text(text)
+    return folder
+
+
+def test_there_is_something_to_run() -> None:
+    assert "make train" in COMMANDS and "make test" in COMMANDS and ACTIVATE in COMMANDS
+    assert len(COMMANDS) > 8 and sum(kind == "python" for kind, _ in BLOCKS) == 2
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {*NOT_HERE, ACTIVATE}])
+def test_command(copy: Path, command: str) -> None:
+    # `python` and `horovodrun` are typed after the line that activates the environment.
+    typed = command if command.startswith("make") else f"{ACTIVATE} && {command}"
+    before = set(copy.glob("logs/*/runs/*/summary.json"))
+    done = run(["sh", "-c", typed], cwd=copy)
+    assert done.returncode == 0, done.stdout
+    new = set(copy.glob("logs/*/runs/*/summary.json")) - before
+    assert len(new) == (0 if "--help" in command else 1)
+    if command == "make train":
+        summary = json.loads(new.pop().read_text())
+        assert summary["world_size"] == 2 and summary["metrics"]["test/acc"] >= 0.97
+        assert "horovodrun -np 2 -H localhost:2 .venv/bin/python template.py" in done.stdout
+
+
+def test_tensorboard_answers(copy: Path) -> None:
+    make = subprocess.Popen(
+        ["make", "tensorboard", "ARGS=--port 0 --host 127.0.0.1"], cwd=copy, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert make.stdout is not None
+        found = next(filter(None, (re.search(r" at (http://\S+)", line) for line in make.stdout)))
+        with urllib.request.urlopen(found[1], timeout=60) as answer:
+            assert answer.status == 200 and b"TensorBoard" in answer.read()
+    finally:
+        os.killpg(make.pid, signal.SIGTERM)
+        make.wait(timeout=30)
+
+
+def test_overrides_that_it_names_exist() -> None:
+    named = [word for word in re.findall(r"`([^`\n]+)`", README) if re.match(r"~?[a-z_.]+=?", word)]
+    overrides = [word for word in named if re.fullmatch(r"~?[a-z][a-z_.]*=\S+|~[a-z_.]+", word)]
+    assert len(overrides) > 10
+    for override in set(overrides) - {"key=value"}:
+        check([override])
+
+
+def test_files_that_it_names_exist() -> None:
+    tree = re.findall(r"^    ([A-Za-z.]+/?) {2,}", README, re.M)
+    images = re.findall(r'(?:\]\(|src=")((?!http)[^)"]+)', README)
+    assert len(tree) > 8 and len(images) == 2
+    for name in [*tree, *images]:
+        assert (ROOT / name).exists(), name
+
+
+@pytest.mark.parametrize("title", ["Put your model in", "Put your data in"])
+def test_the_recipes_are_short(title: str) -> None:
+    section = README.split(f"## {title}\n")[1].split("\n## ")[0]
+    code = [text for _, text in re.findall(r"^```([a-z ]+)\n(.*?)^```$", section, re.M | re.S)]
+    assert sum(len(text.splitlines()) for text in code) < 40

@@ -1,30 +1,30 @@
-"""Progress that can be read: a bar on a terminal, else a line every ten seconds and an epoch.
+"""Progress that can be read: a line an epoch, and where training is inside it.
 
-Under horovodrun, in a file and in a batch job's output a bar would leave a thousand lines.
+On a terminal that place moves in one line. Under horovodrun, in a file and in a batch job's output
+a moving line would leave a thousand: there it is told every ten seconds.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ProgressBar, TQDMProgressBar
+from pytorch_lightning.callbacks import ProgressBar
 
-SECONDS_BETWEEN_LINES = 10
-
-
-def progress_bar() -> ProgressBar:
-    """Lightning's bar when someone looks at a terminal, else lines."""
-    return TQDMProgressBar() if sys.stdout.isatty() else ProgressLines()
+from runs.refusal import RANK_VARIABLES
 
 
-class ProgressLines(ProgressBar):
-    """One line an epoch with its metrics, and one every ten seconds inside it. Rank 0 only."""
+class Progress(ProgressBar):
+    """The lines, printed by rank 0: epoch, steps or seconds, and the metrics so far."""
 
     def __init__(self) -> None:
         super().__init__()
+        # mpirun gives its ranks a terminal, and puts its prefix before each line of it.
+        launched = any(name in os.environ for name in RANK_VARIABLES)
+        self._moving = sys.stdout.isatty() and not launched
         self._enabled = True
         self._epoch_began = self._last_line = 0.0
 
@@ -46,17 +46,21 @@ class ProgressLines(ProgressBar):
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
-        if time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
-            self._line(trainer, f"step {index + 1}/{self.total_train_batches}")
+        if time.monotonic() - self._last_line > (0.2 if self._moving else 10):
+            line = self._line(trainer, f"step {index + 1}/{self.total_train_batches}")
+            self._print(line, end="" if self._moving else "\n")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._line(trainer, f"{time.monotonic() - self._epoch_began:.1f} s")
+        self._print(self._line(trainer, f"{time.monotonic() - self._epoch_began:.1f} s"))
 
-    def _line(self, trainer: pl.Trainer, what: str) -> None:
+    def _line(self, trainer: pl.Trainer, where: str) -> str:
+        last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
+        metrics = trainer.callback_metrics.items()
+        told = "  ".join(f"{name} {float(value):.4g}" for name, value in metrics)
+        return f"epoch {trainer.current_epoch + 1}{last}  {where}  {told}"
+
+    def _print(self, line: str, end: str = "\n") -> None:
         self._last_line = time.monotonic()
         if self._enabled:
-            last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-            metrics = "  ".join(
-                f"{name} {float(value):.4g}" for name, value in trainer.callback_metrics.items()
-            )
-            print(f"epoch {trainer.current_epoch + 1}{last}  {what}  {metrics}", flush=True)
+            # Back to the start of the line, and clear what a longer one left behind it.
+            print(f"\r{line}\x1b[K" if self._moving else line, end=end, flush=True)

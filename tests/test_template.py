@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
 import subprocess
 import sys
 import time
@@ -150,6 +152,20 @@ class TestOtherRuns:
         assert folder.parent.parent.name == "denoiser"
         assert (folder / "denoised.png").read_bytes().startswith(b"\x89PNG")
         assert len(list((tmp_path / "data").iterdir())) == 1
+
+    def test_progress_moves_in_one_line_on_a_terminal(self, tmp_path: Path) -> None:
+        main, terminal = pty.openpty()
+        command = [*TEMPLATE, f"log_dir={tmp_path}", "trainer.max_epochs=2", "test=false",
+                   "data.batch_size=2"]  # fmt: skip
+        job = subprocess.Popen(command, stdout=terminal, stderr=subprocess.DEVNULL)
+        os.close(terminal)
+        output = b""
+        with contextlib.suppress(OSError):  # the terminal closes with the job
+            while part := os.read(main, 4096):
+                output += part
+        assert job.wait(timeout=60) == 0
+        moved = [line for line in output.decode().split("\n") if "\repoch 1/2  step " in line]
+        assert len(moved) == 1 and moved[0].count("\r") > 2, output
 
     def test_warnings_of_all_ranks_appear_once(self, tmp_path: Path) -> None:
         model = "model._target_=tests.faulty_models.Warns"

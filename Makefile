@@ -5,7 +5,8 @@ ARGS ?=
 ifdef HOSTS
   NP ?= $(shell echo '$(HOSTS)' | tr ',' '\n' | awk -F: '{n += $$2 ? $$2 : 1} END {print n}')
 else
-  NP ?= 2
+  # Two processes, but on a host with a single GPU one: a rank needs its own.
+  NP ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),1,2)
   HOSTS := localhost:$(NP)
 endif
 
@@ -37,7 +38,7 @@ train: environment ## train: NP processes on HOSTS, changed by ARGS (make train 
 	@$(PYTHON) -m runs.config $(ARGS)
 	$(BIN)/horovodrun -np $(NP) -H $(HOSTS) $(PYTHON) template.py $(ARGS)
 
-test: ## run all tests; a part of them: make test ARGS="-k digits"
+test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m pytest $(ARGS)
 

@@ -41,6 +41,7 @@ def main(config: DictConfig) -> None:
             logger=run.instantiate("logger") or False,
             profiler=run.instantiate("profiler"),
         )
+        run.check_ranks(trainer.world_size)
         lr = run.learning_rate(trainer.world_size)
         model: LightningModule = run.instantiate("model", lr=lr)
 

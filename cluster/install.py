@@ -110,10 +110,10 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
     requirements = [ROOT / "requirements.txt"] + [ROOT / "requirements-dev.txt"] * dev
     pins = {name: version for file in requirements for name, version in read_pins(file)}
 
-    own_environment = python is None
-    python = python or str(ROOT / ".venv" / "bin" / "python")
-    if own_environment and not Path(python).exists():
-        make_environment(ROOT / ".venv")
+    if python is None:
+        python = str(ROOT / ".venv" / "bin" / "python")
+        if not Path(python).exists():
+            make_environment(ROOT / ".venv")
     info = probe(python)
     if not unmet(info, pins, mpi):
         return
@@ -125,6 +125,8 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
     check_python(info)
     if info["packages"].get("torch", "").split("+")[0] != pins["torch"]:
         check_disk(Path(info["prefix"]), 6, "torch with its CUDA libraries takes 5 GB")
+        if not any(WHEELS.glob(f"*/horovod-{pins['horovod']}+*-{python_tag(info)}-*.whl")):
+            check_compilers(info)  # before the large download
         run_logged(
             f"torch {pins['torch']} with its CUDA libraries: 1 to 10 minutes, by the network",
             [python, "-m", "pip", "install", f"torch=={pins['torch']}"],
@@ -140,7 +142,13 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
         "the other packages: about a minute",
         [python, "-m", "pip", "install", str(wheel), *files],
     )
-    verify(python, probe(python), mpi)
+    try:
+        verify(python, probe(python), mpi)
+    except InstallError:
+        # Not to be taken for done by the next call, nor by the next environment.
+        wheel.unlink()
+        run_logged(None, [python, "-m", "pip", "uninstall", "-y", "horovod"])
+        raise
     print(f"Ready in {time.monotonic() - started:.0f} s: {info['prefix']}", flush=True)
 
 
@@ -164,7 +172,11 @@ def make_environment(folder: Path) -> None:
             "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv"
         )
     check_python(probe(found))
-    result = subprocess.run([found, "-m", "venv", str(folder)], capture_output=True, text=True)
+    try:
+        result = subprocess.run([found, "-m", "venv", str(folder)], capture_output=True, text=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     if result.returncode != 0:
         shutil.rmtree(folder, ignore_errors=True)
         version = probe(found)["python"].rsplit(".", 1)[0]
@@ -219,8 +231,12 @@ def wheel_name(info: dict, horovod: str, mpi: bool) -> str:
     label = wheel_label(info) + ["mpi"] * mpi
     architectures = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "")
     label += [f"sm{architecture}" for architecture in architectures.split(",") if architecture]
-    tag = "cp" + "".join(info["python"].split(".")[:2])
+    tag = python_tag(info)
     return f"horovod-{horovod}+{'.'.join(label)}-{tag}-{tag}-{platform_tag()}.whl"
+
+
+def python_tag(info: dict) -> str:
+    return "cp" + "".join(info["python"].split(".")[:2])
 
 
 def platform_tag() -> str:
@@ -245,16 +261,44 @@ def check_python(info: dict) -> None:
             f"{info['prefix']} belongs to the operating system, whose pip installs nothing there; "
             "leave PYTHON= out to get a .venv here, or give the interpreter of an environment"
         )
-    for program, package in (("g++", "g++"), ("make", "make")):
+
+
+def check_compilers(info: dict) -> None:
+    for program in ("g++", "make"):
         if shutil.which(os.environ.get("CXX", program) if program == "g++" else program) is None:
             raise InstallError(
-                f"{program} is missing, which compiles Horovod: sudo apt-get install {package}"
+                f"{program} is missing, which compiles Horovod: sudo apt-get install {program}"
             )
-    if not (Path(info["include"]) / "Python.h").exists():
-        raise InstallError(
-            f"Python.h is missing in {info['include']}, which Horovod is compiled with: "
-            f"sudo apt-get install python{version}-dev (or python3-dev)"
-        )
+    if not has_headers(info) and shutil.which("apt-get") is None:
+        raise InstallError(no_headers(info))
+
+
+def has_headers(info: dict) -> bool:
+    return (Path(info["include"]) / "Python.h").exists()
+
+
+def no_headers(info: dict) -> str:
+    version = info["python"].rsplit(".", 1)[0]
+    return (
+        f"Python.h is missing in {info['include']}, which Horovod is compiled with: "
+        f"sudo apt-get install python{version}-dev (or python3-dev)"
+    )
+
+
+def fetch_headers(build: Path, info: dict) -> str:
+    """Python's headers from the distribution's package, unpacked, not installed: needs no root.
+
+    Returns:
+        The folders to search for headers, as the compiler's CPATH wants them.
+    """
+    version = info["python"].rsplit(".", 1)[0]
+    name = f"libpython{version}-dev"
+    command = f"cd {build} && apt-get download {name} && dpkg -x {name}_*.deb headers"
+    try:
+        run_logged(None, ["sh", "-c", command])
+    except InstallError:
+        raise InstallError(no_headers(info)) from None
+    return f"{build}/headers/usr/include/python{version}:{build}/headers/usr/include"
 
 
 def check_disk(folder: Path, gigabytes: float, why: str) -> None:
@@ -295,7 +339,9 @@ def locked(file: Path) -> Iterator[None]:
 def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
     """Compile Horovod in a throw-away environment that sees the torch of `python`'s."""
     folder = wheel_folder(info)
-    check_disk(folder, 2, "the build of Horovod takes 1.5 GB while it runs")
+    check_compilers(info)
+    check_disk(folder, 0.1, "the wheel is kept there")
+    check_disk(Path(tempfile.gettempdir()), 2, "the build of Horovod takes 1.5 GB while it runs")
     if mpi and shutil.which("mpicxx") is None:
         raise InstallError(
             "MPI=1: mpicxx is missing: sudo apt-get install libopenmpi-dev openmpi-bin"
@@ -319,6 +365,8 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
         run_logged(None, [*pip, "install", "--ignore-installed", *tools])
 
         environment = build_settings(build, site, info, mpi, jobs)
+        if not has_headers(info):
+            environment["CPATH"] = fetch_headers(build, info)
         run_logged(None, [
             *pip, "download", "--no-cache-dir", "--no-deps", "--no-build-isolation",
             "--no-binary=horovod", "--dest", str(build), f"horovod=={horovod}",

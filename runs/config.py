@@ -9,6 +9,7 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 from __future__ import annotations
 
 import difflib
+import inspect
 import sys
 import typing
 from collections.abc import Iterable
@@ -19,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.utils import get_class
+from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,6 +28,7 @@ from runs.refusal import Refusal, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
 
 
 def check(arguments: list[str]) -> None:
@@ -52,7 +54,7 @@ def check(arguments: list[str]) -> None:
                     _check_value(override, config)
             compose("config", arguments)
     except (HydraException, OmegaConfBaseException) as error:
-        raise Refusal(_first_line(error)) from None
+        raise Refusal(str(error).strip().splitlines()[0]) from None
 
 
 def _parse(argument: str) -> Override:
@@ -73,19 +75,18 @@ def _is_group(override: Override) -> bool:
 
 def _check_group(override: Override) -> None:
     group, value = override.key_or_group.lstrip("/"), override.value()
-    options = sorted(file.stem for file in (CONF / group).glob("*.yaml"))
-    if override.is_delete() or value is None or value in options:
+    files = (CONF / group).rglob("*.yaml")
+    options = sorted(str(file.relative_to(CONF / group).with_suffix("")) for file in files)
+    if override.is_delete() or value in options:
         return
-    raise Refusal(
-        f"{group}={value}: there is no conf/{group}/{value}.yaml; there are: {', '.join(options)}"
-        + _guess(value, options)
-    )
+    told = f"there are: {', '.join(options)}{_guess(value, options)}"
+    raise Refusal(f"{override.input_line}: there is no conf/{group}/{value}.yaml; {told}")
 
 
 def _check_value(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
     value: Any = override.value()
-    if override.is_add() or override.is_force_add() or key.startswith("hydra."):
+    if override.is_add() or override.is_force_add() or key.startswith(("hydra.", "hydra/")):
         return
     node: Any = config
     *parents, last = key.split(".")
@@ -101,6 +102,10 @@ def _check_value(override: Override, config: DictConfig) -> None:
         parent, node = node, node._get_node(part)
         if not isinstance(node, DictConfig):
             node = OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
+    if key == "data.batch_size" and (value is None or (isinstance(value, int) and value < 1)):
+        raise Refusal(f"{key}={value}: a batch has at least 1 sample; it is counted a process")
+    if key in CHOICES and value not in CHOICES[key]:
+        raise Refusal(f"{key}={value}: there are: {', '.join(CHOICES[key])}")
     if override.is_delete() or value is None or (isinstance(value, str) and "${" in value):
         return
     wanted = _expected(node, value)
@@ -108,8 +113,6 @@ def _check_value(override: Override, config: DictConfig) -> None:
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
     if node is None and not _annotated(parent.get("_target_"), last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
-    if key == "data.batch_size" and value < 1:
-        raise Refusal(f"{key}={value}: a batch has at least 1 sample; it is counted a process")
 
 
 def _expected(default: Any, value: Any) -> str | None:
@@ -133,7 +136,11 @@ def _expected(default: Any, value: Any) -> str | None:
 
 def _annotated(target: str | None, argument: str, value: Any) -> bool:
     """Whether `value` fits the type hint of the constructor's argument, where it has one."""
-    hints = typing.get_type_hints(vars(get_class(target))["__init__"]) if target else {}
+    try:
+        made = get_object(target) if target else object
+        hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+    except Exception:  # no such class, or hints that cannot be read: making it will tell
+        return True
     hint = hints.get(argument, Any)
     kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or [hint]]
     if Any in kinds or Literal in kinds:
@@ -150,10 +157,6 @@ def _guess(word: Any, known: Iterable[str]) -> str:
 
 def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0]
 
 
 if __name__ == "__main__":

@@ -54,6 +54,7 @@ class Progress(ProgressBar):
         self._print(self._line(trainer, f"{time.monotonic() - self._epoch_began:.1f} s"))
 
     def _line(self, trainer: pl.Trainer, where: str) -> str:
+        # On all ranks: reading a metric may reduce it over them.
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         metrics = trainer.callback_metrics.items()
         told = "  ".join(f"{name} {float(value):.4g}" for name, value in metrics)

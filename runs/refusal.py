@@ -8,6 +8,8 @@ import time
 
 RANK_VARIABLES = ["HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"]
 
+SIZE_VARIABLES = ["HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+
 
 class Refusal(Exception):
     """What was wrong, where, and what to do about it, in one line."""
@@ -16,6 +18,11 @@ class Refusal(Exception):
 def launched_rank() -> int:
     """The rank that a launcher gave this process; 0 without one. Known before any set-up."""
     return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
+
+
+def launched_size() -> int | None:
+    """How many processes a launcher started; None without one."""
+    return next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), None)
 
 
 def refuse(message: str) -> None:

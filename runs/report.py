@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
+import socket
 import subprocess
 import time
 from collections import Counter
@@ -53,7 +55,7 @@ class Report(pl.Callback):
         self.started = False
         self.hosts: dict[str, int] = {}
         self.metrics: dict[str, float] = {}
-        self.samples = self.epochs = self.steps = 0
+        self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self.seconds = 0.0
         self._clock: float | None = None
 
@@ -85,13 +87,15 @@ class Report(pl.Callback):
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._announce(trainer, pl_module)
+
+    def on_test_batch_start(self, *arguments: Any) -> None:
         self.started = True
 
     def _announce(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.hosts:
             return
         strategy = trainer.strategy
-        self.hosts = dict(Counter(gather_texts(strategy, _hostname())))
+        self.hosts = dict(Counter(gather_texts(strategy, socket.gethostname())))
         if not trainer.is_global_zero:
             return
         ranks = trainer.world_size
@@ -119,11 +123,16 @@ class Report(pl.Callback):
 
     # ---------------------------------------------------------------- counting
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.first_step, self.first_epoch = trainer.global_step, trainer.current_epoch
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.started = True
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.monotonic()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        self.started = True
         batch = arguments[2]
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
         self.samples += len(tensors[0]) if tensors else 0
@@ -184,7 +193,7 @@ class Report(pl.Callback):
             "samples_per_second": round(rate, 1),
             "metrics": self.metrics,
             "checkpoint": checkpoint or self.config.ckpt_path,
-            "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
+            "versions": _versions(),
             "git": _git(),
         }
         file = Path(self.config.run_dir) / "summary.json"
@@ -196,8 +205,9 @@ class Report(pl.Callback):
             print("test    " + "  ".join(f"{k} {v:.4g}" for k, v in tests.items()), flush=True)
         if self.samples:
             print(
-                f"speed   {rate:,.0f} samples/s: {self.steps} steps, {self.epochs} epochs in "
-                f"{self.seconds:.1f} s of training on {trainer.world_size} ranks",
+                f"speed   {rate:,.0f} samples/s: {self.steps - self.first_step} steps, "
+                f"{self.epochs - self.first_epoch} epochs in {self.seconds:.1f} s of training on "
+                f"{trainer.world_size} ranks",
                 flush=True,
             )
         print(f"summary {shown(file)}", flush=True)
@@ -208,12 +218,6 @@ def shown(path: Path) -> str:
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
-def _hostname() -> str:
-    import socket
-
-    return socket.gethostname()
-
-
 def _lr(module: pl.LightningModule) -> str:
     groups = [group["lr"] for o in module.trainer.optimizers for group in o.param_groups]
     return ", ".join(f"{lr:g}" for lr in dict.fromkeys(groups)) or "none"
@@ -221,6 +225,14 @@ def _lr(module: pl.LightningModule) -> str:
 
 def _plain(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
+
+
+def _versions() -> dict[str, str]:
+    installed = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            installed[name] = importlib.metadata.version(name)
+    return installed
 
 
 def _git() -> str | None:

@@ -8,7 +8,9 @@ the middle of training keeps the folder, its traceback and what was saved.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import itertools
 import logging
 import os
 import pickle
@@ -31,10 +33,11 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from runs.config import ROOT
-from runs.refusal import Refusal, launched_rank, refuse
+from runs.refusal import Refusal, launched_rank, launched_size, refuse
 from runs.report import Report, gather_texts
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
+UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 LR_FACTORS = {
     "none": lambda ranks: 1,
     "linear": lambda ranks: ranks,
@@ -82,26 +85,27 @@ class Run:
         for key in ("log_dir", "data_dir"):
             config[key] = str(ROOT / Path(config[key]).expanduser())
         runs = Path(config.log_dir) / (config.task or self.choices["model"]) / "runs"
-        # Only rank 0 writes into it; where Lightning asks for a path, it takes that of rank 0.
-        now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-        folder = Path(strategy.broadcast(str(_free(runs / now))))
-        config.run_dir = str(folder)
         if config.ckpt_path:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
-        # Rank 0 looks and writes; the others hear whether they may go on.
-        problem = self._make_folder(folder) if launched_rank() == 0 else None
+        elif not config.train:
+            raise Refusal("train=false: give the checkpoint to test, ckpt_path=logs/.../last.ckpt")
+        # Rank 0 looks and writes; the others hear where, or why not.
+        config.run_dir = str(runs)
+        problem = self._make_folder(runs) if launched_rank() == 0 else None
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
-        return folder
+        config.run_dir = strategy.broadcast(config.run_dir)
+        return Path(config.run_dir)
 
-    def _make_folder(self, folder: Path) -> str | None:
+    def _make_folder(self, runs: Path) -> str | None:
         """The run's folder with what was asked for in it; what stands against it, if anything."""
         config, hydra = self.config, HydraConfig.get()
         if config.ckpt_path and (problem := _unreadable(Path(config.ckpt_path))):
             return problem
         try:
-            self.folder = folder
-            (folder / ".hydra").mkdir(parents=True)
+            folder = self.folder = _new_folder(runs)
+            config.run_dir = str(folder)
+            (folder / ".hydra").mkdir()
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
             OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
             OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
@@ -122,16 +126,24 @@ class Run:
         try:
             if config and "_target_" not in config:
                 return [instantiate(member) for member in config.values()]
-            return instantiate(config, **arguments) if config else None
+            # all: a list of the configuration arrives as a list, which checkpoints can hold
+            return instantiate(config, _convert_="all", **arguments) if config else None
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
             raise Refusal(f"{group}={self.choices.get(group, '')}: {cause or error}") from error
 
+    def check_ranks(self, ranks: int) -> None:
+        """Refuse a strategy that leaves out some of the launched processes: each would be alone."""
+        launched = launched_size()
+        if launched is not None and launched != ranks:
+            raise Refusal(
+                f"strategy={self.choices['strategy']}: {launched} processes were launched, and it "
+                f"runs on {ranks}; launch that many (NP=, -np)"
+            )
+
     def learning_rate(self, ranks: int) -> float:
         """model.lr as written, unless lr_scaling asks for more with more ranks."""
         scaling = self.config.lr_scaling
-        if scaling not in LR_FACTORS:
-            raise Refusal(f"lr_scaling={scaling}: there are: {', '.join(LR_FACTORS)}")
         return self.config.model.lr * LR_FACTORS[scaling](ranks)
 
     def __exit__(
@@ -145,17 +157,21 @@ class Run:
             self._tell_warnings_of_other_ranks()
             return
         mistake = _mistake(error, started=self.report.started)
-        if mistake and not os.environ.get("HYDRA_FULL_ERROR"):
-            if self.folder is not None:
-                shutil.rmtree(self.folder, ignore_errors=True)
-                for parent in list(self.folder.parents)[:2]:
-                    if parent.is_dir() and not any(parent.iterdir()):
-                        parent.rmdir()
+        horovod_stopped = type(error).__name__ == "HorovodInternalError"
+        if (mistake or horovod_stopped) and self.folder is not None and not self.report.started:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for parent in list(self.folder.parents)[:2]:
+                if parent.is_dir() and not any(parent.iterdir()):
+                    parent.rmdir()
+        if os.environ.get("HYDRA_FULL_ERROR"):
+            return
+        if mistake:
             refuse(mistake)
-        if type(error).__name__ == "HorovodInternalError" and launched_rank() > 0:
-            # Another rank ended in the middle of a collective: it has the traceback that tells.
+        if horovod_stopped:
+            # Another rank ended in the middle of a collective: its own words tell why.
             rank = f"rank {launched_rank()} on {os.uname().nodename}"
-            print(f"{rank}: ended because another rank did", file=sys.stderr, flush=True)
+            reason = str(error).splitlines()[0][:150]
+            print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(1)
 
     def _warning(self, message: Warning, category: type, *place: Any, **named: Any) -> None:
@@ -177,10 +193,15 @@ class Run:
                 told.add(text)
 
 
-def _free(folder: Path) -> Path:
-    """`folder`, or with a number behind it where another run began in the same second."""
-    names = (folder.with_name(f"{folder.name}_{n}" if n else folder.name) for n in range(1000))
-    return next(name for name in names if not name.exists())
+def _new_folder(runs: Path) -> Path:
+    """A folder named after this second, with a number behind it where another run took it."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count():
+        folder = runs / (f"{now}_{number}" if number else now)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("unreachable")
 
 
 def _unreadable(file: Path) -> str | None:
@@ -189,8 +210,8 @@ def _unreadable(file: Path) -> str | None:
         return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
     try:
         # Only the structure is read, not the weights.
-        checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=False)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+        checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+    except UNREADABLE as error:
         reason = str(error).splitlines()[0][:120]
         return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:

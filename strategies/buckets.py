@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 
 import horovod.torch as hvd
 import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -54,17 +55,14 @@ class GradientBuckets:
     Args:
         parameters: of the model, in its order, the same on all ranks.
         bucket_mib: size of a bucket in MiB; a larger one has fewer negotiations, a smaller one
-            starts earlier.
-        first_mib: size of the first bucket, in MiB.
+            starts earlier. The first is of 1 MiB at most.
     """
 
-    def __init__(
-        self, parameters: Iterable[Parameter], bucket_mib: float = 8, first_mib: float = 1
-    ) -> None:
+    def __init__(self, parameters: Iterable[Parameter], bucket_mib: float = 8) -> None:
         self.buckets: list[Bucket] = []
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._active = False
-        for group in _split(list(parameters)[::-1], bucket_mib * MIB, first_mib * MIB):
+        for group in _split(list(parameters)[::-1], bucket_mib * MIB):
             bucket = _allocate(f"gradients.{len(self.buckets)}", group)
             self.buckets.append(bucket)
             for index, parameter in enumerate(group):
@@ -149,13 +147,13 @@ def _pack(bucket: Bucket, index: int) -> None:
             bucket.parameters[index].grad = view
 
 
-def _split(
-    parameters: list[Parameter], bytes_: float, first_bytes: float
-) -> Iterable[list[Parameter]]:
+def _split(parameters: list[Parameter], bytes_: float) -> Iterable[list[Parameter]]:
     """Consecutive parameters that may share a bucket: one dtype and device, frozen ones apart."""
     kinds: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
-    limit = first_bytes
+    limit = min(MIB, bytes_)
     for parameter in parameters:
+        if parameter.is_complex():
+            raise MisconfigurationException("Horovod adds no complex gradients; split them in two")
         kind = (parameter.dtype, parameter.device, parameter.requires_grad)
         group = kinds.setdefault(kind, [])
         group.append(parameter)

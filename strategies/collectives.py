@@ -1,4 +1,4 @@
-"""Collectives for any tensor, on top of Horovod's.
+"""Collectives for the tensors that Lightning and torchmetrics have, on top of Horovod's.
 
 Horovod's own know eight dtypes (no bfloat16, no bool for sums), want the same number of
 dimensions everywhere, and write in place, which fails for tensors made under inference mode.
@@ -38,6 +38,8 @@ def reduce_tensor(tensor: Tensor, operation: str) -> Tensor:
         raise ValueError(
             f"cannot reduce with {operation!r} over Horovod; there are: {', '.join(OPERATIONS)}"
         )
+    if tensor.is_complex():
+        raise ValueError("cannot reduce complex numbers over Horovod; torch.view_as_real helps")
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     with torch.inference_mode(False), torch.no_grad():
         value = tensor.detach().to(wide if tensor.is_floating_point() else torch.int64, copy=True)

@@ -130,11 +130,11 @@ class HorovodStrategy(ParallelStrategy):
         # whatever `devices` says, unless each process was shown a single one of its own.
         if torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
             return torch.device("cuda", 0)
-        if self.local_rank >= torch.cuda.device_count():
+        if hvd.local_size() > torch.cuda.device_count():  # told by all ranks of the host alike
             raise MisconfigurationException(
-                f"rank {self.global_rank} on {os.uname().nodename} has no GPU: it is number "
-                f"{self.local_rank + 1} of the host's processes and there are "
-                f"{torch.cuda.device_count()} GPUs; give the host fewer slots with -H"
+                f"{hvd.local_size()} ranks on {os.uname().nodename}, which has "
+                f"{torch.cuda.device_count()} GPUs: a rank needs its own; use fewer ranks (NP=, "
+                "-np, -H) or accelerator=cpu"
             )
         return torch.device("cuda", self.local_rank)
 
@@ -199,7 +199,11 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluation visits each sample once: no padding to equal shares, as DDP's has."""
+        """Evaluation visits each sample once: no padding to equal shares, as DDP's has.
+
+        So the last rank may have a batch less than the first: a collective in each batch of an
+        evaluation, as self.log(on_step=True, sync_dist=True) makes, would wait for it forever.
+        """
         assert self.lightning_module is not None
         stage = self.lightning_module.trainer.state.stage
         evaluating = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
@@ -214,6 +218,14 @@ class HorovodStrategy(ParallelStrategy):
             sampler.total_size = samples
             sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
         return dataloader
+
+    @override
+    def on_validation_start(self) -> None:
+        # Buffers (running means of batch normalization) differ between ranks; a checkpoint has
+        # those of rank 0, so they are what is evaluated, as under DDP.
+        if self.is_distributed and self._buckets is not None:
+            assert self.lightning_module is not None
+            broadcast_tensors(self.lightning_module.buffers())
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:

@@ -4,6 +4,7 @@ import torch
 from pytorch_lightning.strategies import SingleDeviceStrategy
 
 
-def single_device() -> SingleDeviceStrategy:
-    """Lightning's strategy for one device: the first GPU, or the CPU where there is none."""
-    return SingleDeviceStrategy("cuda:0" if torch.cuda.is_available() else "cpu")
+def single_device(accelerator: str = "auto") -> SingleDeviceStrategy:
+    """Lightning's strategy for one device: the first GPU where there is one, unless "cpu"."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available()
+    return SingleDeviceStrategy("cuda:0" if gpu else "cpu")

@@ -1,8 +1,9 @@
-"""Classifiers that warn, on every rank and on rank 1 alone, or break on rank 1 in training."""
+"""Classifiers that warn on every rank or on one, cannot be tested, or break on rank 1."""
 
 import warnings
 from typing import Any
 
+from pytorch_lightning import LightningModule
 from torch import Tensor
 
 from models.classifier import Classifier
@@ -13,6 +14,10 @@ class Warns(Classifier):
         warnings.warn("everybody says this", stacklevel=1)
         if self.global_rank == 1:
             warnings.warn("only rank 1 says this", stacklevel=1)
+
+
+class HasNoTest(Classifier):
+    test_step = LightningModule.test_step
 
 
 class Breaks(Classifier):

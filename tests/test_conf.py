@@ -11,6 +11,8 @@ from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from pytorch_lightning import Trainer, seed_everything
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.utils._pytree import tree_leaves
 
 from runs.config import CONF
 from tests.conftest import horovodrun, run
@@ -40,20 +42,21 @@ def fits(model: str, data: str, folder: Path) -> Exception | None:
     groups = [f"model={model}", f"data={data}"]
     config = compose("config", [*groups, *small(compose("config", groups), folder)])
     seed_everything(0, verbose=False)
+    module, datamodule = instantiate(config.model), instantiate(config.data)
     trainer = Trainer(
         fast_dev_run=True, accelerator="cpu", default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    module, datamodule = instantiate(config.model), instantiate(config.data)
     try:
         trainer.fit(module, datamodule)
-        trainer.test(module, datamodule, verbose=False)
-    except (RuntimeError, ValueError, TypeError) as error:
+        if is_overridden("test_step", module) and is_overridden("test_dataloader", datamodule):
+            trainer.test(module, datamodule, verbose=False)
+    except Exception as error:
         return error
     return None
 
 
-def test_each_model_has_data_and_each_data_a_model(tmp_path: Path) -> None:
+def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
     failures = {
         (model, data): fits(model, data, tmp_path)
         for model in names("model")
@@ -62,7 +65,16 @@ def test_each_model_has_data_and_each_data_a_model(tmp_path: Path) -> None:
     pairs = [pair for pair, failure in failures.items() if failure is None]
     told = "\n".join(f"{pair}: {failure}" for pair, failure in failures.items())
     assert {model for model, _ in pairs} == set(names("model")), told
-    assert {data for _, data in pairs} == set(names("data")), told
+
+
+@pytest.mark.parametrize("data", names("data"))
+def test_each_data_set_has_batches(data: str, tmp_path: Path) -> None:
+    config = compose("config", [f"data={data}"])
+    datamodule = instantiate(compose("config", [f"data={data}", *small(config, tmp_path)]).data)
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    for loader in (datamodule.train_dataloader(), datamodule.val_dataloader()):
+        assert len(tree_leaves(next(iter(loader)))[0]) > 0
 
 
 @pytest.mark.parametrize("experiment", names("experiment"))

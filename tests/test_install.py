@@ -82,13 +82,14 @@ class TestMissing:
         monkeypatch.setenv("PATH", str(tmp_path))
         expected = f"{program} is missing.*sudo apt-get install {program.replace('+', '.')}"
         with pytest.raises(install.InstallError, match=expected.replace("g++", "g..")):
-            install.check_python(info())
+            install.check_compilers(info())
 
-    def test_headers(self, tmp_path: Path) -> None:
+    def test_headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setattr(install, "LOG", tmp_path / "log")
         with pytest.raises(
-            install.InstallError, match=r"Python\.h .*apt-get install python3.12-dev"
+            install.InstallError, match=r"Python\.h .*apt-get install python3.99-dev"
         ):
-            install.check_python(info(include=str(tmp_path)))
+            install.fetch_headers(tmp_path, info(include=str(tmp_path), python="3.99.1"))
 
     def test_python(self) -> None:
         with pytest.raises(install.InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
@@ -100,6 +101,7 @@ class TestMissing:
 
     def test_mpi(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(install, "WHEELS", tmp_path)
+        monkeypatch.setattr(install, "check_compilers", lambda info: None)
         monkeypatch.setenv("PATH", "")
         with pytest.raises(install.InstallError, match="apt-get install libopenmpi-dev"):
             install.build_wheel("python", info(), "0.28.1", mpi=True)

@@ -63,6 +63,11 @@ def test_command(copy: Path, command: str) -> None:
         assert "horovodrun -np 2 -H localhost:2 .venv/bin/python template.py" in done.stdout
 
 
+def test_the_new_files_are_found_by_the_tests(copy: Path) -> None:
+    done = run([".venv/bin/python", "-m", "pytest", "tests/test_conf.py", "-k", "each"], cwd=copy)
+    assert done.returncode == 0 and "4 passed" in done.stdout, done.stdout
+
+
 def test_tensorboard_answers(copy: Path) -> None:
     make = subprocess.Popen(
         ["make", "tensorboard", "ARGS=--port 0 --host 127.0.0.1"], cwd=copy, text=True,

@@ -21,6 +21,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 import strategies
 from strategies import HorovodStrategy
+from strategies.buckets import GradientBuckets
 
 FEATURES, CLASSES = 12, 5
 
@@ -87,11 +88,11 @@ def loader(count: int, global_batch: int) -> DataLoader:
 
 
 def trainer(**arguments: Any) -> pl.Trainer:
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    return pl.Trainer(
-        **{"strategy": "horovod", "accelerator": "cpu", "enable_model_summary": False},
-        **{**quiet, **arguments},
-    )
+    defaults = {
+        "strategy": "horovod", "accelerator": "cpu", "logger": False,
+        "enable_checkpointing": False, "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    return pl.Trainer(**{**defaults, **arguments})
 
 
 def weights(model: pl.LightningModule) -> dict[str, Tensor]:
@@ -152,6 +153,60 @@ class TestGradients:
         first, second = launch(train, 2, precision="bf16-mixed")
         assert_equal(first["weights"], second["weights"])
         assert first["loss"] == pytest.approx(one["loss"], rel=2e-2)  # bfloat16 has 3 digits
+
+
+class Convolutions(Net):
+    """Channels last, batch normalization, and no parameter without a gradient."""
+
+    def __init__(self, seed: int = 1) -> None:
+        super().__init__(seed)
+        del self.unused
+        self.net = nn.Sequential(
+            nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8),
+            nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(16, CLASSES),
+        ).to(memory_format=torch.channels_last)  # fmt: skip
+
+
+def train_convolutions(bucket_mib: float) -> dict[str, Any]:
+    """Weights of a model in evaluation mode, so that batch normalization does not mix samples."""
+    early: list[int] = []
+    finish = GradientBuckets.finish
+
+    def count_early(buckets: GradientBuckets) -> None:
+        early.append(sum(bucket.handle is not None for bucket in buckets.buckets))
+        finish(buckets)
+
+    GradientBuckets.finish = count_early  # type: ignore[method-assign]
+    run = trainer(max_epochs=1, strategy=HorovodStrategy(bucket_mib=bucket_mib))
+    model = Convolutions(seed=1 + run.global_rank).eval()
+    run.fit(model, loader(80, 8))
+    strides = [parameter.grad.stride() == parameter.stride() for parameter in model.parameters()]
+    return {"weights": weights(model), "early": early, "strides": all(strides)}
+
+
+def test_many_buckets_leave_during_backward(launch: Callable) -> None:
+    one = launch(train_convolutions, 1, bucket_mib=8)[0]
+    for rank in launch(train_convolutions, 2, bucket_mib=1e-4):  # 26 numbers
+        assert_equal(rank["weights"], one["weights"])
+        assert len(rank["early"]) == 10 and min(rank["early"]) == 3
+        assert rank["strides"]
+
+
+def train_with_running_means() -> dict[str, Any]:
+    run = trainer(max_epochs=2)
+    model = Convolutions()
+    kept: list[Tensor] = []
+    model.on_validation_epoch_end = lambda: kept.append(model.net[2].running_mean.clone())
+    run.fit(model, loader(80, 8), DataLoader(samples(16), batch_size=4))
+    return {"running": kept, "loss": float(run.callback_metrics["val_loss"])}
+
+
+def test_running_means_of_rank_0_are_evaluated(launch: Callable) -> None:
+    first, second = launch(train_with_running_means, 2)
+    assert len(first["running"]) == 3  # the first is the sanity check
+    assert first["running"][1].abs().sum() > 0
+    for mine, other in zip(first["running"], second["running"]):
+        assert torch.equal(mine, other)
 
 
 class Branches(pl.LightningModule):
@@ -430,7 +485,8 @@ class TestDevices:
 
     def test_and_is_told_when_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         strategy = self.strategy(monkeypatch, 2, 2)
-        with pytest.raises(MisconfigurationException, match="number 3 of .* there are 2 GPUs"):
+        monkeypatch.setattr(hvd, "local_size", lambda: 3)
+        with pytest.raises(MisconfigurationException, match="3 ranks on .*, which has 2 GPUs"):
             _ = strategy.root_device
 
     @pytest.mark.parametrize("nccl", [True, False])

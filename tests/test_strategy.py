@@ -107,10 +107,12 @@ def train(alone: bool = False, **arguments: Any) -> dict[str, Any]:
     model = Net(seed=1 + run.global_rank)  # broadcast makes them equal
     if alone:
         run.strategy._average = False
+    finish, reduced = GradientBuckets.finish, []
+    GradientBuckets.finish = lambda buckets: (reduced.append(1), finish(buckets))  # type: ignore
     run.fit(model, loader(80, 8))
     return {
         "weights": weights(model), "steps": run.global_step, "world": run.world_size,
-        "loss": float(run.callback_metrics["loss"]),
+        "reduced": len(reduced), "loss": float(run.callback_metrics["loss"]),
     }  # fmt: skip
 
 
@@ -141,6 +143,7 @@ class TestGradients:
         for rank in ranks:
             assert_equal(rank["weights"], one["weights"])
             assert rank["loss"] == pytest.approx(one["loss"], rel=1e-6)
+            assert rank["reduced"] == rank["steps"]  # not once a batch, when they accumulate
         assert torch.equal(ranks[0]["weights"]["unused"], torch.ones(3))
 
     def test_that_comparison_fails_without_the_all_reduce(self, launch: Callable) -> None:

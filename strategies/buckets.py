@@ -1,17 +1,20 @@
-"""Average gradients over all ranks while backward still runs.
+"""Combine gradients over all ranks while backward still runs.
 
 Parameters are laid out in flat buckets, in the reverse of the order in which the model names
 them, which is about the order in which backward reaches them. As soon as the last gradient of a
-bucket is there, one all-reduce of the whole bucket starts; gradients become views in it. Few
+bucket is there, one reduction of the whole bucket starts; gradients become views in it. Few
 large tensors are what Horovod's negotiation and the wire are good at; the first bucket is small
 so that the wire starts early.
 
-Behind its gradients a bucket carries one flag a parameter: "this rank has a gradient". Where the
-sum of a flag is zero, no rank used the parameter, and its gradient stays None: a zero there
-would let weight decay and momentum move weights that a single process leaves alone.
+Behind its gradients a bucket carries flags. One a parameter: "this rank has a gradient". Where all
+are zero, no rank used the parameter, and its gradient stays None: a zero there would let weight
+decay and momentum move weights that a single process leaves alone. And two that say whether this
+rank's epoch ends with this batch or goes on: where both were raised, some rank would soon wait
+for another forever.
 
-It does not handle sparse gradients, nor a parameter that gets its gradient twice in one backward
-(reentrant activation checkpointing): both are refused with an error.
+The gradients of embeddings with sparse=True are gathered, after backward. It does not handle a
+parameter that gets its gradient twice in one backward (as with reentrant activation
+checkpointing), which is refused with an error.
 """
 
 from __future__ import annotations
@@ -22,162 +25,262 @@ from dataclasses import dataclass, field
 import horovod.torch as hvd
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import Parameter
+
+from strategies.collectives import World
+from strategies.reductions import InFlight, Reduction
 
 MIB = 2**20
 
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients travel together."""
+    """Parameters whose gradients travel together. Its memory is taken when it is first used."""
 
     name: str
     parameters: list[Parameter]
-    buffer: Tensor
-    views: list[Tensor]
-    ready: int = 0
-    handle: int | None = None
-    unused: list[int] = field(default_factory=list)
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0))
+    views: list[Tensor] = field(default_factory=list)
+    ready: set[int] = field(default_factory=set)
+    unused: set[int] = field(default_factory=set)
+    work: InFlight | None = None
 
     @property
-    def flags(self) -> Tensor:
-        return self.buffer[-len(self.parameters) :]
+    def sizes(self) -> list[int]:
+        return [parameter.numel() for parameter in self.parameters]
 
     @property
     def trained(self) -> bool:
-        return any(parameter.requires_grad for parameter in self.parameters)
+        return self.parameters[0].requires_grad
+
+    @property
+    def flags(self) -> Tensor:
+        """One a parameter, then "last batch", then "not the last"."""
+        return self.buffer[-len(self.parameters) - 2 :]
 
 
 class GradientBuckets:
-    """Averages the gradients of `parameters` over all ranks, between `start` and `finish`.
+    """Combines the gradients of a module over all ranks, between `start` and `finish`.
 
     Args:
-        parameters: of the model, in its order, the same on all ranks.
+        module: its parameters are the same, in the same order, on all ranks.
+        world: the ranks.
+        reduction: how a bucket is combined.
         bucket_mib: size of a bucket in MiB; a larger one has fewer negotiations, a smaller one
-            starts earlier. The first is of 1 MiB at most.
+            starts earlier. The first is of 1 MiB at most. 0: each parameter by itself.
+        before: what gradients are multiplied with before the reduction.
+        after: and after it.
     """
 
-    def __init__(self, parameters: Iterable[Parameter], bucket_mib: float = 8) -> None:
+    def __init__(
+        self, module: nn.Module, world: World, reduction: Reduction,
+        bucket_mib: float, before: float, after: float,
+    ) -> None:  # fmt: skip
+        self.world, self.reduction = world, reduction
+        self.bucket_bytes, self.before, self.after = bucket_mib * MIB, before, after
+        self.parameters = list(module.parameters())[::-1]
+        for parameter in self.parameters:
+            if parameter.is_complex():
+                raise MisconfigurationException(
+                    "Horovod adds no complex gradients; split them in two"
+                )
+        self.sparse = {
+            layer.weight: name
+            for name, layer in module.named_modules()
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+        }
         self.buckets: list[Bucket] = []
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._place: dict[Parameter, tuple[Bucket, int]] = {}
+        self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
+        self._together = [""] * len(self.parameters)
+        self._trained: list[bool] = []
+        self._layouts = 0
         self._active = False
-        for group in _split(list(parameters)[::-1], bucket_mib * MIB):
-            bucket = _allocate(f"gradients.{len(self.buckets)}", group)
-            self.buckets.append(bucket)
-            for index, parameter in enumerate(group):
-                if parameter.requires_grad:
-                    self._hook(bucket, index)
+        self._last_batch = False
 
-    def start(self) -> None:
-        """Before backward: from here on, gradients are averaged as they come."""
-        self._active = True
+    def start(self, last_batch: bool = False) -> None:
+        """Before backward: from here on, gradients are combined as they come.
+
+        Args:
+            last_batch: whether the epoch ends with this batch; see `finish`.
+        """
+        trained = [parameter.requires_grad for parameter in self.parameters]
+        if trained != self._trained:
+            self._lay_out(trained)
+        self._active, self._last_batch = True, last_batch
         for bucket in self.buckets:
-            bucket.ready, bucket.handle, bucket.unused = 0, None, []
+            bucket.ready, bucket.unused, bucket.work = set(), set(), None
 
-    def finish(self) -> None:
-        """After backward: when it returns, all gradients are those of the global batch."""
+    def finish(self) -> bool:
+        """After backward: when it returns, all gradients are those of the global batch.
+
+        Returns:
+            Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
+        """
         self._active = False
         trained = [bucket for bucket in self.buckets if bucket.trained]
         for bucket in trained:
-            if bucket.handle is None:
+            if bucket.work is None:
                 self._launch(bucket)
+        for parameter, name in self.sparse.items():
+            if parameter.requires_grad:
+                self._gather(parameter, name)
         for bucket in trained:
-            hvd.synchronize(bucket.handle)
+            assert bucket.work is not None
+            bucket.work.advance(wait=True)
             self._unpack(bucket)
+        return not trained or bool((trained[0].flags[-2:] == 0).any())
 
     def remove(self) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
-        self.buckets, self._hooks = [], []
+        self.buckets, self._hooks, self._place = [], {}, {}
 
-    def _hook(self, bucket: Bucket, index: int) -> None:
-        def gradient_is_there(parameter: Parameter) -> None:
-            if not self._active:
-                return
-            if bucket.handle is not None:
-                raise RuntimeError(
-                    "a parameter got a second gradient in one backward, after its first was sent; "
-                    "with activation checkpointing, pass use_reentrant=False"
-                )
-            _pack(bucket, index)
-            bucket.ready += 1
-            if bucket.ready == len(bucket.parameters):
-                self._launch(bucket)
+    def _lay_out(self, trained: list[bool]) -> None:
+        """Make buckets whose parameters were always trained, or not trained, together.
 
-        parameter = bucket.parameters[index]
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(gradient_is_there))
+        They are made anew when a change cuts one: a layer was unfrozen, or an optimizer toggled for
+        the first time.
+        """
+        self._trained = trained
+        for parameter in self.parameters:
+            if parameter.requires_grad and parameter not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+                self._hooks[parameter] = hook
+        cut = any(len({p.requires_grad for p in bucket.parameters}) > 1 for bucket in self.buckets)
+        if self.buckets and not cut:
+            return
+        self._together = [f"{past}{int(now)}" for past, now in zip(self._together, trained)]
+        dense = [
+            (parameter, (parameter.dtype, parameter.device, together))
+            for parameter, together in zip(self.parameters, self._together)
+            if parameter not in self.sparse
+        ]
+        self.buckets = [
+            Bucket(f"gradients.{self._layouts}.{index}", group)
+            for index, group in enumerate(split(dense, self.bucket_bytes))
+        ]
+        self._layouts += 1
+        self._place = {
+            parameter: (bucket, index)
+            for bucket in self.buckets
+            for index, parameter in enumerate(bucket.parameters)
+        }
 
-    @staticmethod
-    def _launch(bucket: Bucket) -> None:
-        bucket.flags.fill_(1)
+    def _gradient_is_there(self, parameter: Parameter) -> None:
+        if not self._active or parameter in self.sparse:
+            return
+        bucket, index = self._place[parameter]
+        if index in bucket.ready:
+            raise RuntimeError(
+                "a parameter got a second gradient in one backward, after its first was taken; "
+                "with activation checkpointing, pass use_reentrant=False"
+            )
+        self._pack(bucket, index)
+        bucket.ready.add(index)
+        if len(bucket.ready) == len(bucket.parameters):
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
         for index, parameter in enumerate(bucket.parameters):
+            if index in bucket.ready:
+                continue
             if parameter.grad is None:
-                bucket.unused.append(index)
+                _allocate(bucket)
+                bucket.unused.add(index)
                 bucket.views[index].zero_()
-                bucket.flags[index] = 0
-            else:
-                _pack(bucket, index)
-        bucket.handle = hvd.allreduce_async_(bucket.buffer, name=bucket.name, op=hvd.Average)
+            else:  # of an earlier backward of the same step
+                self._pack(bucket, index)
+        bucket.flags.fill_(1)
+        for index in bucket.unused:
+            bucket.flags[index] = 0
+        bucket.flags[-1 if self._last_batch else -2] = 0
+        steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
+        bucket.work = InFlight(steps)
+        for earlier in self.buckets:
+            if earlier.work is not None:
+                earlier.work.advance(wait=False)
 
-    @staticmethod
-    def _unpack(bucket: Bucket) -> None:
+    def _pack(self, bucket: Bucket, index: int) -> None:
+        """Put a gradient into its place in the bucket, times `before`; then it is a view."""
+        _allocate(bucket)
+        parameter, view = bucket.parameters[index], bucket.views[index]
+        gradient = parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            raise RuntimeError(
+                "a sparse gradient came of a layer that is no Embedding or EmbeddingBag with "
+                "sparse=True, which are all that is known to give one; make it dense"
+            )
+        torch.mul(gradient, self.before, out=view)
+        if view.dtype == gradient.dtype:
+            parameter.grad = view
+
+    def _unpack(self, bucket: Bucket) -> None:
+        if self.after != 1:
+            bucket.buffer[: sum(bucket.sizes)].mul_(self.after)
         used_somewhere = bucket.flags.tolist() if bucket.unused else []
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views)):
             if index in bucket.unused and not used_somewhere[index]:
                 continue
-            if view.dtype == parameter.dtype:
-                parameter.grad = view
-            else:
-                parameter.grad = view.to(parameter.dtype)
+            parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+
+    def _gather(self, parameter: Tensor, name: str) -> None:
+        """All ranks' rows of a sparse gradient; none, where no rank has one."""
+        gradient = parameter.grad
+        if gradient is None:
+            rows = parameter.new_empty(0, dtype=torch.int64)
+            values = parameter.new_empty(0, *parameter.shape[1:])
+        else:
+            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            rows, values = gradient._indices()[0], gradient._values()
+        with torch.no_grad():
+            sets = {"process_set": self.world.process_set}
+            where = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **sets)
+            what = hvd.allgather_async(
+                values * (self.before * self.after), f"values.{name}", **sets
+            )
+            rows, values = hvd.synchronize(where), hvd.synchronize(what)
+        if len(rows) or gradient is not None:
+            parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
 
 
-def _pack(bucket: Bucket, index: int) -> None:
-    """Copy a gradient into its bucket, unless it lives there already."""
-    gradient, view = bucket.parameters[index].grad, bucket.views[index]
-    assert gradient is not None
-    if gradient.is_sparse:
-        raise RuntimeError(
-            "sparse gradients cannot be averaged over Horovod here; pass sparse=False to the "
-            "embedding"
-        )
-    if gradient.data_ptr() != view.data_ptr():
-        view.copy_(gradient)
-        if view.dtype == gradient.dtype:
-            bucket.parameters[index].grad = view
+def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:
+    """Consecutive parameters of one kind in groups that end when they reach `bytes_`.
 
-
-def _split(parameters: list[Parameter], bytes_: float) -> Iterable[list[Parameter]]:
-    """Consecutive parameters that may share a bucket: one dtype and device, frozen ones apart."""
-    kinds: dict[tuple[torch.dtype, torch.device, bool], list[Parameter]] = {}
+    The first to end does so at 1 MiB. At each moment one group of each kind is open.
+    """
+    groups: list[list[Parameter]] = []
+    open_: dict[object, tuple[list[Parameter], int]] = {}
     limit = min(MIB, bytes_)
-    for parameter in parameters:
-        if parameter.is_complex():
-            raise MisconfigurationException("Horovod adds no complex gradients; split them in two")
-        kind = (parameter.dtype, parameter.device, parameter.requires_grad)
-        group = kinds.setdefault(kind, [])
+    for parameter, kind in parameters:
+        group, size = open_.pop(kind, ([], 0))
         group.append(parameter)
-        if sum(member.numel() * member.element_size() for member in group) >= limit:
-            yield kinds.pop(kind)
+        size += parameter.numel() * parameter.element_size()
+        if size >= limit:
+            groups.append(group)
             limit = bytes_
-    yield from kinds.values()
+        else:
+            open_[kind] = group, size
+    return groups + [group for group, _ in open_.values()]
 
 
-def _allocate(name: str, parameters: list[Parameter]) -> Bucket:
-    first = parameters[0]
+def _allocate(bucket: Bucket) -> None:
+    if bucket.views:
+        return
+    first, sizes = bucket.parameters[0], bucket.sizes
     # Horovod: bfloat16 is unknown to it, and sums of 16-bit floats lose digits.
     dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    sizes = [parameter.numel() for parameter in parameters]
-    buffer = torch.zeros(sum(sizes) + len(sizes), dtype=dtype, device=first.device)
-    views = []
-    for parameter, chunk in zip(parameters, buffer[: sum(sizes)].split(sizes)):
+    count = sum(sizes)
+    bucket.buffer = torch.zeros(count + len(sizes) + 2, dtype=dtype, device=first.device)
+    for parameter, chunk in zip(bucket.parameters, bucket.buffer[:count].split(sizes)):
         # A gradient strided as its parameter (channels_last) is what fused optimizers ask for.
-        dense = parameter.is_contiguous() or parameter.is_contiguous(
+        strided = parameter.dim() == 4 and parameter.is_contiguous(
             memory_format=torch.channels_last
         )
-        views.append(
+        bucket.views.append(
             chunk.as_strided(parameter.shape, parameter.stride(), chunk.storage_offset())
-            if dense and parameter.dim() == 4
+            if strided
             else chunk.view(parameter.shape)
         )
-    return Bucket(name, parameters, buffer, views)

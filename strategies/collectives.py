@@ -7,8 +7,11 @@ These take what Lightning and torchmetrics hand over. All ranks must call them, 
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Iterable
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import torch
@@ -16,91 +19,145 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
 
+T = TypeVar("T")
+
 MOST_DIMENSIONS = 16
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
 ]  # fmt: skip
 OPERATIONS = {
-    "mean": hvd.Average, "avg": hvd.Average, "sum": hvd.Sum,
+    "mean": hvd.Sum, "avg": hvd.Sum, "sum": hvd.Sum,  # a mean is divided afterwards
     "min": hvd.Min, "max": hvd.Max, "product": hvd.Product,
 }  # fmt: skip
 
 
-def reduce_tensor(tensor: Tensor, operation: str) -> Tensor:
-    """The mean, sum, min, max or product over all ranks of a tensor of one shape; a new tensor.
+class World:
+    """The ranks that work together: all that were launched, or one of several sets of them."""
 
-    The mean of integers is a float: cut to an integer, as under DDP, the mean of 5 and 4 samples
-    would be 4, and an average weighted with it wrong. What Horovod cannot add (16-bit floats lose
-    digits, bool and bfloat16 are unknown to it) travels as float32 or int64.
-    """
-    if operation not in OPERATIONS:
-        raise ValueError(
-            f"cannot reduce with {operation!r} over Horovod; there are: {', '.join(OPERATIONS)}"
-        )
-    if tensor.is_complex():
-        raise ValueError("cannot reduce complex numbers over Horovod; torch.view_as_real helps")
-    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
-    with torch.inference_mode(False), torch.no_grad():
-        value = tensor.detach().to(wide if tensor.is_floating_point() else torch.int64, copy=True)
-        if operation in ("mean", "avg") and not tensor.is_floating_point():
-            return hvd.allreduce(value, op=hvd.Sum) / hvd.size()
-        return hvd.allreduce(value, op=OPERATIONS[operation]).to(tensor.dtype)
+    def __init__(self, process_set: hvd.ProcessSet) -> None:
+        self.process_set = process_set
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> World:
+        return self  # callbacks copy modules, whose metrics hold this; Horovod knows one of it
 
-def gather_tensors(tensor: Tensor, group: Any = None) -> list[Tensor]:
-    """Every rank's tensor, in the order of ranks; shapes and dtypes may differ between ranks.
+    @cached_property
+    def size(self) -> int:
+        return self.process_set.size()
 
-    An empty tensor takes the dtype and trailing shape of the others, so that a rank that saw no
-    sample can be concatenated. Bytes travel, so every dtype does. `group` is there because
-    torchmetrics passes it; only the world can be gathered.
-    """
-    with torch.inference_mode(False), torch.no_grad():
-        tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
-        header = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
-        header[0], header[1] = DTYPES.index(tensor.dtype), tensor.dim()
-        header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape)
-        headers = hvd.allgather(header.unsqueeze(0)).tolist()
-        bytes_ = hvd.allgather(tensor.reshape(-1).view(torch.uint8))
+    @cached_property
+    def rank(self) -> int:
+        """Among `size`; Horovod's own rank where the world is all that were launched."""
+        return self.process_set.rank()
 
-        gathered, start = [], 0
-        filled = next((head for head in headers if 0 not in head[2 : 2 + head[1]]), headers[0])
-        for head in headers:
-            dtype, shape = DTYPES[head[0]], head[2 : 2 + head[1]]
-            if 0 in shape:
-                dtype, shape = DTYPES[filled[0]], [0, *filled[3 : 2 + filled[1]]]
-            end = start + torch.Size(shape).numel() * dtype.itemsize
-            # clone: a dtype of 8 bytes cannot view memory that begins at an odd place
-            gathered.append(bytes_[start:end].clone().view(dtype).reshape(shape))
-            start = end
-        return gathered
+    @cached_property
+    def local_rank(self) -> int:
+        """Among the ranks of this world that are on this host."""
+        if self.size == hvd.size():
+            return hvd.local_rank()
+        hosts = self.gather_objects(os.uname().nodename)
+        return hosts[: self.rank].count(os.uname().nodename)
 
+    def reduce(self, tensor: Tensor, operation: str) -> Tensor:
+        """The mean, sum, min, max or product over all ranks; a new tensor of the same shape.
 
-def broadcast_tensors(tensors: Iterable[Tensor], root: int = 0) -> None:
-    """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""
-    sent = []
-    for index, tensor in enumerate(tensors):
-        if tensor.numel():
-            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            sent.append((tensor, raw, hvd.broadcast_async_(raw, root, name=f"state.{index}")))
-    with torch.no_grad():
-        for tensor, raw, handle in sent:
-            hvd.synchronize(handle)
-            if raw.data_ptr() != tensor.data_ptr():
-                tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+        The mean of integers is a float: cut to an integer, as under DDP, the mean of 5 and 4
+        samples would be 4, and an average weighted with it wrong. What Horovod cannot add (16-bit
+        floats lose digits, bool and bfloat16 are unknown to it) travels as float32 or int64.
+        """
+        if operation not in OPERATIONS:
+            raise ValueError(
+                f"cannot reduce with {operation!r} over Horovod; there are: {', '.join(OPERATIONS)}"
+            )
+        if tensor.is_complex():
+            raise ValueError("cannot reduce complex numbers over Horovod; torch.view_as_real helps")
+        wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+        with torch.inference_mode(False), torch.no_grad():
+            value = tensor.detach().to(
+                wide if tensor.is_floating_point() else torch.int64, copy=True
+            )
+            op = OPERATIONS[operation]
+            reduced = hvd.allreduce(value, name="reduce", op=op, process_set=self.process_set)
+            if operation in ("mean", "avg"):
+                reduced = reduced / self.size
+            mean_of_integers = reduced.is_floating_point() and not tensor.is_floating_point()
+            return reduced if mean_of_integers else reduced.to(tensor.dtype)
 
+    def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks; shapes and dtypes may differ between ranks.
 
-def synchronize_metrics(module: LightningModule) -> None:
-    """Have every torchmetrics metric of `module` computed over all ranks.
+        An empty tensor takes the dtype and trailing shape of the others, so that a rank that saw no
+        sample can be concatenated. Bytes travel, so every dtype does. `group` is there because
+        torchmetrics passes it; it is always this world that is gathered.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
+            header = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
+            header[0], header[1] = DTYPES.index(tensor.dtype), tensor.dim()
+            header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape)
+            headers = self._allgather(header.unsqueeze(0), "gather.header").tolist()
+            bytes_ = self._allgather(tensor.reshape(-1).view(torch.uint8), "gather.bytes")
 
-    torchmetrics asks torch.distributed whether there are others, which under Horovod says no:
-    each rank would report its own share as everyone's.
-    """
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.dist_sync_fn is None:
-            metric.dist_sync_fn = gather_tensors
-            metric.distributed_available_fn = several_ranks
+            gathered, start = [], 0
+            filled = next((head for head in headers if 0 not in head[2 : 2 + head[1]]), headers[0])
+            for head in headers:
+                dtype, shape = DTYPES[head[0]], head[2 : 2 + head[1]]
+                if 0 in shape:
+                    dtype, shape = DTYPES[filled[0]], [0, *filled[3 : 2 + filled[1]]]
+                end = start + torch.Size(shape).numel() * dtype.itemsize
+                # clone: a dtype of 8 bytes cannot view memory that begins at an odd place
+                gathered.append(bytes_[start:end].clone().view(dtype).reshape(shape))
+                start = end
+            return gathered
 
+    def _allgather(self, tensor: Tensor, name: str) -> Tensor:
+        # Horovod: without a name it counts operations, which ranks do not start in one order.
+        return hvd.allgather(tensor, name=name, process_set=self.process_set)
 
-def several_ranks() -> bool:
-    return hvd.is_initialized() and hvd.size() > 1
+    def gather_objects(self, obj: T) -> list[T]:
+        """Every rank's object, in the order of ranks."""
+        file = io.BytesIO()
+        torch.save(obj, file)
+        parts = self.gather(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
+        return [torch.load(io.BytesIO(bytes(part.tolist())), weights_only=False) for part in parts]
+
+    def broadcast_object(self, obj: T, root: int = 0) -> T:
+        """The object of rank `root`, on all ranks."""
+        # Horovod: roots are counted among all that were launched. Without a name it takes that of
+        # the type, and ranks with other types never meet.
+        root = self.process_set.ranks[root]
+        return hvd.broadcast_object(obj, root, name="object", process_set=self.process_set)
+
+    def broadcast(self, tensors: Iterable[Tensor], root: int = 0) -> None:
+        """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""
+        root = self.process_set.ranks[root]
+        sent = []
+        for index, tensor in enumerate(tensors):
+            if tensor.numel():
+                raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+                name = f"state.{index}"
+                handle = hvd.broadcast_async_(raw, root, name=name, process_set=self.process_set)
+                sent.append((tensor, raw, handle))
+        with torch.no_grad():
+            for tensor, raw, handle in sent:
+                hvd.synchronize(handle)
+                if raw.data_ptr() != tensor.data_ptr():
+                    tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
+
+    def barrier(self) -> None:
+        # Horovod: join() is no barrier (horovod#3121).
+        hvd.barrier(self.process_set)
+
+    def synchronize_metrics(self, module: LightningModule) -> None:
+        """Have every torchmetrics metric of `module` computed over all ranks.
+
+        torchmetrics asks torch.distributed whether there are others, which under Horovod says no:
+        each rank would report its own share as everyone's.
+        """
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+                metric.dist_sync_fn = self.gather
+                metric.distributed_available_fn = self.has_several_ranks
+
+    def has_several_ranks(self) -> bool:
+        return hvd.is_initialized() and self.size > 1

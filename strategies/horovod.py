@@ -4,14 +4,14 @@
     python train.py                                         the same in one process
 
 After n steps the weights are those of one process that sees the batches of all ranks together.
-What it does not do yet: Trainer(sync_batchnorm=True), which is refused; sparse gradients.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import warnings
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -19,72 +19,30 @@ import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.types import _PATH
-from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_only, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
+from strategies.batchnorm import SyncLayers
 from strategies.buckets import GradientBuckets
-from strategies.collectives import (
-    broadcast_tensors,
-    gather_tensors,
-    reduce_tensor,
-    synchronize_metrics,
-)
+from strategies.environment import HorovodEnvironment, initialize
+from strategies.reductions import Reduction, adasum, add, add_in_16_bits
+from strategies.samplers import EvenBatches, WithoutFirst, replace_batches
 
 T = TypeVar("T")
 
-
-class HorovodEnvironment(ClusterEnvironment):
-    """Ranks and sizes as horovodrun gave them; one process without it."""
-
-    @property
-    @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
-    def main_address(self) -> str:
-        return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
-
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return "HOROVOD_RANK" in os.environ
-
-    @override
-    def world_size(self) -> int:
-        return hvd.size()
-
-    @override
-    def set_world_size(self, size: int) -> None:
-        """Horovod decides."""
-
-    @override
-    def global_rank(self) -> int:
-        return hvd.rank()
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Horovod decides."""
-
-    @override
-    def local_rank(self) -> int:
-        return hvd.local_rank()
-
-    @override
-    def node_rank(self) -> int:
-        return hvd.cross_rank()
+COMPRESSIONS = {
+    "none": add,
+    "fp16": add_in_16_bits(torch.float16),
+    "bf16": add_in_16_bits(torch.bfloat16),
+}
+OPS = ("average", "sum", "adasum")
+EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+SAVED = "horovod"  # key of what this strategy adds to checkpoints; others ignore it
 
 
 class HorovodStrategy(ParallelStrategy):
@@ -93,22 +51,56 @@ class HorovodStrategy(ParallelStrategy):
     Horovod is initialized here, so make it before anything that asks for the rank.
 
     Args:
-        bucket_mib: gradients travel in buckets of this many MiB (see `strategies.buckets`).
+        bucket_mib: gradients travel in buckets of this many MiB. Larger ones cost fewer
+            negotiations, smaller ones leave less to send when backward ends.
+        compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is
+            the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
+            to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.
+        op: "average" over the ranks. "sum", as if the loss were multiplied by their number, helps
+            those who sum losses over samples themselves. "adasum" adds what gradients do not have
+            in common, which helps at many ranks with the learning rate of one, and sends the
+            gradients log2(ranks) times; for a power of two of ranks and one backward a step.
+        gradient_predivide_factor: f divides gradients by f before they are added and by ranks / f
+            after it. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f). None
+            divides by all ranks before, as DDP does.
+        process_sets: all ranks, in groups that train one model each, e.g. [[0, 1], [2, 3]], for
+            independent runs under one horovodrun. Rank and world size are then those in the group.
+            End the script with hvd.barrier(): when one rank ends, Horovod ends for all.
 
     Raises:
-        MisconfigurationException: for a rank without a GPU of its own, or an argument of the
-            Trainer that cannot work with it.
+        MisconfigurationException: for values above that are unknown or do not go together, and,
+            later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
+            `num_nodes` that contradict horovodrun's, models or numbers of batches that differ
+            between ranks.
     """
 
-    def __init__(self, bucket_mib: float = 8) -> None:
-        if not bucket_mib > 0:
-            raise MisconfigurationException(f"bucket_mib={bucket_mib}: a size above 0 is needed")
-        hvd.init()
-        rank_zero_only.rank = hvd.rank()  # type: ignore[attr-defined]
-        super().__init__(cluster_environment=HorovodEnvironment())
+    def __init__(
+        self,
+        bucket_mib: float = 8,
+        compression: str = "none",
+        op: str = "average",
+        gradient_predivide_factor: float | None = None,
+        process_sets: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        _check(bucket_mib, compression, op, gradient_predivide_factor)
+        self.world = initialize(process_sets)
+        if op == "adasum" and self.world.size & (self.world.size - 1):
+            raise MisconfigurationException(
+                f"op=adasum pairs ranks: it needs a power of two of them, not {self.world.size}"
+            )
+        rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
+        super().__init__(cluster_environment=HorovodEnvironment(self.world))
         self.bucket_mib = bucket_mib
+        self.compression = compression
+        self.op = op
+        self.gradient_predivide_factor = gradient_predivide_factor
+        self._num_nodes = 1
         self._buckets: GradientBuckets | None = None
         self._average = True
+        self._fewest_batches: dict[int, int] = {}
+        self._alone = ""
+        self._resumed: dict[str, Any] = {}
+        self._global_batch_size = 0
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
             # The ranks of a host share its cores; torch would start a thread a core in each.
             cores = len(os.sched_getaffinity(0))
@@ -116,8 +108,20 @@ class HorovodStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce?"""
-        return self.world_size > 1
+        """Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce?
+
+        With one process too: it then sees samples in the order in which several would.
+        """
+        return True
+
+    @property
+    def num_nodes(self) -> int:
+        """What the Trainer was given; horovodrun decides."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
 
     @property
     @override
@@ -153,35 +157,93 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        if self.root_device.type == "cuda" and not hvd.nccl_built():
-            rank_zero_warn(
-                "HOROVOD HAS NO NCCL: gradients leave the GPU and travel through the CPU, which is "
-                "several times slower (horovod#2686). Rebuild it with: make install"
-            )
-        # Evaluation visits every sample once (see process_dataloader): the warning is not true.
+        self._check_devices()
+        # Evaluation visits every sample once (see process_dataloader), and a resumed epoch goes on
+        # where it was: these warnings are not true.
         warnings.filterwarnings("ignore", ".*DistributedSampler.*gets evaluated.*")
+        warnings.filterwarnings("ignore", ".*ended before the epoch ended and your dataloader is.*")
+
+    def _check_devices(self) -> None:
+        assert self.parallel_devices is not None
+        asked, ranks = len(self.parallel_devices), hvd.local_size()
+        cuda = self.root_device.type == "cuda"
+        # devices="auto" is 1 for CPUs, and all GPUs
+        if asked not in (1, ranks, torch.cuda.device_count() if cuda else 1):
+            raise MisconfigurationException(
+                f"Trainer(devices={asked}) on {os.uname().nodename}, where horovodrun started "
+                f"{ranks} processes; leave devices out: the slots of -H decide"
+            )
+        if self._num_nodes > 1:
+            hosts = len(set(self.world.gather_objects(os.uname().nodename)))
+            if hosts != self._num_nodes:
+                raise MisconfigurationException(
+                    f"Trainer(num_nodes={self._num_nodes}), and horovodrun runs on {hosts}; leave "
+                    "num_nodes out: the hosts of -H decide"
+                )
+        if cuda and not hvd.nccl_built():
+            raise MisconfigurationException(
+                "HOROVOD HAS NO NCCL: gradients would leave the GPU and travel through the CPU, "
+                "several times slower (horovod#2686). Build it again: make install; or use "
+                "accelerator=cpu"
+            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        if self._layer_sync is not None:
-            raise MisconfigurationException(
-                "sync_batchnorm=True does not work under HorovodStrategy yet; use a larger batch "
-                "or another normalization"
-            )
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self.model = self.precision_plugin.convert_module(self.lightning_module)
+        module = self.lightning_module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if self._layer_sync is not None and fitting and self.world.size > 1:
+            self._layer_sync = SyncLayers(self.world)  # torch's needs torch.distributed
+            self._layer_sync.apply(module)
+        self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
-        if self.is_distributed:
-            module = self.lightning_module
-            broadcast_tensors([*module.parameters(), *module.buffers()])
-            synchronize_metrics(module)
-        if trainer.state.fn == TrainerFn.FITTING:
+        if self.world.size > 1:
+            self._check_models()
+            self.world.broadcast([*module.parameters(), *module.buffers()])
+            self.world.synchronize_metrics(module)
+        if fitting:
             self.setup_optimizers(trainer)
-            if self.is_distributed:
-                parameters = self.lightning_module.parameters()
-                self._buckets = GradientBuckets(parameters, self.bucket_mib)
+            if self.world.size > 1:
+                self._buckets = self._make_buckets()
         self.setup_precision_plugin()
+
+    def _make_buckets(self) -> GradientBuckets:
+        assert self.lightning_module is not None
+        module, world = self.lightning_module, self.world
+        if self.op == "adasum":
+            return GradientBuckets(module, world, adasum, self.bucket_mib, before=1, after=1)
+        divide = self.gradient_predivide_factor or world.size
+        reduction: Reduction = COMPRESSIONS[self.compression]
+        return GradientBuckets(
+            module, world, reduction, self.bucket_mib, before=1 / divide, after=divide / world.size
+        )
+
+    def _check_models(self) -> None:
+        """Refuse models that differ between ranks, which would wait for each other forever."""
+        assert self.lightning_module is not None
+        module = self.lightning_module
+        mine = [
+            f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            f"{' trained' if tensor.requires_grad else ''}"
+            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
+        ]
+        digest = hashlib.sha256("\n".join(mine).encode()).digest()
+        if len(set(self.world.gather_objects(digest))) == 1:
+            return
+        ranks = self.world.gather_objects((os.uname().nodename, mine))
+        _, first = ranks[0]
+        for rank, (host, other) in enumerate(ranks):
+            if other != first:
+                length = max(len(first), len(other))
+                padded = zip(
+                    *(names + ["nothing"] * (length - len(names)) for names in (first, other))
+                )
+                here, there = next(pair for pair in padded if pair[0] != pair[1])
+                raise MisconfigurationException(
+                    f"rank {rank} on {host} has another model than rank 0: {there} where rank 0 "
+                    f"has {here}; make it from the same code and configuration on all ranks"
+                )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -199,43 +261,140 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Evaluation visits each sample once: no padding to equal shares, as DDP's has.
-
-        So the last rank may have a batch less than the first: a collective in each batch of an
-        evaluation, as self.log(on_step=True, sync_dist=True) makes, would wait for it forever.
-        """
+        """Evaluation visits each sample once, and a resumed epoch none that was trained."""
         assert self.lightning_module is not None
-        stage = self.lightning_module.trainer.state.stage
-        evaluating = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-        sampler = dataloader.sampler if isinstance(dataloader, DataLoader) else None
-        if self.is_distributed and stage in evaluating and isinstance(sampler, DistributedSampler):
-            samples = len(sampler.dataset)  # type: ignore[arg-type]
-            if samples < self.world_size:
-                raise MisconfigurationException(
-                    f"{samples} samples to evaluate on {self.world_size} ranks: each rank needs "
-                    "one; use fewer ranks or more samples"
-                )
-            sampler.total_size = samples
-            sampler.num_samples = len(range(sampler.rank, samples, sampler.num_replicas))
+        trainer = self.lightning_module.trainer
+        if not isinstance(dataloader, DataLoader) or dataloader.batch_sampler is None:
+            return dataloader
+        if trainer.state.stage in EVALUATING:
+            self._see_each_sample_once(dataloader)
+        elif trainer.state.stage == RunningStage.TRAINING:
+            self._leave_out_trained(dataloader, trainer)
         return dataloader
+
+    def _see_each_sample_once(self, dataloader: DataLoader) -> None:
+        batches = dataloader.batch_sampler
+        sampler = getattr(batches, "sampler", None)
+        if not isinstance(sampler, DistributedSampler):
+            return
+        samples = len(sampler.dataset)  # type: ignore[arg-type]
+        ranks, rank = self.world.size, self.world.rank
+        if type(batches) is BatchSampler:
+            if batches.drop_last:
+                samples -= samples % (ranks * batches.batch_size)
+            even = EvenBatches(samples, ranks, rank, batches.batch_size)
+        if samples < ranks:
+            raise MisconfigurationException(
+                f"{samples} samples to evaluate on {ranks} ranks: each rank needs one; use fewer "
+                "ranks or more samples"
+            )
+        if type(batches) is BatchSampler:
+            replace_batches(dataloader, even)
+        else:  # one's own: it gets this rank's samples, without padding
+            sampler.total_size = samples
+            sampler.num_samples = len(range(rank, samples, ranks))
+        fewest = self.reduce(torch.tensor(len(dataloader)), reduce_op="min")
+        self._fewest_batches[id(dataloader)] = int(fewest)
+
+    def _leave_out_trained(self, dataloader: DataLoader, trainer: pl.Trainer) -> None:
+        batches = dataloader.batch_sampler
+        size = getattr(batches, "batch_size", None)
+        if not isinstance(size, int):
+            return
+        self._global_batch_size = size * self.world.size
+        progress = trainer.fit_loop.epoch_loop.batch_progress
+        if not trainer.fit_loop.restarting or progress.is_last_batch:
+            return
+        # Rounded up: where batches have another size than before, some samples may be left out of
+        # this epoch; none is seen twice.
+        then = self._resumed.get("global_batch_size") or self._global_batch_size
+        trained = -(-progress.current.ready * then // self._global_batch_size)
+        replace_batches(dataloader, WithoutFirst(batches, trained))  # type: ignore[arg-type]
+        moved = trained - progress.current.ready
+        for count in ("ready", "started", "processed", "completed"):
+            setattr(progress.current, count, getattr(progress.current, count) + moved)
+        self._resumed = {}
 
     @override
     def on_validation_start(self) -> None:
         # Buffers (running means of batch normalization) differ between ranks; a checkpoint has
         # those of rank 0, so they are what is evaluated, as under DDP.
-        if self.is_distributed and self._buckets is not None:
+        if self._buckets is not None:
             assert self.lightning_module is not None
-            broadcast_tensors(self.lightning_module.buffers())
+            self.world.broadcast(self.lightning_module.buffers())
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_batch("val", *args, **kwargs):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_batch("test", *args, **kwargs):
+            return super().test_step(*args, **kwargs)
+
+    @contextmanager
+    def _evaluation_batch(
+        self, stage: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
+    ) -> Generator[None, None, None]:
+        """Inside, a collective is refused in batches that not all ranks have."""
+        assert self.lightning_module is not None
+        loaders = getattr(self.lightning_module.trainer, f"{stage}_dataloaders")
+        loader = loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) else loaders
+        if batch_idx >= self._fewest_batches.get(id(loader), batch_idx + 1):
+            self._alone = f"batch {batch_idx} of the evaluation"
+        try:
+            yield
+        finally:
+            self._alone = ""
+
+    def _together(self) -> None:
+        if self._alone:
+            raise RuntimeError(
+                f"{self._alone} is there on some ranks only, because the samples do not divide by "
+                "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
+                "be made in it; use batches of 2 or more, or do it at the end of the epoch"
+            )
+
+    @override
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Ranks with unequal numbers of batches are found before the epoch, if they are known."""
+        if batch_idx == 0 and self._buckets is not None:
+            assert self.lightning_module is not None
+            self._refuse_unequal(self.lightning_module.trainer.num_training_batches)
+
+    def _refuse_unequal(self, batches: float) -> None:
+        all_ = self.world.gather_objects((batches, os.uname().nodename))
+        few, many = (f(count for count, _ in all_) for f in (min, max))
+        if few != many:
+            rank = next(rank for rank, (count, _) in enumerate(all_) if count == few)
+            raise MisconfigurationException(
+                f"rank {rank} on {all_[rank][1]} has {few} training batches an epoch, others up to "
+                f"{many}: they would wait for it forever; give all ranks equally many"
+            )
+
+    @override
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        # A sum is the average of a loss that is larger: so that it also holds for gradients of
+        # several backwards in a step.
+        if self.op == "sum":
+            closure_loss = closure_loss * self.world.size
+        return super().backward(closure_loss, *args, **kwargs)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._buckets is not None and self._average:
-            self._buckets.start()
+            assert self.lightning_module is not None
+            progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+            self._buckets.start(last_batch=progress.is_last_batch)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._buckets is not None and self._average:
-            self._buckets.finish()
+        if self._buckets is not None and self._average and not self._buckets.finish():
+            assert self.lightning_module is not None
+            progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+            seen = progress.current.ready
+            self._refuse_unequal(seen if progress.is_last_batch else seen + 1)
 
     @contextmanager
     @override
@@ -251,9 +410,10 @@ class HorovodStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        if not isinstance(tensor, Tensor) or not self.is_distributed:
+        self._together()
+        if not isinstance(tensor, Tensor) or self.world.size == 1:
             return tensor
-        return reduce_tensor(tensor, str(reduce_op or "mean").rpartition(".")[2].lower())
+        return self.world.reduce(tensor, str(reduce_op or "mean").rpartition(".")[2].lower())
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -265,25 +425,34 @@ class HorovodStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """One tensor of shape (world size, *shape), as under DDP; shapes are equal on all ranks."""
-        if not self.is_distributed:
+        self._together()
+        if self.world.size == 1:
             return tensor
         if sync_grads:
             mine = tensor.unsqueeze(0)
             if mine.requires_grad:
                 # Horovod: its backward averages over the ranks where DDP's sums.
-                mine.register_hook(lambda gradient: gradient * self.world_size)
-            return hvd.allgather(mine)
-        return torch.stack(gather_tensors(tensor))
+                mine.register_hook(lambda gradient: gradient * self.world.size)
+            return hvd.allgather(mine, "all_gather", self.world.process_set)
+        return torch.stack(self.world.gather(tensor))
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        # Horovod: join() is no barrier (horovod#3121).
-        hvd.barrier()
+        self._together()
+        if self.world.size > 1:
+            self.world.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        # Horovod: without a name it takes the type's, and ranks with other types never meet.
-        return hvd.broadcast_object(obj, src, name="object") if self.is_distributed else obj
+        self._together()
+        return self.world.broadcast_object(obj, src) if self.world.size > 1 else obj
+
+    @override
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
+    ) -> None:
+        checkpoint[SAVED] = {"global_batch_size": self._global_batch_size}
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def load_checkpoint(
@@ -291,13 +460,43 @@ class HorovodStrategy(ParallelStrategy):
     ) -> dict[str, Any]:
         """Rank 0 reads, the others receive: they need not see its file system."""
         checkpoint: dict[str, Any] = {}
+        problem: Exception | None = None
         if self.is_global_zero:
-            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
-        return self.broadcast(checkpoint)
+            try:
+                checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            except Exception as error:  # whatever it is, the others wait to hear of it
+                problem = error
+        if problem := self.broadcast(problem):
+            raise problem
+        checkpoint = self.broadcast(checkpoint)
+        self._resumed = checkpoint.get(SAVED, {})
+        return checkpoint
 
     @override
     def teardown(self) -> None:
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
+        self._fewest_batches = {}
+        if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
+            self._layer_sync.revert(self.lightning_module)
         super().teardown()
+
+
+def _check(bucket_mib: float, compression: str, op: str, predivide: float | None) -> None:
+    """Refuse options that are unknown or cannot work together."""
+    problem = ""
+    if not bucket_mib > 0:
+        problem = f"bucket_mib={bucket_mib}: a size above 0 is needed"
+    elif compression not in COMPRESSIONS:
+        problem = f"compression={compression}: there are {', '.join(COMPRESSIONS)}"
+    elif op not in OPS:
+        problem = f"op={op}: there are {', '.join(OPS)}"
+    elif predivide is not None and not predivide > 0:
+        problem = f"gradient_predivide_factor={predivide}: a factor above 0 is needed"
+    elif predivide is not None and op != "average":
+        problem = f"gradient_predivide_factor splits a division, and op={op} makes none"
+    elif compression != "none" and op == "adasum":
+        problem = f"compression={compression} would spoil the angles that op=adasum looks at"
+    if problem:
+        raise MisconfigurationException(problem)

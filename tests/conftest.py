@@ -41,8 +41,7 @@ def horovodrun(ranks: int, *command: str) -> list[str]:
     return [HOROVODRUN, "-np", str(ranks), "-H", f"localhost:{ranks}", *command]
 
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., list[Any]]:
+def launcher(folder: Path) -> Callable[..., list[Any]]:
     """launch(function, ranks, **arguments): what `function` returned on each rank, in order.
 
     The function runs in `ranks` processes of horovodrun; that many must have taken part.
@@ -52,14 +51,25 @@ def launch(tmp_path: Path) -> Callable[..., list[Any]]:
     def launch(function: Callable, ranks: int, **arguments: Any) -> list[Any]:
         nonlocal count
         count += 1
-        folder = tmp_path / f"launch{count}"
-        folder.mkdir()
-        worker = [str(ROOT / "tests" / "worker.py"), str(folder)]
+        saved_to = folder / f"launch{count}"
+        saved_to.mkdir()
+        worker = [str(ROOT / "tests" / "worker.py"), str(saved_to)]
         what = [function.__module__, function.__name__, json.dumps(arguments)]
         done = run(horovodrun(ranks, sys.executable, *worker, *what))
         assert done.returncode == 0, done.stdout
-        saved = [torch.load(folder / f"{r}.pt", weights_only=False) for r in range(ranks)]
+        saved = [torch.load(saved_to / f"{r}.pt", weights_only=False) for r in range(ranks)]
         assert [rank["size"] for rank in saved] == [ranks] * ranks
         return [rank["result"] for rank in saved]
 
     return launch
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Callable[..., list[Any]]:
+    return launcher(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def launch_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """As `launch`, for what several tests of a module look at."""
+    return launcher(tmp_path_factory.mktemp("launches"))

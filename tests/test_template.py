@@ -246,3 +246,10 @@ class TestMistakes:
         assert done.returncode != 0 and time.monotonic() - started < 60
         assert "did you mean max_epochs?" in done.stdout
         assert "horovodrun" not in done.stdout
+
+
+def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:
+    done = job(2, tmp_path, "strategy=ddp", "trainer.max_epochs=1")
+    assert done.returncode == 0, done.stdout
+    assert "ranks   2: 2 on" in done.stdout and "strategy ddp" in done.stdout
+    assert summary(tmp_path)["world_size"] == 2

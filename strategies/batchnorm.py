@@ -1,0 +1,152 @@
+"""Batch normalization over the global batch: Trainer(sync_batchnorm=True), on CPU and GPU.
+
+torch's own needs torch.distributed and a GPU, Horovod's a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from pytorch_lightning.plugins.layer_sync import LayerSync
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from typing_extensions import override
+
+from strategies.collectives import World
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch normalization whose mean and variance, in training, are those of all ranks together.
+
+    Input and output: (batch, channels, ...); the batch may differ between ranks. Costs an
+    all-gather of 2 * channels + 1 numbers in forward and an all-reduce of 2 * channels in backward.
+    """
+
+    def __init__(self, layer: _BatchNorm, name: str, world: World) -> None:
+        super().__init__(
+            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
+        )
+        self.weight, self.bias = layer.weight, layer.bias
+        self.running_mean, self.running_var = layer.running_mean, layer.running_var
+        self.num_batches_tracked = layer.num_batches_tracked
+        self.training = layer.training
+        self.replaced, self.name, self.world = type(layer), name, world
+
+    @override
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch normalization needs (batch, channels, ...): {input.shape}")
+
+    @override
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        self._check_input_dim(input)
+        output, mean, variance, count = _Normalize.apply(
+            input, self.weight, self.bias, self.eps, self.name, self.world
+        )
+        if self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                momentum = self.momentum
+                if momentum is None:  # the mean over all batches
+                    momentum = 1 / float(self.num_batches_tracked)
+                self.running_mean.lerp_(mean, momentum)
+                self.running_var.lerp_(variance * count / (count - 1), momentum)
+        return output
+
+
+class _Normalize(torch.autograd.Function):
+    """x -> (x - mean) / sqrt(variance + eps) * weight + bias, statistics over batch and ranks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str,
+        world: World,
+    ) -> tuple[Tensor, Tensor, Tensor, float]:  # fmt: skip
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        inner = [d for d in range(x.dim()) if d != 1]
+        shape = [1, -1] + [1] * (x.dim() - 2)
+        values = x.to(wide)
+        if values.numel():
+            variance, mean = torch.var_mean(values, inner, correction=0)
+        else:
+            variance = mean = values.new_zeros(x.shape[1])
+        mine = torch.cat([mean, variance, mean.new_tensor([values.numel() / x.shape[1]])])
+        all_ = hvd.allgather(mine.unsqueeze(0), f"{name}.forward", world.process_set)
+        means, variances, counts = all_.split([x.shape[1], x.shape[1], 1], dim=1)
+        count = float(counts.sum())
+        if count < 2:
+            raise ValueError(f"batch normalization needs more than 1 value a channel: {x.shape}")
+        # Chan et al. 1979: the variance of a union from those of its parts.
+        mean = (counts * means).sum(0) / count
+        variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
+        inverse = (variance + eps).rsqrt()
+        normalized = (values - mean.view(shape)) * inverse.view(shape)
+        output = normalized
+        if weight is not None and bias is not None:
+            output = normalized * weight.to(wide).view(shape) + bias.to(wide).view(shape)
+        ctx.save_for_backward(normalized, inverse, weight)
+        ctx.name, ctx.world, ctx.count, ctx.inner, ctx.shape = name, world, count, inner, shape
+        ctx.mark_non_differentiable(mean, variance)
+        return output.to(x.dtype), mean, variance, count
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
+        normalized, inverse, weight = ctx.saved_tensors
+        gradient = gradients[0].to(normalized.dtype)
+        of_bias = gradient.sum(ctx.inner)
+        of_weight = (gradient * normalized).sum(ctx.inner)
+        # The statistics hang on the values of all ranks, so on their gradients too. Those of weight
+        # and bias stay this rank's: they are averaged with all others.
+        sums = hvd.allreduce(
+            torch.stack([of_bias, of_weight]), name=f"{ctx.name}.backward", op=hvd.Sum,
+            process_set=ctx.world.process_set,
+        ) / ctx.count  # fmt: skip
+        of_input = gradient - sums[0].view(ctx.shape) - normalized * sums[1].view(ctx.shape)
+        scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
+        of_input = of_input * scale.view(ctx.shape)
+        if weight is None:
+            return of_input.to(gradients[0].dtype), None, None, None, None, None
+        return (
+            of_input.to(gradients[0].dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype),
+            None, None, None,
+        )  # fmt: skip
+
+
+class SyncLayers(LayerSync):
+    """Puts SyncBatchNorm in the place of every batch normalization, and takes it out again."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    @override
+    def apply(self, model: nn.Module) -> nn.Module:
+        for name, parent, key, layer in _layers(model):
+            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
+                setattr(parent, key, SyncBatchNorm(layer, f"batchnorm.{name}", self.world))
+        return model
+
+    @override
+    def revert(self, model: nn.Module) -> nn.Module:
+        for _, parent, key, layer in _layers(model):
+            if isinstance(layer, SyncBatchNorm):
+                plain = layer.replaced(
+                    layer.num_features, layer.eps, layer.momentum, layer.affine,
+                    layer.track_running_stats,
+                )  # fmt: skip
+                plain._parameters, plain._buffers = layer._parameters, layer._buffers
+                setattr(parent, key, plain.train(layer.training))
+        return model
+
+
+def _layers(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Module]]:
+    """Every child of every module: full name, parent, name in the parent, child."""
+    return [
+        (f"{path}.{key}", parent, key, layer)
+        for path, parent in model.named_modules()
+        for key, layer in parent.named_children()
+    ]

@@ -1,0 +1,96 @@
+"""Ways to combine a flat buffer of gradients over all ranks.
+
+Each is a generator: it starts an operation of Horovod, yields the handle, is sent what came of it,
+and may start the next; when it ends, the buffer holds the result. So operations of several steps
+run beside backward as those of a single step do; `InFlight` drives one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor
+
+from strategies.collectives import World
+
+Steps = Generator[int, Any, None]
+Reduction = Callable[[Tensor, list[int], str, World], Steps]
+
+
+class InFlight:
+    """A reduction that was started."""
+
+    def __init__(self, steps: Steps) -> None:
+        self._steps = steps
+        self._handle: int | None = next(steps)
+
+    def advance(self, wait: bool) -> None:
+        """Start the steps whose turn has come; if `wait`, return when all are done."""
+        while self._handle is not None and (wait or hvd.poll(self._handle)):
+            try:
+                self._handle = self._steps.send(hvd.synchronize(self._handle))
+            except StopIteration:
+                self._handle = None
+
+
+def add(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
+    """The sum: each rank sends 2 (n - 1) / n of the buffer over a ring of n ranks."""
+    yield hvd.allreduce_async_(buffer, name=name, op=hvd.Sum, process_set=world.process_set)
+
+
+def add_in_16_bits(dtype: torch.dtype) -> Reduction:
+    """The sum of values cut to `dtype`, half as many bytes: an all-to-all, and an all-gather.
+
+    Rank i adds the i-th part of all ranks' buffers in float32 and hands it to all. So a value is
+    rounded twice, whatever the number of ranks, and bfloat16, which Horovod cannot add, goes too.
+    """
+
+    def steps(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
+        # Horovod moves float16 and asks no question: bfloat16 travels under its name.
+        part = -(-buffer.numel() // world.size)
+        cut = buffer.new_zeros(part * world.size, dtype=dtype)
+        cut[: buffer.numel()] = buffer
+        splits = torch.full((world.size,), part, dtype=torch.int32)
+        received, _ = yield hvd.alltoall_async(
+            cut.view(torch.float16), splits, f"{name}.scatter", world.process_set
+        )
+        mine = received.view(dtype).view(world.size, part).sum(0, dtype=torch.float32).to(dtype)
+        gathered = yield hvd.allgather_async(
+            mine.view(torch.float16), f"{name}.gather", world.process_set
+        )
+        buffer.copy_(gathered.view(dtype)[: buffer.numel()])
+
+    return steps
+
+
+def adasum(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
+    """Adasum (Maleki et al. 2021, https://arxiv.org/abs/2006.02924), parameter by parameter.
+
+    Gradients that point the same way are averaged, orthogonal ones are added. In log2(n) rounds
+    each rank exchanges the whole buffer with one other. What lies behind the parameters in the
+    buffer is added. Horovod's own Adasum needs a build with MPI; this one runs on any.
+    """
+    end = sum(sizes)
+    for distance in (2**k for k in range(world.size.bit_length() - 1)):
+        partner = world.rank ^ distance
+        splits = torch.zeros(world.size, dtype=torch.int32)
+        splits[partner] = buffer.numel()
+        theirs, _ = yield hvd.alltoall_async(
+            buffer, splits, f"{name}.{distance}", world.process_set
+        )
+        # In one order on both sides, so that both get the same bits.
+        first, second = (buffer, theirs) if world.rank < partner else (theirs, buffer)
+        rest = first[end:] + second[end:]
+        mixed = [_mix(a, b) for a, b in zip(first[:end].split(sizes), second[:end].split(sizes))]
+        buffer.copy_(torch.cat([*mixed, rest]))
+
+
+def _mix(a: Tensor, b: Tensor) -> Tensor:
+    wide_a, wide_b = a.double(), b.double()
+    dot = wide_a @ wide_b
+    squares = wide_a @ wide_a, wide_b @ wide_b
+    of_a, of_b = (1 - dot / (2 * square) if square > 0 else 1 for square in squares)
+    return of_a * a + of_b * b

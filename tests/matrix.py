@@ -1,0 +1,743 @@
+"""What is trained with one process, with Horovod and with DDP, to be compared: see test_matrix.py.
+
+Each case is a function of a strategy's name that returns numbers. Ranks share global batches of 8,
+so that every strategy and every number of ranks sees the same samples in the same order.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import (
+    BaseFinetuning,
+    EMAWeightAveraging,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from pytorch_lightning.plugins import MixedPrecision
+from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
+from torchmetrics import CatMetric, MaxMetric, MeanMetric, Metric, MetricCollection, SumMetric
+from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, MulticlassF1Score
+
+RANK, SIZE = (int(os.environ.get(f"HOROVOD_{name}", default)) for name, default in
+              (("RANK", 0), ("SIZE", 1)))  # fmt: skip
+FEATURES, CLASSES, GLOBAL_BATCH = 12, 5, 8
+
+CASES: dict[str, Callable[[str], dict[str, Any]]] = {}
+WITHOUT_DDP: dict[str, str] = {}  # why DDP has no such case
+TOLERANCES: dict[str, float] = {}
+
+
+def case(without_ddp: str = "", tolerance: float = 1e-6) -> Callable:
+    """List a function as a case; the tolerance is relative, and absolute for numbers below 1."""
+
+    def listed(function: Callable) -> Callable:
+        name = function.__name__
+        CASES[name], TOLERANCES[name] = function, tolerance
+        if without_ddp:
+            WITHOUT_DDP[name] = without_ddp
+        return function
+
+    return listed
+
+
+def run_cases(strategy: str) -> dict[str, Any]:
+    """All cases; where one fails, the traceback takes the place of its numbers."""
+    results: dict[str, Any] = {"size": SIZE, "strategy": type(make(strategy)).__name__}
+    for name, function in CASES.items():
+        if strategy == "ddp" and name in WITHOUT_DDP:
+            continue
+        try:
+            results[name] = function(strategy)
+        except Exception:
+            results[name] = traceback.format_exc()
+            if SIZE > 1:  # the others may wait for this rank
+                raise
+    return results
+
+
+def make(strategy: str, **options: Any) -> Strategy:
+    """The strategy itself; `options` are of HorovodStrategy and mean nothing to the others."""
+    if strategy == "horovod":
+        from strategies import HorovodStrategy
+
+        return HorovodStrategy(**options)
+    if strategy == "ddp":
+        from strategies.ddp import ddp
+
+        return ddp("cpu", find_unused_parameters=True)
+    return SingleDeviceStrategy("cpu")
+
+
+def trainer(strategy: str | Strategy, **arguments: Any) -> pl.Trainer:
+    defaults = {
+        "accelerator": "cpu", "logger": False, "max_epochs": 2, "enable_checkpointing": False,
+        "enable_progress_bar": False, "enable_model_summary": False,
+    }  # fmt: skip
+    strategy = make(strategy) if isinstance(strategy, str) else strategy
+    run = pl.Trainer(strategy=strategy, **{**defaults, **arguments})
+    assert (run.world_size, run.global_rank) == (SIZE, RANK)
+    return run
+
+
+def samples(count: int = 80) -> TensorDataset:
+    generator = torch.Generator().manual_seed(7)
+    inputs = torch.randn(count, FEATURES, generator=generator)
+    return TensorDataset(inputs, torch.randint(CLASSES, (count,), generator=generator))
+
+
+def loader(count: int = 80, global_batch: int = GLOBAL_BATCH) -> DataLoader:
+    """Batches whose union over the ranks is one batch of one process, in its order."""
+    sampler = DistributedSampler(samples(count), SIZE, RANK, shuffle=False)
+    return DataLoader(samples(count), batch_size=global_batch // SIZE, sampler=sampler)
+
+
+class Net(pl.LightningModule):
+    """A small classifier. Its optimizer is SGD: to Adam, a sum of gradients is as good as their
+    average. Weight decay moves a parameter whose gradient is zero instead of None."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        torch.manual_seed(1 + RANK)  # only broadcasting makes ranks equal
+        self.net = net or nn.Sequential(
+            nn.Linear(FEATURES, 16), nn.Tanh(), nn.Linear(16, CLASSES)
+        )  # fmt: skip
+        for layer in self.net.modules():  # made by the caller, or above, on this rank alone
+            if hasattr(layer, "reset_parameters"):
+                layer.reset_parameters()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("loss", loss, on_epoch=True, on_step=False, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+def results(run: pl.Trainer, model: pl.LightningModule, **more: Any) -> dict[str, Any]:
+    """What a training is compared by. A gradient left out must not exist as zeros elsewhere."""
+    return {
+        "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
+        "steps": run.global_step,
+        "metrics": {name: float(value) for name, value in run.callback_metrics.items()},
+        "missing": [name for name, p in model.named_parameters() if p.grad is None],
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "schedulers": [config.scheduler.state_dict() for config in run.lr_scheduler_configs],
+        **more,
+    }
+
+
+def fit(strategy: str | Strategy, model: pl.LightningModule | None = None, **arguments: Any) -> Any:
+    run, model = trainer(strategy, **arguments), model or Net()
+    run.fit(model, loader())
+    return results(run, model)
+
+
+# ------------------------------------------------------------------------------ optimization
+
+
+@case()
+def plain(strategy: str) -> dict[str, Any]:
+    return fit(strategy)
+
+
+@case()
+def clip_by_norm(strategy: str) -> dict[str, Any]:
+    return fit(strategy, gradient_clip_val=0.1)
+
+
+@case()
+def clip_by_value(strategy: str) -> dict[str, Any]:
+    return fit(strategy, gradient_clip_val=0.01, gradient_clip_algorithm="value")
+
+
+def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
+    """Gradients are reduced once a step, not once a batch."""
+    if strategy != "horovod":
+        return {**fit(strategy, **arguments), "reductions": True}
+    from strategies.buckets import GradientBuckets
+
+    finish, count = GradientBuckets.finish, [0]
+
+    def counting(buckets: GradientBuckets) -> bool:
+        count[0] += 1
+        return finish(buckets)
+
+    GradientBuckets.finish = counting  # type: ignore[method-assign]
+    result = fit(strategy, **arguments)
+    GradientBuckets.finish = finish  # type: ignore[method-assign]
+    return {**result, "reductions": SIZE == 1 or count[0] == result["steps"]}
+
+
+@case()
+def accumulation(strategy: str) -> dict[str, Any]:
+    return counted(strategy, accumulate_grad_batches=3)  # 10 batches: the last window is short
+
+
+@case()
+def accumulation_by_schedule(strategy: str) -> dict[str, Any]:
+    return counted(strategy, callbacks=[GradientAccumulationScheduler({0: 1, 1: 4})])
+
+
+class Scheduled(Net):
+    def __init__(self, interval: str) -> None:
+        super().__init__()
+        self.interval = interval
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)
+        return [optimizer], [{"scheduler": schedule, "interval": self.interval}]
+
+
+@case()
+def learning_rate_by_step(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Scheduled("step"))
+
+
+@case()
+def learning_rate_by_epoch(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Scheduled("epoch"))
+
+
+class Plateau(Net):
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, threshold=9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "loss"}}
+
+
+@case()
+def learning_rate_by_metric(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Plateau(), max_epochs=4)
+
+
+class Adversaries(pl.LightningModule):
+    """Two optimizers, toggled by turns: parameters of the other one must stay as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1 + RANK)
+        self.automatic_optimization = False
+        self.generator = nn.Linear(FEATURES, FEATURES)
+        self.critic = nn.Linear(FEATURES, 1)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.toggle_optimizer(second)
+        real, fake = self.critic(batch[0]), self.critic(self.generator(batch[0]).detach())
+        second.zero_grad()
+        self.manual_backward((fake - real).mean() + real.square().mean())
+        second.step()
+        self.untoggle_optimizer(second)
+        self.toggle_optimizer(first)
+        first.zero_grad()
+        self.manual_backward(-self.critic(self.generator(batch[0])).mean())
+        first.step()
+        self.untoggle_optimizer(first)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(part.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+            for part in (self.generator, self.critic)
+        ]
+
+
+@case()
+def adversaries(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Adversaries())
+
+
+class Twice(Net):
+    """Manual optimization with two backwards in a step, the second one of a part of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        self.manual_backward(self.net[:2](batch[0]).square().mean())
+        optimizer.step()
+
+
+@case()
+def two_backwards_a_step(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Twice())
+
+
+# ------------------------------------------------------------------------------- parameters
+
+
+class NobodyUses(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.nobody = nn.Parameter(torch.ones(3))
+
+
+@case()
+def parameter_that_nobody_uses(strategy: str) -> dict[str, Any]:
+    return fit(strategy, NobodyUses())
+
+
+class Experts(Net):
+    """Samples of each class take a way of their own, so that ranks use other parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(FEATURES, CLASSES) for _ in range(CLASSES + 1))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        total = torch.zeros(())
+        for x, y in zip(*batch):
+            total = total + nn.functional.cross_entropy(self.experts[int(y)](x), y)
+        return total / len(batch[0])
+
+
+@case()
+def parameters_that_some_ranks_use(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Experts())
+
+
+@case()
+def frozen_parameters(strategy: str) -> dict[str, Any]:
+    model = Net()
+    model.net[0].requires_grad_(False)
+    return fit(strategy, model)
+
+
+class Shared(Net):
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, CLASSES)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(torch.tanh(self.net[0](x)))
+
+
+@case()
+def shared_parameters(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Shared())
+
+
+class Sparse(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1 + RANK)
+        self.table = nn.Embedding(CLASSES, CLASSES, sparse=True)
+        self.bag = nn.EmbeddingBag(CLASSES, CLASSES, sparse=True, mode="sum")
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        extra = self.table(batch[1]) + self.bag(batch[1].unsqueeze(1))
+        return nn.functional.cross_entropy(self(batch[0]) + extra, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+@case()
+def sparse_gradients(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Sparse())
+
+
+class Thaw(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: pl.LightningModule) -> None:
+        self.freeze(pl_module.net[0])
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.net[0], optimizer, lr=0.02)
+
+
+class Thawed(Net):
+    def configure_optimizers(self) -> Any:
+        trained = [p for p in self.parameters() if p.requires_grad]
+        return torch.optim.SGD(trained, lr=0.05, momentum=0.9, weight_decay=0.1)
+
+
+@case(without_ddp="its reducer knows those of the start only: ranks silently drift apart")
+def parameters_added_later(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Thawed(), callbacks=[Thaw()], max_epochs=3)
+
+
+# ------------------------------------------------------------------- precision and execution
+
+
+# bfloat16 has 8 bits: a sum of 8 samples and one of two sums of 4 differ in the last of them
+@case(tolerance=0.1)
+def bf16_mixed(strategy: str) -> dict[str, Any]:
+    return fit(strategy, precision="bf16-mixed")
+
+
+@case(tolerance=0.1)
+def bf16_true(strategy: str) -> dict[str, Any]:
+    return fit(strategy, precision="bf16-true")
+
+
+class Overflows(Net):
+    """Infinite gradients on the rank that has the global batch's first sample, now and then."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1e30 if batch_idx == 4 and RANK == 0 else 1)
+
+
+@case(tolerance=0.02)  # float16 has 11 bits
+def fp16_mixed(strategy: str) -> dict[str, Any]:
+    """With a scaler on the CPU: all ranks skip the step that one of them cannot make."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
+    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    result = fit(strategy, Overflows(), plugins=[plugin])
+    return {**result, "scaler": scaler.state_dict()}
+
+
+@case()
+def compiled(strategy: str) -> dict[str, Any]:
+    model = Net()
+    model.net = torch.compile(model.net, backend="aot_eager")
+    result = fit(strategy, model)
+    torch._dynamo.reset()
+    return result
+
+
+class Checkpointed(Net):
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.requires_grad_()  # which reentrant checkpointing asks for
+        return checkpoint(self.net, x, use_reentrant=self.reentrant)
+
+
+@case()
+def activation_checkpointing(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Checkpointed(reentrant=False))
+
+
+@case(without_ddp="its reducer refuses a second backward inside the first")
+def reentrant_activation_checkpointing(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Checkpointed(reentrant=True))
+
+
+# --------------------------------------------------------------------------------- options
+
+
+def convolutions(normalization: bool) -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 8, 3, padding=1),
+        nn.BatchNorm2d(8) if normalization else nn.Identity(), nn.Tanh(),
+        nn.Conv2d(8, 4, 1), nn.Flatten(), nn.Linear(16, CLASSES),
+    ).to(memory_format=torch.channels_last)  # fmt: skip
+
+
+@case(without_ddp="an option of ours")
+def many_buckets(strategy: str) -> dict[str, Any]:
+    """All but the last bucket leave during backward; gradients keep the parameters' strides."""
+    early: list[int] = []
+    if strategy == "horovod":
+        from strategies.buckets import GradientBuckets
+
+        finish = GradientBuckets.finish
+
+        def watch(buckets: GradientBuckets) -> bool:
+            early.append(sum(bucket.work is not None for bucket in buckets.buckets))
+            return finish(buckets)
+
+        GradientBuckets.finish = watch  # type: ignore[method-assign]
+    model = Net(convolutions(normalization=False))
+    result = fit(make(strategy, bucket_mib=1e-4), model)  # 26 numbers: each layer its own
+    if strategy == "horovod":
+        GradientBuckets.finish = finish  # type: ignore[method-assign]
+    strides = [p.grad.stride() == p.stride() for p in model.parameters() if p.grad is not None]
+    left_early = SIZE == 1 or (len(early) == 20 and min(early) >= 3)
+    return {**result, "strides": all(strides), "left early": left_early}
+
+
+@case(without_ddp="an option of ours")
+def gradient_predivide(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, gradient_predivide_factor=3.0))
+
+
+class Summed(Net):
+    """The loss of one process times the ranks that others have: what op=sum gives them."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) / SIZE
+
+
+@case(without_ddp="an option of ours")
+def sum_of_gradients(strategy: str) -> dict[str, Any]:
+    result = fit(make(strategy, op="sum"), Summed(), accumulate_grad_batches=2)
+    return {key: value for key, value in result.items() if key != "metrics"}
+
+
+# Two roundings to 11 bits, of gradients that are small beside the weights.
+@case(tolerance=2e-3, without_ddp="an option of ours")
+def compression_fp16(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, compression="fp16"), NobodyUses())
+
+
+@case(tolerance=2e-2, without_ddp="an option of ours")  # to 8 bits
+def compression_bf16(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, compression="bf16"), NobodyUses())
+
+
+class SameEverywhere(Net):
+    """Every rank has the whole batch, so that Adasum has nothing to add up: it is the average."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        whole = samples().tensors
+        rows = slice(batch_idx * GLOBAL_BATCH, (batch_idx + 1) * GLOBAL_BATCH)
+        return super().training_step([part[rows] for part in whole], batch_idx)
+
+
+@case(without_ddp="an option of ours")
+def adasum_of_equal_gradients(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, op="adasum"), SameEverywhere())
+
+
+@case(without_ddp="torch's needs a GPU")
+def sync_batchnorm(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Net(convolutions(normalization=True)), sync_batchnorm=SIZE > 1)
+
+
+@case(without_ddp="torch's needs a GPU")
+def sync_batchnorm_without_parameters(strategy: str) -> dict[str, Any]:
+    normalization = nn.BatchNorm1d(FEATURES, momentum=None, affine=False)
+    model = Net(nn.Sequential(normalization, nn.Linear(FEATURES, CLASSES)))
+    return fit(strategy, model, sync_batchnorm=SIZE > 1)
+
+
+# ------------------------------------------------------------------ metrics and evaluation
+
+
+class Ragged(Metric):
+    """A list state of another length on each rank, and a reduction of one's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("values", default=[], dist_reduce_fx=None)
+        self.add_state("largest", default=torch.tensor(0.0), dist_reduce_fx=lambda x: x.max())
+        self.add_state("smallest", default=torch.tensor(9.0), dist_reduce_fx="min")
+        self.add_state("average", default=torch.tensor(3.0), dist_reduce_fx="mean")
+
+    def update(self, values: Tensor) -> None:
+        self.values.append(values[values > 0])
+        self.largest = torch.maximum(self.largest, values.max())
+        self.smallest = torch.minimum(self.smallest, values.min())
+
+    def compute(self) -> Tensor:
+        values = torch.cat([part.reshape(-1) for part in self.values]).sort().values
+        order = torch.arange(len(values)) + 1.0  # so that a repeated or missing value shows
+        return (values * order).sum() + self.largest + self.smallest + self.average
+
+
+class Measured(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        accuracy = MulticlassAccuracy(CLASSES, average="micro")
+        self.collection = MetricCollection({"acc": accuracy, "f1": MulticlassF1Score(CLASSES)})
+        self.ragged, self.auroc = Ragged(), BinaryAUROC()
+        self.several = nn.ModuleList([CatMetric(), SumMetric(), MaxMetric(), MeanMetric()])
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        scores = self(batch[0])
+        self.collection(scores, batch[1])
+        self.log_dict(self.collection)  # as objects
+        self.ragged(batch[0][:, 0])
+        self.auroc(scores[:, 0].sigmoid(), (batch[1] == 0).int())
+        self.log("ragged", self.ragged)
+        for metric in self.several:
+            metric.update(batch[0][:, 1])
+        loss = nn.functional.cross_entropy(scores, batch[1])
+        self.log("mean", loss, sync_dist=True)
+        self.log("sum", float(len(batch[1])), reduce_fx="sum", sync_dist=True)
+        self.log("min", batch[0].min(), reduce_fx="min", sync_dist=True)
+        self.log("max", batch[0].max(), reduce_fx="max", sync_dist=True)
+        # a collective in each batch: ranks must have equally many
+        self.log("each", loss, on_step=True, on_epoch=True, sync_dist=True)
+
+    def on_validation_epoch_start(self) -> None:
+        for metric in [*self.several, self.auroc]:
+            metric.reset()
+
+    def on_validation_epoch_end(self) -> None:
+        for metric in [*self.several, self.auroc]:
+            self.log(type(metric).__name__, metric.compute().sum())
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return batch[0]
+
+    test_step = validation_step
+
+    def on_test_epoch_start(self) -> None:
+        self.on_validation_epoch_start()
+
+    def on_test_epoch_end(self) -> None:
+        self.on_validation_epoch_end()
+
+
+def evaluated(strategy: str, count: int) -> dict[str, Any]:
+    """Validation and test of `count` samples through Lightning's own sampler."""
+    model, batches = Measured(), DataLoader(samples(count), batch_size=GLOBAL_BATCH // SIZE)
+    run = trainer(strategy)
+    return {
+        "validated": run.validate(model, batches, verbose=False)[0],
+        "tested": run.test(model, batches, verbose=False)[0],
+    }
+
+
+PADS = "it repeats samples to make shares equal"
+
+
+@case()
+def metrics_of_even_shares(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 32)
+
+
+@case(without_ddp=PADS)
+def metrics_of_9_samples(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 9)
+
+
+@case(without_ddp=PADS)
+def metrics_of_one_sample_a_rank(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 5)
+
+
+@case(without_ddp=PADS)
+def metrics_of_51_samples(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 51)
+
+
+@case()
+def validation_while_training(strategy: str) -> dict[str, Any]:
+    run, model = trainer(strategy), Measured()
+    run.fit(model, loader(), DataLoader(samples(32), batch_size=GLOBAL_BATCH // SIZE))
+    return results(run, model)
+
+
+# -------------------------------------------------------- samplers, checkpoints, callbacks
+
+
+class Remembers(Net):
+    """Which samples were trained, on which of all ranks does not matter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.seen.append(batch[0][:, 0].detach())
+        return super().training_step(batch, batch_idx)
+
+
+def everyones(run: pl.Trainer, values: list[Tensor]) -> list[float]:
+    """What all ranks have seen, sorted."""
+    mine = torch.cat(values)
+    gathered = run.strategy.all_gather(mine) if SIZE > 1 else mine
+    return sorted(gathered.reshape(-1).tolist())
+
+
+def checkpoints(strategy: str, folder: Path) -> dict[str, Any]:
+    """Train 7 of 10 batches of 8, keep a checkpoint, and go on from it in another Trainer."""
+    sizes = {"batch_size": GLOBAL_BATCH // SIZE, "shuffle": True}
+    pl.seed_everything(3)
+    keep = ModelCheckpoint(folder, every_n_train_steps=7, save_last=True, filename="{step}")
+    run, model = trainer(strategy, callbacks=[keep], max_steps=7, enable_checkpointing=True), None
+    model = Remembers()
+    run.fit(model, DataLoader(samples(), **sizes))
+    files = sorted(path.name for path in folder.iterdir()) if RANK == 0 else []
+    # Rank 0 has written, and only it can read: the others need not see its files.
+    path = folder / "last.ckpt" if RANK == 0 else "/nowhere/to/be/found.ckpt"
+    resumed, again = trainer(strategy), Remembers()
+    resumed.fit(again, DataLoader(samples(), **sizes), ckpt_path=path)
+    seen = everyones(resumed, model.seen + again.seen[:3])
+    return results(
+        resumed, again, files=files if RANK == 0 else None, seen=seen,
+        all_once=seen == sorted(samples().tensors[0][:, 0].tolist()), batches=len(again.seen),
+    )  # fmt: skip
+
+
+@case(without_ddp="a resumed epoch begins anew there")
+def resume_within_an_epoch(strategy: str) -> dict[str, Any]:
+    if strategy == "single":  # so does it; an uninterrupted training is what both must equal
+        pl.seed_everything(3)
+        run, model = trainer("single"), Remembers()
+        sampler = DistributedSampler(samples(), 1, 0, shuffle=True, seed=3)
+        run.fit(model, DataLoader(samples(), batch_size=8, sampler=sampler))
+        seen = sorted(torch.cat(model.seen[:10]).tolist())
+        files = ["last.ckpt", "step=7.ckpt"]
+        more = {"files": files, "seen": seen, "all_once": True, "batches": 13}
+        return results(run, model, **more)
+    with tempfile.TemporaryDirectory() as folder:
+        result = checkpoints(strategy, Path(folder))
+    return result if RANK == 0 else {**result, "files": ["last.ckpt", "step=7.ckpt"]}
+
+
+@case()
+def averaged_weights_swa(strategy: str) -> dict[str, Any]:
+    swa = StochasticWeightAveraging(swa_lrs=0.02, swa_epoch_start=1, annealing_epochs=1)
+    return fit(strategy, callbacks=[swa], max_epochs=4)
+
+
+@case()
+def averaged_weights_ema(strategy: str) -> dict[str, Any]:
+    return fit(strategy, callbacks=[EMAWeightAveraging(decay=0.8)])
+
+
+@case()
+def entry_points(strategy: str) -> dict[str, Any]:
+    """All of them with one Trainer, in turns, and then another Trainer."""
+    model, run = Measured(), trainer(strategy, max_epochs=1)
+    batches = DataLoader(samples(32), batch_size=GLOBAL_BATCH // SIZE)
+    before = run.validate(model, batches, verbose=False)[0]
+    run.fit(model, loader(), batches)
+    tested = run.test(model, batches, verbose=False)[0]
+    predicted = everyones(run, [part[:, 0] for part in run.predict(model, batches)])
+    run.fit_loop.max_epochs = 2
+    run.fit(model, loader(), batches)
+    again = trainer(strategy, max_epochs=1)
+    again.fit(model, loader(), batches)
+    return results(again, model, before=before, tested=tested, predicted=predicted)
+
+
+class Counting(IterableDataset):
+    """Batches without a length; some more on some ranks, if asked."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def __iter__(self) -> Any:
+        per_rank = GLOBAL_BATCH // SIZE
+        inputs, targets = samples().tensors
+        for batch in range(self.batches):
+            for sample in range(per_rank):
+                index = batch * GLOBAL_BATCH + sample * SIZE + RANK
+                yield inputs[index], targets[index]
+
+
+@case()
+def data_without_a_length(strategy: str) -> dict[str, Any]:
+    run, model = trainer(strategy), Net()
+    run.fit(model, DataLoader(Counting(6), batch_size=GLOBAL_BATCH // SIZE))
+    return results(run, model)

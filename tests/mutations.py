@@ -1,0 +1,231 @@
+"""Break the strategy in one place at a time, and see tests fail: a proof that they look.
+
+    make test-mutations                 all, about 20 minutes on two cores
+    make test-mutations ARGS="metrics"  those whose name has this in it
+
+Each mutation is made in a copy of the repository. It names the tests that must fail; that those
+pass on the code as it is, is what `make test` shows. A text that is no longer there is an error.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass
+class Mutation:
+    """`old` becomes `new` in `file`; then `tests`, as for pytest -k, must fail in `module`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    module: str = "test_matrix"
+
+
+MUTATIONS = [
+    Mutation(
+        "gradients are not averaged", "horovod.py",
+        "        if self._buckets is not None and self._average:\n            assert",
+        "        if False:\n            assert", "horovod-2 and plain",
+    ),
+    Mutation(
+        "gradients are added where they should be averaged", "horovod.py",
+        "before=1 / divide", "before=1", "horovod-2 and plain",
+    ),
+    Mutation(
+        "the model is not broadcast", "horovod.py",
+        "self.world.broadcast([*module.parameters(), *module.buffers()])", "pass",
+        "horovod-2 and plain",
+    ),
+    Mutation(
+        "buffers are not broadcast before an evaluation", "horovod.py",
+        "self.world.broadcast(self.lightning_module.buffers())", "pass",
+        "running_means", "test_strategy",
+    ),
+    Mutation(
+        "the optimizer's state is not broadcast", "horovod.py",
+        "zip(self.optimizers, self.broadcast(states))", "zip(self.optimizers, states)",
+        "optimizer_state", "test_strategy",
+    ),
+    Mutation(
+        "each batch of an accumulation is reduced", "horovod.py",
+        "        self._average = False\n", "        self._average = True\n",
+        "horovod-2 and accumulation",
+    ),
+    Mutation(
+        "a gradient that no rank has becomes zero", "buckets.py",
+        "if index in bucket.unused and not used_somewhere[index]:", "if False:",
+        "horovod-2 and nobody_uses",
+    ),
+    Mutation(
+        "a gradient that this rank has not stays away", "buckets.py",
+        "if index in bucket.unused and not used_somewhere[index]:", "if index in bucket.unused:",
+        "horovod-2 and some_ranks_use",
+    ),
+    Mutation(
+        "gradients of an earlier backward are forgotten", "buckets.py",
+        "            else:  # of an earlier backward of the same step\n"
+        "                self._pack(bucket, index)\n",
+        "            else:\n                bucket.views[index].zero_()\n",
+        "horovod-2 and two_backwards",
+    ),
+    Mutation(
+        "toggled parameters share buckets with others", "buckets.py",
+        "if self.buckets and not cut:", "if self.buckets:", "horovod-2 and adversaries",
+    ),
+    Mutation(
+        "unfrozen parameters get no hook and no bucket", "buckets.py",
+        "if trained != self._trained:", "if not self._trained:",
+        "horovod-2 and added_later",
+    ),
+    Mutation(
+        "sparse gradients stay one rank's own", "buckets.py",
+        "                self._gather(parameter, name)", "                pass",
+        "horovod-2 and sparse",
+    ),
+    Mutation(
+        "buckets leave only after backward", "buckets.py",
+        "        if len(bucket.ready) == len(bucket.parameters):\n", "        if False:\n",
+        "horovod-2 and many_buckets",
+    ),
+    Mutation(
+        "a second gradient in one backward is taken", "buckets.py",
+        "        if index in bucket.ready:\n            raise", "        if False:\n            raise",
+        "mistakes", "test_strategy",
+    ),
+    Mutation(
+        "a predivided gradient is not brought back", "buckets.py",
+        "if self.after != 1:", "if False:", "horovod-2 and predivide",
+    ),
+    Mutation(
+        "16 bits lose a rank's part", "reductions.py",
+        ".sum(0, dtype=torch.float32)", "[0].float()", "horovod-2 and compression_fp16",
+    ),
+    Mutation(
+        "Adasum only adds", "reductions.py",
+        "1 - dot / (2 * square) if square > 0 else 1", "1", "horovod-2 and adasum",
+    ),
+    Mutation(
+        "a sum is an average", "horovod.py",
+        "closure_loss = closure_loss * self.world.size", "pass", "horovod-2 and sum_of_gradients",
+    ),
+    Mutation(
+        "batch normalization uses this rank's statistics", "batchnorm.py",
+        "setattr(parent, key, SyncBatchNorm(layer", "str((layer", "horovod-2 and sync_batchnorm",
+    ),
+    Mutation(
+        "its gradients ignore the other ranks", "batchnorm.py",
+        "            torch.stack([of_bias, of_weight]), name",
+        "            torch.zeros(2, len(inverse)), name", "horovod-2 and sync_batchnorm",
+    ),
+    Mutation(
+        "its running variance is not that of a sample", "batchnorm.py",
+        "variance * count / (count - 1)", "variance", "horovod-2 and sync_batchnorm",
+    ),
+    Mutation(
+        "torchmetrics sees one rank", "horovod.py",
+        "            self.world.synchronize_metrics(module)\n", "", "horovod-2 and even_shares",
+    ),
+    Mutation(
+        "sync_dist reduces nothing", "horovod.py",
+        "if not isinstance(tensor, Tensor) or self.world.size == 1:", "if True:",
+        "horovod-2 and even_shares",
+    ),
+    Mutation(
+        "the mean of integers is cut to an integer", "collectives.py",
+        "return reduced if mean_of_integers else", "return", "collectives", "test_strategy",
+    ),
+    Mutation(
+        "evaluation repeats samples", "horovod.py",
+        "            self._see_each_sample_once(dataloader)\n", "            pass\n",
+        "horovod-2 and 9_samples",
+    ),
+    Mutation(
+        "a gather loses the order of ranks", "collectives.py",
+        "            return gathered\n", "            return gathered[::-1]\n",
+        "gathers_of_any", "test_properties",
+    ),
+    Mutation(
+        "the barrier lets pass", "collectives.py",
+        "        hvd.barrier(self.process_set)", "        pass", "barrier", "test_strategy",
+    ),
+    Mutation(
+        "a resumed epoch begins anew", "horovod.py",
+        "replace_batches(dataloader, WithoutFirst(batches, trained))", "pass",
+        "horovod-2 and resume",
+    ),
+    Mutation(
+        "every rank reads the checkpoint", "horovod.py",
+        "        if self.is_global_zero:\n            try", "        if True:\n            try",
+        "horovod-2 and resume",
+    ),
+    Mutation(
+        "models are not compared", "horovod.py",
+        "            self._check_models()\n", "", "mistakes", "test_strategy",
+    ),
+    Mutation(
+        "the end of an epoch is not told to others", "buckets.py",
+        "bucket.flags[-1 if self._last_batch else -2] = 0", "bucket.flags[-1] = 0",
+        "mistakes", "test_strategy",
+    ),
+    Mutation(
+        "all ranks work together, whatever set they are in", "environment.py",
+        "    if not sets:\n", "    if True:\n", "process_sets", "test_strategy",
+    ),
+]  # fmt: skip
+
+
+def survives(mutation: Mutation) -> str | None:
+    """What speaks against the tests; None if they fail, as they should."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "copy"
+        ignored = shutil.ignore_patterns(".git", ".venv", "logs", "data", ".*_cache", "__pycache__")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        file = copy / "strategies" / mutation.file
+        text = file.read_text()
+        if text.count(mutation.old) != 1:
+            return (
+                f"strategies/{mutation.file} has {text.count(mutation.old)} times:\n{mutation.old}"
+            )
+        file.write_text(text.replace(mutation.old, mutation.new))
+        # A hang is a failure too, and one that takes a minute is enough.
+        pytest = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "--timeout=100",
+            "-p",
+            "no:cacheprovider",
+        ]
+        tests = [f"tests/{mutation.module}.py", "-k", mutation.tests]
+        done = subprocess.run([*pytest, *tests], cwd=copy, capture_output=True, text=True)
+    if done.returncode != 1 or "failed" not in done.stdout.splitlines()[-1]:
+        return f"pytest ends with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr[-500:]}"
+    return None
+
+
+def main(name: str = "") -> int:
+    chosen = [mutation for mutation in MUTATIONS if name in mutation.name]
+    survivors = 0
+    for index, mutation in enumerate(chosen, start=1):
+        problem = survives(mutation)
+        survivors += problem is not None
+        outcome = f"SURVIVES: {problem}" if problem else "found"
+        print(f"[{index}/{len(chosen)}] {mutation.name}: {outcome}", flush=True)
+    print(f"{len(chosen) - survivors} of {len(chosen)} mutations found by the tests")
+    return int(bool(survivors or not chosen))
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,69 @@
+"""Each case of matrix.py under Horovod with 1, 2, 4 ranks and under DDP with 2, 4: as one process.
+
+Where a number deviates, it shows on which side. All cases of a strategy run in one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.matrix import CASES, TOLERANCES, WITHOUT_DDP, run_cases
+
+LAUNCHES = [("horovod", 1), ("horovod", 2), ("horovod", 4), ("ddp", 2), ("ddp", 4)]
+CLASS = {"horovod": "HorovodStrategy", "ddp": "HorovodrunDDP", "single": "SingleDeviceStrategy"}
+
+
+@pytest.fixture(scope="module")
+def results(launch_once: Callable) -> Callable[[str, int], list[dict[str, Any]]]:
+    """The results of all ranks of a launch, which is made when it is first asked for."""
+    known: dict[tuple[str, int], list[dict[str, Any]]] = {}
+
+    def results(strategy: str, ranks: int) -> list[dict[str, Any]]:
+        if (strategy, ranks) not in known:
+            known[strategy, ranks] = []  # a launch that fails is not repeated for each case
+            known[strategy, ranks] = launch_once(run_cases, ranks, strategy=strategy)
+        if not known[strategy, ranks]:
+            pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
+        return known[strategy, ranks]
+
+    return results
+
+
+def assert_same(found: Any, expected: Any, tolerance: float, where: str = "") -> None:
+    """Equal structure, and numbers within a tolerance: relative, absolute for those below 1."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys(), where
+        for key in expected:
+            assert_same(found[key], expected[key], tolerance, f"{where}.{key}")
+    elif isinstance(expected, (list, tuple)):
+        assert len(found) == len(expected), where
+        for index, (one, other) in enumerate(zip(found, expected)):
+            assert_same(one, other, tolerance, f"{where}[{index}]")
+    elif isinstance(expected, Tensor):
+        message = lambda text: f"{where}: {text}"  # noqa: E731
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=message)
+    elif isinstance(expected, float):
+        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), where
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.parametrize("strategy,ranks", LAUNCHES, ids=lambda value: str(value))
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_one_process(
+    results: Callable, case: str, strategy: str, ranks: int
+) -> None:
+    if strategy == "ddp" and case in WITHOUT_DDP:
+        assert all(case not in rank for rank in results(strategy, ranks))
+        return
+    (one,) = results("single", 1)
+    assert not isinstance(one[case], str), one[case]
+    for rank in results(strategy, ranks):
+        assert (rank["strategy"], rank["size"]) == (CLASS[strategy], ranks)
+        assert not isinstance(rank[case], str), rank[case]
+        assert_same(rank[case], one[case], TOLERANCES[case], case)

@@ -1,0 +1,211 @@
+"""Hosts to try things on, made of this one: each has an address, a name and an sshd of its own.
+
+    sudo python3 cluster/testbed.py --hosts 2 --rate 500mbit -- COMMAND ...
+
+runs COMMAND on node1, from where `ssh node2` works; --rate is that of each host's link. Hosts are
+network namespaces joined by a bridge in another, and share this machine's files. All of it is
+removed when the command has ended, fails, or is interrupted. Needs root, and Debian's iproute2,
+openssh-server and util-linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+PROGRAMS = {
+    "ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client",
+    "nsenter": "util-linux", "unshare": "util-linux",
+}  # fmt: skip
+BURST = ["burst", "256kb", "latency", "50ms"]  # of the token bucket that limits a link
+
+
+def missing() -> str | None:
+    """Why no hosts can be made here; None if they can."""
+    for program, package in PROGRAMS.items():
+        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+            return f"{program} is missing: sudo apt-get install {package}"
+    if os.geteuid() != 0:
+        return "making network namespaces needs root: sudo"
+    probe = subprocess.run(["unshare", "--net", "--uts", "--mount", "true"], capture_output=True)
+    return None if probe.returncode == 0 else f"no namespaces here: {probe.stderr.decode().strip()}"
+
+
+@dataclass
+class Host:
+    """One of them; `sshd` is a process in its namespaces."""
+
+    name: str
+    address: str
+    namespace: str
+    sshd: subprocess.Popen
+
+    def command(self, *command: str) -> list[str]:
+        """The command line that runs `command` on this host."""
+        where = ["-t", str(self.sshd.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
+        return ["nsenter", *where, *command]
+
+
+class Testbed:
+    """`with Testbed(2) as hosts:` and they are there.
+
+    Args:
+        hosts: how many; they are called node1, node2, ...
+        rate: of each host's link, in both directions, as tc writes it ("500mbit"); None: as it is.
+
+    Raises:
+        RuntimeError: with the reason, where they cannot be made.
+    """
+
+    __test__ = False  # no test of pytest's
+
+    def __init__(self, hosts: int, rate: str | None = None) -> None:
+        self.names = [f"node{number}" for number in range(1, hosts + 1)]
+        self.rate = rate
+        self.prefix = f"testbed{os.getpid()}"
+        self.switch = f"{self.prefix}-switch"
+        self.hosts: list[Host] = []
+
+    def __enter__(self) -> list[Host]:
+        if problem := missing():
+            raise RuntimeError(problem)
+        self._folder = Path(tempfile.mkdtemp(prefix="testbed"))
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self.hosts
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        self._remove()
+
+    def _make(self) -> None:
+        key, config = self._folder / "key", self._folder / "ssh_config"
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
+        config.write_text(
+            f"Host *\n  IdentityFile {key}\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
+            "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+        )
+        Path("/run/sshd").mkdir(exist_ok=True)
+        _run("ip", "netns", "add", self.switch)
+        _run("ip", "-n", self.switch, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", self.switch, "link", "set", "bridge", "up")
+        addresses = {name: f"10.77.0.{index}" for index, name in enumerate(self.names, start=1)}
+        names = "".join(f"{address} {name}\n" for name, address in addresses.items())
+        for name, address in addresses.items():
+            self.hosts.append(self._make_host(name, address, f"127.0.0.1 localhost\n{names}"))
+        deadline = time.monotonic() + 20
+        for host in self.hosts:
+            probe = self.hosts[0].command("ssh", host.name, "true")
+            while subprocess.run(probe, capture_output=True).returncode:
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"sshd of {host.name} does not answer")
+                time.sleep(0.1)
+
+    def _make_host(self, name: str, address: str, names: str) -> Host:
+        namespace, port = f"{self.prefix}-{name}", f"to-{name}"
+        _run("ip", "netns", "add", namespace)
+        folder = Path("/etc/netns") / namespace  # what `ip netns exec` shows as /etc
+        folder.mkdir(parents=True)
+        (folder / "hosts").write_text(names)
+        link = ["type", "veth", "peer", "name", port, "netns", self.switch]
+        _run("ip", "-n", namespace, "link", "add", "eth0", *link)
+        _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+        _run("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
+        for interface in ("lo", "eth0"):
+            _run("ip", "-n", namespace, "link", "set", interface, "up")
+        if self.rate:
+            for space, device in ((namespace, "eth0"), (self.switch, port)):
+                limit = ["root", "tbf", "rate", self.rate, *BURST]
+                _run("tc", "-n", space, "qdisc", "add", "dev", device, *limit)
+        key, config = self._folder / "key", self._folder / "ssh_config"
+        sshd = [
+            "/usr/sbin/sshd", "-D", "-e", "-f", "/dev/null", "-h", str(key),
+            *(f"-o{option}" for option in (
+                f"AuthorizedKeysFile={key}.pub", "StrictModes=no", "UsePAM=no", "PidFile=none",
+                "PermitRootLogin=yes", "PasswordAuthentication=no", "MaxStartups=200",
+                f"ListenAddress={address}", "Subsystem=sftp internal-sftp",
+            )),
+        ]  # fmt: skip
+        # Its own name, and an ssh that knows the key; nobody's ~/.ssh is touched.
+        script = f'hostname {name} && mount --bind {config} /etc/ssh/ssh_config && exec "$@"'
+        with open(self._folder / f"{name}.log", "w") as log:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", namespace, "unshare", "--uts", "--mount", "sh", "-ec",
+                 script, "sh", *sshd],
+                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        return Host(name, address, namespace, process)
+
+    def _remove(self) -> None:
+        for namespace in [*(f"{self.prefix}-{name}" for name in self.names), self.switch]:
+            for _ in range(50):
+                found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True)
+                pids = [int(pid) for pid in found.stdout.split()]
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                if not pids:
+                    break
+                time.sleep(0.05)
+            subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
+            shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            Path("/etc/netns").rmdir()  # if it was ours
+        for host in self.hosts:
+            host.sshd.wait()
+        self.hosts.clear()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """So that what was made is removed also when this process is told to end."""
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, end)
+    yield
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--rate", help="of each host's link, as 500mbit")
+    parser.add_argument("command", nargs="+", help="to run on node1")
+    arguments = parser.parse_args()
+    try:
+        with _ended_by_signals(), Testbed(arguments.hosts, arguments.rate) as hosts:
+            return subprocess.run(hosts[0].command(*arguments.command)).returncode
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from strategies.collectives import World
+from strategies.collectives import World, wait
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -76,7 +76,8 @@ class _Normalize(torch.autograd.Function):
         else:
             variance = mean = values.new_zeros(x.shape[1])
         mine = torch.cat([mean, variance, mean.new_tensor([values.numel() / x.shape[1]])])
-        all_ = hvd.allgather(mine.unsqueeze(0), f"{name}.forward", world.process_set)
+        handle = hvd.allgather_async(mine.unsqueeze(0), f"{name}.forward", world.process_set)
+        all_ = wait(handle)
         means, variances, counts = all_.split([x.shape[1], x.shape[1], 1], dim=1)
         count = float(counts.sum())
         if count < 2:
@@ -102,10 +103,13 @@ class _Normalize(torch.autograd.Function):
         of_weight = (gradient * normalized).sum(ctx.inner)
         # The statistics hang on the values of all ranks, so on their gradients too. Those of weight
         # and bias stay this rank's: they are averaged with all others.
-        sums = hvd.allreduce(
-            torch.stack([of_bias, of_weight]), name=f"{ctx.name}.backward", op=hvd.Sum,
-            process_set=ctx.world.process_set,
-        ) / ctx.count  # fmt: skip
+        sums = torch.stack([of_bias, of_weight])
+        wait(
+            hvd.allreduce_async_(
+                sums, name=f"{ctx.name}.backward", op=hvd.Sum, process_set=ctx.world.process_set
+            )
+        )
+        sums /= ctx.count
         of_input = gradient - sums[0].view(ctx.shape) - normalized * sums[1].view(ctx.shape)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         of_input = of_input * scale.view(ctx.shape)

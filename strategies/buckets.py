@@ -28,7 +28,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from strategies.collectives import World
+from strategies.collectives import World, wait
 from strategies.reductions import InFlight, Reduction
 
 MIB = 2**20
@@ -42,8 +42,8 @@ class Bucket:
     parameters: list[Parameter]
     buffer: Tensor = field(default_factory=lambda: torch.empty(0))
     views: list[Tensor] = field(default_factory=list)
-    ready: set[int] = field(default_factory=set)
-    unused: set[int] = field(default_factory=set)
+    missing: int = 0
+    unused: list[int] = field(default_factory=list)
     work: InFlight | None = None
 
     @property
@@ -69,8 +69,8 @@ class GradientBuckets:
         reduction: how a bucket is combined.
         bucket_mib: size of a bucket in MiB; a larger one has fewer negotiations, a smaller one
             starts earlier. The first is of 1 MiB at most. 0: each parameter by itself.
-        before: what gradients are multiplied with before the reduction.
-        after: and after it.
+        before: what the loss is multiplied with in `prepare`, and so its gradients.
+        after: what they are multiplied with after the reduction.
     """
 
     def __init__(
@@ -91,13 +91,27 @@ class GradientBuckets:
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
         }
         self.buckets: list[Bucket] = []
-        self._place: dict[Parameter, tuple[Bucket, int]] = {}
+        self._bucket: dict[Parameter, Bucket] = {}
+        self._seen: set[Parameter] = set()
+        self._reduced: list[Tensor] = []
+        self._loss_hook: torch.utils.hooks.RemovableHandle | None = None
         self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
         self._layouts = 0
         self._active = False
         self._last_batch = False
+
+    def prepare(self, loss: Tensor) -> None:
+        """Before every backward, also one whose gradients stay local."""
+        if loss.requires_grad and self.before != 1:
+            # Here, not in each gradient: of all that is to be divided it is the smallest.
+            self._loss_hook = loss.register_hook(lambda gradient: gradient * self.before)
+        # What an earlier backward left, all ranks have: added up again, it shall count once.
+        for parameter in self._reduced:
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 / (self.world.size * self.after))
+        self._reduced.clear()
 
     def start(self, last_batch: bool = False) -> None:
         """Before backward: from here on, gradients are combined as they come.
@@ -110,7 +124,8 @@ class GradientBuckets:
             self._lay_out(trained)
         self._active, self._last_batch = True, last_batch
         for bucket in self.buckets:
-            bucket.ready, bucket.unused, bucket.work = set(), set(), None
+            bucket.missing, bucket.unused, bucket.work = len(bucket.parameters), [], None
+        self._seen.clear()
 
     def finish(self) -> bool:
         """After backward: when it returns, all gradients are those of the global batch.
@@ -119,6 +134,8 @@ class GradientBuckets:
             Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
         """
         self._active = False
+        if self._loss_hook is not None:
+            self._loss_hook.remove()
         trained = [bucket for bucket in self.buckets if bucket.trained]
         for bucket in trained:
             if bucket.work is None:
@@ -135,7 +152,8 @@ class GradientBuckets:
     def remove(self) -> None:
         for hook in self._hooks.values():
             hook.remove()
-        self.buckets, self._hooks, self._place = [], {}, {}
+        self.buckets, self._hooks, self._bucket = [], {}, {}
+        self._reduced = []
 
     def _lay_out(self, trained: list[bool]) -> None:
         """Make buckets whose parameters were always trained, or not trained, together.
@@ -162,39 +180,46 @@ class GradientBuckets:
             for index, group in enumerate(split(dense, self.bucket_bytes))
         ]
         self._layouts += 1
-        self._place = {
-            parameter: (bucket, index)
-            for bucket in self.buckets
-            for index, parameter in enumerate(bucket.parameters)
-        }
+        self._bucket = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def _gradient_is_there(self, parameter: Parameter) -> None:
         if not self._active or parameter in self.sparse:
             return
-        bucket, index = self._place[parameter]
-        if index in bucket.ready:
+        if parameter in self._seen:
             raise RuntimeError(
                 "a parameter got a second gradient in one backward, after its first was taken; "
                 "with activation checkpointing, pass use_reentrant=False"
             )
-        self._pack(bucket, index)
-        bucket.ready.add(index)
-        if len(bucket.ready) == len(bucket.parameters):
+        self._seen.add(parameter)
+        bucket = self._bucket[parameter]
+        bucket.missing -= 1
+        if not bucket.missing:
             self._launch(bucket)
 
     def _launch(self, bucket: Bucket) -> None:
-        for index, parameter in enumerate(bucket.parameters):
-            if index in bucket.ready:
-                continue
-            if parameter.grad is None:
-                _allocate(bucket)
-                bucket.unused.add(index)
-                bucket.views[index].zero_()
-            else:  # of an earlier backward of the same step
-                self._pack(bucket, index)
+        """Gather the bucket's gradients in its buffer, of which they are views from then on."""
+        _allocate(bucket)
+        gradients, views = [], []
         bucket.flags.fill_(1)
-        for index in bucket.unused:
-            bucket.flags[index] = 0
+        for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views)):
+            gradient = parameter.grad
+            if gradient is None:
+                bucket.unused.append(index)
+                bucket.flags[index] = 0
+                view.zero_()
+                continue
+            if gradient.is_sparse:
+                raise RuntimeError(
+                    "a sparse gradient came of a layer that is no Embedding or EmbeddingBag with "
+                    "sparse=True, which are all that is known to give one; make it dense"
+                )
+            if gradient.data_ptr() != view.data_ptr():
+                gradients.append(gradient)
+                views.append(view)
+                if view.dtype == gradient.dtype:
+                    parameter.grad = view
+        if gradients:
+            torch._foreach_copy_(views, gradients)
         bucket.flags[-1 if self._last_batch else -2] = 0
         steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
         bucket.work = InFlight(steps)
@@ -202,29 +227,17 @@ class GradientBuckets:
             if earlier.work is not None:
                 earlier.work.advance(wait=False)
 
-    def _pack(self, bucket: Bucket, index: int) -> None:
-        """Put a gradient into its place in the bucket, times `before`; then it is a view."""
-        _allocate(bucket)
-        parameter, view = bucket.parameters[index], bucket.views[index]
-        gradient = parameter.grad
-        assert gradient is not None
-        if gradient.is_sparse:
-            raise RuntimeError(
-                "a sparse gradient came of a layer that is no Embedding or EmbeddingBag with "
-                "sparse=True, which are all that is known to give one; make it dense"
-            )
-        torch.mul(gradient, self.before, out=view)
-        if view.dtype == gradient.dtype:
-            parameter.grad = view
-
     def _unpack(self, bucket: Bucket) -> None:
+        self._reduced += bucket.parameters
         if self.after != 1:
             bucket.buffer[: sum(bucket.sizes)].mul_(self.after)
-        used_somewhere = bucket.flags.tolist() if bucket.unused else []
+        if bucket.buffer.dtype == bucket.parameters[0].dtype and not bucket.unused:
+            return
+        used_somewhere = bucket.flags.tolist()
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views)):
-            if index in bucket.unused and not used_somewhere[index]:
-                continue
-            parameter.grad = view if view.dtype == parameter.dtype else view.to(parameter.dtype)
+            if used_somewhere[index]:
+                same = view.dtype == parameter.dtype
+                parameter.grad = view if same else view.to(parameter.dtype)
 
     def _gather(self, parameter: Tensor, name: str) -> None:
         """All ranks' rows of a sparse gradient; none, where no rank has one."""
@@ -238,12 +251,11 @@ class GradientBuckets:
         with torch.no_grad():
             sets = {"process_set": self.world.process_set}
             where = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **sets)
-            what = hvd.allgather_async(
-                values * (self.before * self.after), f"values.{name}", **sets
-            )
-            rows, values = hvd.synchronize(where), hvd.synchronize(what)
+            what = hvd.allgather_async(values * self.after, f"values.{name}", **sets)
+            rows, values = wait(where), wait(what)
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
+        self._reduced.append(parameter)
 
 
 def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:

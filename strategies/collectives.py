@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import os
+import time
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, TypeVar
@@ -30,6 +31,19 @@ OPERATIONS = {
     "mean": hvd.Sum, "avg": hvd.Sum, "sum": hvd.Sum,  # a mean is divided afterwards
     "min": hvd.Min, "max": hvd.Max, "product": hvd.Product,
 }  # fmt: skip
+
+
+def wait(handle: int) -> Any:
+    """What came of an operation, once it is done; raises what Horovod raises.
+
+    Horovod: its synchronize() keeps a core busy until then, which the thread that does the work, or
+    the other ranks of the host, may need (measured: benchmarks/NOTES.md).
+    """
+    pause = 2e-5
+    while not hvd.poll(handle):
+        time.sleep(pause)
+        pause = min(1.3 * pause, 5e-4)
+    return hvd.synchronize(handle)
 
 
 class World:
@@ -77,7 +91,8 @@ class World:
                 wide if tensor.is_floating_point() else torch.int64, copy=True
             )
             op = OPERATIONS[operation]
-            reduced = hvd.allreduce(value, name="reduce", op=op, process_set=self.process_set)
+            sets = {"process_set": self.process_set}
+            reduced = wait(hvd.allreduce_async_(value, name="reduce", op=op, **sets))
             if operation in ("mean", "avg"):
                 reduced = reduced / self.size
             mean_of_integers = reduced.is_floating_point() and not tensor.is_floating_point()
@@ -112,7 +127,7 @@ class World:
 
     def _allgather(self, tensor: Tensor, name: str) -> Tensor:
         # Horovod: without a name it counts operations, which ranks do not start in one order.
-        return hvd.allgather(tensor, name=name, process_set=self.process_set)
+        return wait(hvd.allgather_async(tensor, name, self.process_set))
 
     def gather_objects(self, obj: T) -> list[T]:
         """Every rank's object, in the order of ranks."""
@@ -140,13 +155,14 @@ class World:
                 sent.append((tensor, raw, handle))
         with torch.no_grad():
             for tensor, raw, handle in sent:
-                hvd.synchronize(handle)
+                wait(handle)
                 if raw.data_ptr() != tensor.data_ptr():
                     tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        # Horovod: join() is no barrier (horovod#3121).
-        hvd.barrier(self.process_set)
+        # Horovod: join() is no barrier (horovod#3121), and barrier() keeps a core busy.
+        token = torch.zeros(1)
+        wait(hvd.allreduce_async_(token, name="barrier", op=hvd.Sum, process_set=self.process_set))
 
     def synchronize_metrics(self, module: LightningModule) -> None:
         """Have every torchmetrics metric of `module` computed over all ranks.

@@ -2,28 +2,121 @@
 
 from __future__ import annotations
 
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
 from typing import Any
 
-import horovod.torch as hvd
 import torch
+from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from strategies.environment import HorovodEnvironment, initialize
+
+class HorovodrunEnvironment(ClusterEnvironment):
+    """Ranks as horovodrun gave them; Horovod itself does not run and takes no time.
+
+    Rank 0 leaves its address with horovodrun's rendezvous server, where the others find it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._address: list[str] = []
+
+    @property
+    @override
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    @override
+    def main_address(self) -> str:
+        return self._meeting_point()[0]
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return int(self._meeting_point()[1])
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return "HOROVOD_RANK" in os.environ
+
+    @override
+    def world_size(self) -> int:
+        return int(os.environ["HOROVOD_SIZE"])
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """horovodrun decides."""
+
+    @override
+    def global_rank(self) -> int:
+        return int(os.environ["HOROVOD_RANK"])
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """horovodrun decides."""
+
+    @override
+    def local_rank(self) -> int:
+        return int(os.environ["HOROVOD_LOCAL_RANK"])
+
+    @override
+    def node_rank(self) -> int:
+        return int(os.environ["HOROVOD_CROSS_RANK"])
+
+    def _meeting_point(self) -> list[str]:
+        """Address and port of rank 0."""
+        if not self._address:
+            server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+            port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+            url = f"http://{server}:{port}/ddp/rank-0"
+            if self.global_rank() == 0:
+                address = _own_address(server)
+                request = urllib.request.Request(url, address.encode(), method="PUT")
+                urllib.request.urlopen(request, timeout=30).close()
+            self._address = _read(url).split()
+        return self._address
+
+
+def _own_address(launcher: str) -> str:
+    """The address by which this host reaches the launcher, as all others do, and a free port."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((launcher, 9))  # UDP: looks up the route, sends nothing
+        address = probe.getsockname()[0]
+    with socket.socket() as listener:
+        listener.bind((address, 0))
+        return f"{address} {listener.getsockname()[1]}"
+
+
+def _read(url: str) -> str:
+    """What is there, or will be within two minutes: the server says 404 until then."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=30) as answer:
+                return answer.read().decode()
+        except urllib.error.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 class HorovodrunDDP(DDPStrategy):
-    """DDP over torch.distributed, between the ranks that horovodrun started.
-
-    Horovod tells ranks, sizes and where rank 0 is, and moves no tensor.
-    """
+    """DDP over torch.distributed, between the ranks that horovodrun started."""
 
     def __init__(self, accelerator: str = "auto", **arguments: Any) -> None:
-        environment = HorovodEnvironment(initialize())
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         devices = [
-            torch.device("cuda", i) if gpu else torch.device("cpu") for i in range(hvd.local_size())
+            torch.device("cuda", index) if gpu else torch.device("cpu")
+            for index in range(int(os.environ["HOROVOD_LOCAL_SIZE"]))
         ]
+        environment = HorovodrunEnvironment()
         super().__init__(cluster_environment=environment, parallel_devices=devices, **arguments)
 
     @property
@@ -38,7 +131,12 @@ def ddp(accelerator: str = "auto", **arguments: Any) -> DDPStrategy:
     Args:
         accelerator: "cpu" keeps it off GPUs that are there.
         arguments: of `pytorch_lightning.strategies.DDPStrategy`.
+
+    Raises:
+        MisconfigurationException: under mpirun, which has no place to leave an address.
     """
-    if HorovodEnvironment.detect():
+    if HorovodrunEnvironment.detect():
         return HorovodrunDDP(accelerator, **arguments)
+    if "OMPI_COMM_WORLD_RANK" in os.environ:
+        raise MisconfigurationException("strategy=ddp starts under horovodrun or torchrun")
     return DDPStrategy(**arguments)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
-import socket
 from collections.abc import Sequence
 
 import horovod.torch as hvd
@@ -13,10 +13,32 @@ from typing_extensions import override
 
 from strategies.collectives import World
 
-# Set before hvd.init() unless the user has set them. Gradients come in buckets, so there is nothing
-# to wait for that could be fused (a copy into a fusion buffer and one out of it), and little to
-# negotiate; see benchmarks/NOTES.md for what each gives.
-HOROVOD_DEFAULTS = {"HOROVOD_CYCLE_TIME": "0.5", "HOROVOD_FUSION_THRESHOLD": "0"}
+# Of glibc's mallopt(3): when freed memory goes back to the system.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+MIB = 2**20
+
+
+def horovod_defaults() -> dict[str, str]:
+    """What is set before hvd.init() unless the user has set it; figures in benchmarks/NOTES.md.
+
+    Gradients come in buckets, so there is nothing to wait for that could be fused (a copy into a
+    fusion buffer and one out of it). And each cycle all ranks ask each other what is ready: often
+    where there are cores to spare, less often where that takes time from the training.
+    """
+    busy = int(os.environ.get("HOROVOD_LOCAL_SIZE", 1)) >= len(os.sched_getaffinity(0))
+    return {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "2" if busy else "0.5"}
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed, for the next layer or step, up to 2 GiB.
+
+    As it is, glibc gives large blocks back to the system and takes them again, page by page, which
+    is up to a third of a training step on CPUs. Left alone where the user has set MALLOC_*.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # the most that it takes
+        mallopt(M_TRIM_THRESHOLD, 2048 * MIB - 1)
 
 
 def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
@@ -31,7 +53,7 @@ def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
         for process_set in sets:
             _find(process_set)
     else:
-        for name, value in HOROVOD_DEFAULTS.items():
+        for name, value in horovod_defaults().items():
             os.environ.setdefault(name, value)
         hvd.init(process_sets=sets)
     if not sets:
@@ -64,12 +86,11 @@ def _find(process_set: hvd.ProcessSet) -> None:
 
 
 class HorovodEnvironment(ClusterEnvironment):
-    """For Lightning: rank and size in `world`, and an address where its rank 0 can be met."""
+    """For Lightning: rank and size in `world`."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
-        self._address: tuple[str, int] | None = None
 
     @property
     @override
@@ -79,18 +100,12 @@ class HorovodEnvironment(ClusterEnvironment):
     @property
     @override
     def main_address(self) -> str:
-        return self._meeting_point()[0]
+        return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
 
     @property
     @override
     def main_port(self) -> int:
-        return self._meeting_point()[1]
-
-    def _meeting_point(self) -> tuple[str, int]:
-        """An address of rank 0 and a free port there; asked for by all ranks together."""
-        if self._address is None:
-            self._address = self.world.broadcast_object(_own_address())
-        return self._address
+        return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
 
     @staticmethod
     @override
@@ -120,14 +135,3 @@ class HorovodEnvironment(ClusterEnvironment):
     @override
     def node_rank(self) -> int:
         return hvd.cross_rank()
-
-
-def _own_address() -> tuple[str, int]:
-    """The address by which this host reaches the launcher, which all others reach too."""
-    launcher = os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((launcher, 9))  # UDP: looks up the route, sends nothing
-        address = probe.getsockname()[0]
-    with socket.socket() as listener:
-        listener.bind((address, 0))
-        return address, listener.getsockname()[1]

@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import GradientBuckets
-from strategies.environment import HorovodEnvironment, initialize
+from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
 from strategies.reductions import Reduction, adasum, add, add_in_16_bits
 from strategies.samplers import EvenBatches, WithoutFirst, replace_batches
 
@@ -158,6 +158,8 @@ class HorovodStrategy(ParallelStrategy):
     def setup_environment(self) -> None:
         super().setup_environment()
         self._check_devices()
+        if self.root_device.type == "cpu":
+            keep_freed_memory()
         # Evaluation visits every sample once (see process_dataloader), and a resumed epoch goes on
         # where it was: these warnings are not true.
         warnings.filterwarnings("ignore", ".*DistributedSampler.*gets evaluated.*")
@@ -214,10 +216,9 @@ class HorovodStrategy(ParallelStrategy):
         if self.op == "adasum":
             return GradientBuckets(module, world, adasum, self.bucket_mib, before=1, after=1)
         divide = self.gradient_predivide_factor or world.size
+        before, after = (1.0, 1.0) if self.op == "sum" else (1 / divide, divide / world.size)
         reduction: Reduction = COMPRESSIONS[self.compression]
-        return GradientBuckets(
-            module, world, reduction, self.bucket_mib, before=1 / divide, after=divide / world.size
-        )
+        return GradientBuckets(module, world, reduction, self.bucket_mib, before, after)
 
     def _check_models(self) -> None:
         """Refuse models that differ between ranks, which would wait for each other forever."""
@@ -374,16 +375,11 @@ class HorovodStrategy(ParallelStrategy):
             )
 
     @override
-    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        # A sum is the average of a loss that is larger: so that it also holds for gradients of
-        # several backwards in a step.
-        if self.op == "sum":
-            closure_loss = closure_loss * self.world.size
-        return super().backward(closure_loss, *args, **kwargs)
-
-    @override
     def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._buckets is not None and self._average:
+        if self._buckets is None:
+            return
+        self._buckets.prepare(closure_loss)
+        if self._average:
             assert self.lightning_module is not None
             progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
             self._buckets.start(last_batch=progress.is_last_batch)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from strategies.collectives import World
+from strategies.collectives import wait as wait_for
 
 Steps = Generator[int, Any, None]
 Reduction = Callable[[Tensor, list[int], str, World], Steps]
@@ -31,7 +32,7 @@ class InFlight:
         """Start the steps whose turn has come; if `wait`, return when all are done."""
         while self._handle is not None and (wait or hvd.poll(self._handle)):
             try:
-                self._handle = self._steps.send(hvd.synchronize(self._handle))
+                self._handle = self._steps.send(wait_for(self._handle))
             except StopIteration:
                 self._handle = None
 

@@ -19,14 +19,19 @@ CLASS = {"horovod": "HorovodStrategy", "ddp": "HorovodrunDDP", "single": "Single
 
 
 @pytest.fixture(scope="module")
-def results(launch_once: Callable) -> Callable[[str, int], list[dict[str, Any]]]:
+def results(
+    launch_once: Callable, request: pytest.FixtureRequest
+) -> Callable[[str, int], list[dict[str, Any]]]:
     """The results of all ranks of a launch, which is made when it is first asked for."""
+    selected = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = {call.params.get("case") for call in selected if call}
+    names = [name for name in CASES if name in asked]
     known: dict[tuple[str, int], list[dict[str, Any]]] = {}
 
     def results(strategy: str, ranks: int) -> list[dict[str, Any]]:
         if (strategy, ranks) not in known:
             known[strategy, ranks] = []  # a launch that fails is not repeated for each case
-            known[strategy, ranks] = launch_once(run_cases, ranks, strategy=strategy)
+            known[strategy, ranks] = launch_once(run_cases, ranks, strategy=strategy, names=names)
         if not known[strategy, ranks]:
             pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
         return known[strategy, ranks]

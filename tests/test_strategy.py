@@ -468,8 +468,10 @@ def reduce_gradients(op: str, gradients: list[list[float]]) -> list[float]:
     strategy = HorovodStrategy(op=op)
     strategy._lightning_module = parameter  # type: ignore[assignment]
     buckets = strategy._make_buckets()
+    loss = parameter(torch.tensor(gradients[RANK])).sum()
+    buckets.prepare(loss)
     buckets.start()
-    parameter(torch.tensor(gradients[RANK])).sum().backward()
+    loss.backward()
     assert buckets.finish()
     return parameter.weight.grad[0].tolist()
 

@@ -22,11 +22,12 @@ endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train test check tensorboard clean
+.PHONY: help install environment train test test-mutations check bench-step bench-step-slow \
+        tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: environment ## make .venv and build Horovod, once; MPI=1 with MPI too
 	@echo 'Ready: $(PYTHON)'
@@ -42,11 +43,22 @@ test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m pytest $(ARGS)
 
+test-mutations: ## break the strategy in many places and see tests fail (slow)
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) tests/mutations.py $(ARGS)
+
 check: ## lint, format and types
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
+	@$(PYTHON) benchmarks/step.py --hosts $(HOSTS) $(ARGS)
+
+bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
+	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
+	  $(abspath $(PYTHON)) benchmarks/step.py --hosts node1:1,node2:1 --network 500mbit $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

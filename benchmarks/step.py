@@ -1,0 +1,255 @@
+"""What a training step takes: this strategy beside Lightning's DDP, raw loops and no network.
+
+    make bench-step                                 2 ranks on this host, all models
+    make bench-step HOSTS=node1:1,node2:1 ARGS="--models resnet18 --repeats 9"
+    sudo make bench-step-slow                       2 hosts of cluster/testbed.py, 500 Mbit/s
+
+All variants of a model run in one command, in turns: A B C A B C ... Their processes stay; those
+whose turn it is not are stopped (SIGSTOP) and take no time. The first block warms up and is left
+out; a variant's time is the median of the medians of its blocks, and ratios are medians of the
+ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
+Results go to benchmarks/results/ as JSON and as a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
+# What strategies/environment.py sets for itself, so that it can be told from the rest.
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
+# Function of step_worker.py, options of HorovodStrategy, environment.
+VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    "no communication": ("raw_alone", {}, {}),
+    "torch DDP": ("raw_ddp", {}, {}),
+    "Horovod, its defaults": ("raw_horovod", {}, {}),
+    "Lightning DDP": ("lightning_ddp", {}, {}),
+    "Lightning + HorovodStrategy": ("lightning_horovod", {}, {}),
+    "no communication, our malloc": ("raw_alone", {}, MALLOC),
+    "Lightning DDP, our malloc": ("lightning_ddp", {}, MALLOC),
+    "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
+    "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
+}
+PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
+# Stopped processes must not take each other for lost.
+PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+
+
+@dataclass
+class Group:
+    """The ranks of one variant."""
+
+    variant: str
+    launcher: subprocess.Popen
+    log: Path
+    ranks: list[socket.socket] = field(default_factory=list)
+    pids: list[int] = field(default_factory=list)
+    blocks: list[list[float]] = field(default_factory=list)
+    peak_kib: int = 0
+
+    def answers(self) -> list[dict[str, Any]]:
+        """What all ranks have to say after their steps; then they are stopped."""
+        found = []
+        for rank in self.ranks:
+            with rank.makefile("r") as file:
+                line = file.readline()
+            if not line:
+                raise self.failed()
+            found.append(json.loads(line))
+        self.pids = [answer["pid"] for answer in found]
+        self.peak_kib = max(answer["peak_kib"] for answer in found)
+        for pid in self.pids:
+            os.kill(pid, signal.SIGSTOP)
+        return found
+
+    def run(self, steps: int) -> list[float]:
+        """The durations of so many steps on all ranks, in seconds, but for the first of each."""
+        for pid in self.pids:
+            os.kill(pid, signal.SIGCONT)
+        for rank in self.ranks:
+            rank.sendall((json.dumps({"steps": steps + 1}) + "\n").encode())
+        return [seconds for answer in self.answers() for seconds in answer["seconds"][1:]]
+
+    def failed(self) -> SystemExit:
+        self.end()
+        output = "\n".join(self.log.read_text().splitlines()[-15:])
+        return SystemExit(f"{output}\nerror: {self.variant}: a rank did not start, or has ended")
+
+    def end(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.terminate()
+        self.launcher.wait()
+
+
+def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path) -> Group:
+    name, options, extra = VARIANTS[variant]
+    address = folder / f"{len(list(folder.iterdir()))}.socket"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(address))
+        listener.listen()
+        listener.settimeout(1)
+        deadline = time.monotonic() + 120
+        worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
+        horovodrun = Path(sys.executable).parent / "horovodrun"
+        ranks = sum(int(host.partition(":")[2] or 1) for host in arguments.hosts.split(","))
+        first = arguments.hosts.split(",")[0].partition(":")[0]
+        environment = {
+            "OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port()),
+            "MASTER_ADDR": "127.0.0.1" if first == "localhost" else socket.gethostbyname(first),
+            **PATIENCE, **extra,
+        }  # fmt: skip
+        log = address.with_suffix(".log")
+        output = log.open("w")
+        launcher = subprocess.Popen(
+            [str(horovodrun), "-np", str(ranks), "-H", arguments.hosts, *worker, name, model,
+             str(address), json.dumps(options)],
+            env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
+        )  # fmt: skip
+        output.close()
+        group = Group(variant, launcher, log)
+        while len(group.ranks) < ranks:
+            try:
+                group.ranks.append(listener.accept()[0])
+            except TimeoutError:
+                if launcher.poll() is not None or time.monotonic() > deadline:
+                    raise group.failed() from None
+    group.answers()
+    return group
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The medians of all blocks of all variants, in milliseconds, and each one's peak memory."""
+    groups: list[Group] = []
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for variant in variants:
+                groups.append(start(variant, model, arguments, Path(folder)))
+            # As many steps as fit into a block of the asked length, by the slowest's first steps.
+            slowest = max(statistics.median(group.run(3)) for group in groups)
+            steps = max(5, min(300, round(arguments.block_seconds / slowest)))
+            for repeat in range(arguments.repeats + 1):
+                for group in groups[repeat % len(groups) :] + groups[: repeat % len(groups)]:
+                    seconds = group.run(steps)
+                    if repeat:
+                        group.blocks.append(seconds)
+                print(f"  {model}: block {repeat} of {arguments.repeats}", file=sys.stderr)
+        finally:
+            for group in groups:
+                group.end()
+    return {
+        "steps_per_block": steps,
+        "variants": {
+            group.variant: {
+                "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
+                "peak_mib": round(group.peak_kib / 1024, 1),
+            }
+            for group in groups
+        },
+    }
+
+
+def ratio(result: dict[str, Any], variant: str, other: str) -> float:
+    """Of two variants' step times: the median over neighbouring blocks."""
+    one, two = (result["variants"][name]["block_medians_ms"] for name in (variant, other))
+    return statistics.median(a / b for a, b in zip(one, two))
+
+
+def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") -> str:
+    """Step times of all models and variants, with the range of blocks and the ratio to ours."""
+    lines = [
+        "| model | variant | ms a step | blocks from - to | ours / this | peak MiB |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, result in results["models"].items():
+        for variant, found in result["variants"].items():
+            blocks = found["block_medians_ms"]
+            ours_to = f"{ratio(result, ours, variant):.3f}" if ours in result["variants"] else ""
+            lines.append(
+                f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
+                f"{max(blocks):.2f} | {ours_to} | {found['peak_mib']:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def hardware() -> dict[str, Any]:
+    """What the figures hang on."""
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
+    return {
+        "cpu": cpu.group(1) if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
+        "load_before": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "versions": {package: version(package) for package in PACKAGES},
+        "commit": git.stdout.strip() or None,
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
+    parser.add_argument("--network", default="loopback", help="what to call it in the results")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:7], choices=list(VARIANTS))
+    parser.add_argument("--repeats", type=int, default=7, help="blocks of each variant")
+    parser.add_argument("--block-seconds", type=float, default=3)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    results = {
+        "hosts": arguments.hosts, "network": arguments.network, **hardware(),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "OMP_"))},
+        "repeats": arguments.repeats, "models": {},
+    }  # fmt: skip
+    started = time.monotonic()
+    for model in arguments.models:
+        results["models"][model] = measure(model, arguments.variants, arguments)
+    results["benchmark_seconds"] = round(time.monotonic() - started)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    cpu = re.sub(r"\W+", "-", results["cpu"]).strip("-").lower()
+    name = f"step_{arguments.network}_{cpu}_{results['date'][:10]}"
+    (arguments.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    text = table(results)
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    head = (
+        f"Step time, {arguments.hosts} over {arguments.network}: {results['cpu']}, "
+        f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
+        f"{arguments.repeats} interleaved blocks, one thread a rank.\n\n"
+    )
+    (arguments.out / f"{name}.md").write_text(head + text + "\n")
+    print(text)
+    print(f"written to {arguments.out / name}.json and .md")
+
+
+if __name__ == "__main__":
+    main()

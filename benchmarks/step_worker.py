@@ -1,0 +1,213 @@
+"""One rank of one variant of benchmarks/step.py: trains when it is told to, and says how long.
+
+It connects to the Unix socket of step.py, says that it is ready, and then for each line `{"steps":
+n}` it gets makes n steps and answers with their durations. In between it waits, and is stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+import torchvision
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, IterableDataset
+
+RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, CROSS_RANK = (
+    int(os.environ[f"HOROVOD_{name}"])
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK")
+)
+CLASSES = 10
+
+
+def mlp() -> nn.Module:
+    """Three layers of 64: nothing but overhead."""
+    layers: list[nn.Module] = [nn.Flatten(), nn.Linear(3 * 32 * 32, 64)]
+    for _ in range(2):
+        layers += [nn.ReLU(), nn.Linear(64, 64)]
+    return nn.Sequential(*layers, nn.ReLU(), nn.Linear(64, CLASSES))
+
+
+def small_vit() -> nn.Module:
+    """A vision transformer of 6 layers with 192 features, on patches of 4 x 4."""
+    return torchvision.models.VisionTransformer(
+        image_size=32, patch_size=4, num_layers=6, num_heads=4, hidden_dim=192, mlp_dim=768,
+        num_classes=CLASSES,
+    )  # fmt: skip
+
+
+MODELS = {
+    "mlp": (mlp, 32),
+    "resnet18": (lambda: torchvision.models.resnet18(num_classes=CLASSES), 16),
+    "mobilenet_v2": (lambda: torchvision.models.mobilenet_v2(num_classes=CLASSES), 16),
+    "vgg11": (lambda: torchvision.models.vgg11(num_classes=CLASSES), 16),
+    "small_vit": (small_vit, 16),
+}
+
+
+class Pace:
+    """Called after each step; waits where step.py has not asked for more of them."""
+
+    def __init__(self, address: str) -> None:
+        self.socket = socket.socket(socket.AF_UNIX)
+        self.socket.connect(address)
+        self.lines = self.socket.makefile("r")
+        self.left, self.times, self.last = 0, [0.0], 0.0
+        self.times.clear()
+
+    def __call__(self) -> None:
+        now = time.perf_counter()
+        self.times.append(now - self.last)
+        self.last = now
+        self.left -= 1
+        if self.left <= 0:
+            self.wait()
+
+    def wait(self) -> None:
+        answer = {"pid": os.getpid(), "rank": RANK, "seconds": self.times, **memory()}
+        self.socket.sendall((json.dumps(answer) + "\n").encode())
+        order = self.lines.readline()
+        if not order:
+            os._exit(0)
+        self.left, self.times = json.loads(order)["steps"], []
+        self.last = time.perf_counter()
+
+
+def memory() -> dict[str, int]:
+    """Of this process, in KiB: the most it has held, and what it holds."""
+    status = Path("/proc/self/status").read_text()
+    peak, held = (re.search(rf"{name}:\s*(\d+)", status) for name in ("VmHWM", "VmRSS"))
+    assert peak and held
+    return {"peak_kib": int(peak[1]), "resident_kib": int(held[1])}
+
+
+def one_batch(batch_size: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(RANK)
+    images = torch.randn(batch_size, 3, 32, 32, generator=generator)
+    return images, torch.randint(CLASSES, (batch_size,), generator=generator)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=1e-3)
+
+
+def loop(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    """The plainest training there is."""
+    pace.wait()
+    while True:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        pace()
+
+
+def join_torch_distributed() -> None:
+    """As torchrun would say it; MASTER_ADDR and MASTER_PORT come from step.py."""
+    os.environ.update(
+        RANK=str(RANK), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(LOCAL_RANK), TORCHELASTIC_RUN_ID="x",
+        GROUP_RANK=str(CROSS_RANK), LOCAL_WORLD_SIZE=str(LOCAL_SIZE),
+    )  # fmt: skip
+
+
+def raw_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    loop(model, sgd(model), batch, pace)
+
+
+def raw_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    join_torch_distributed()
+    torch.distributed.init_process_group("gloo")
+    model = DistributedDataParallel(model)
+    loop(model, sgd(model), batch, pace)
+
+
+def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    import horovod.torch as hvd
+
+    hvd.init()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    names = model.named_parameters()
+    loop(model, hvd.DistributedOptimizer(sgd(model), names), batch, pace)
+
+
+class Module(pl.LightningModule):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.model(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return sgd(self)
+
+
+class Endless(IterableDataset):
+    def __init__(self, batch: tuple[Tensor, Tensor]) -> None:
+        self.batch = batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield self.batch
+
+
+class Paced(pl.Callback):
+    def __init__(self, pace: Pace) -> None:
+        self.pace = pace
+
+    def on_train_start(self, *_: Any) -> None:
+        self.pace.wait()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.pace()
+
+
+def fit(
+    model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace, strategy: Any, **arguments: Any
+) -> None:
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", max_epochs=1, logger=False, callbacks=[Paced(pace)],
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        **arguments,
+    )  # fmt: skip
+    trainer.fit(Module(model), DataLoader(Endless(batch), batch_size=None))
+
+
+def lightning_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    join_torch_distributed()
+    fit(model, batch, pace, "ddp", devices=LOCAL_SIZE, num_nodes=SIZE // LOCAL_SIZE)
+
+
+def lightning_horovod(
+    model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace, **options: Any
+) -> None:
+    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    from strategies import HorovodStrategy
+
+    fit(model, batch, pace, HorovodStrategy(**options))
+
+
+VARIANTS = {
+    "raw_alone": raw_alone,
+    "raw_ddp": raw_ddp,
+    "raw_horovod": raw_horovod,
+    "lightning_ddp": lightning_ddp,
+    "lightning_horovod": lightning_horovod,
+}
+
+if __name__ == "__main__":
+    variant, name, address, options = sys.argv[1:]
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    make, batch_size = MODELS[name]
+    pace = Pace(address)
+    VARIANTS[variant](make(), one_batch(batch_size), pace, **json.loads(options))

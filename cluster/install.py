@@ -7,8 +7,9 @@
 Horovod 0.28.1, the last release, does not build beside any torch since 2.1 by itself: it asks for
 C++14 and C++11 where torch's headers need C++17, for a CUDA toolkit and an NCCL of the system, and
 for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941). Here it is built from pip
-packages alone, with a compiler wrapper and settings instead of a patch. Whether it gets NCCL is
-decided by torch, not by this machine: a login node without a GPU builds for the whole cluster.
+packages alone, with a compiler wrapper and settings, and PATCHES keep it from taking cores while it
+has nothing to do. Whether it gets NCCL is decided by torch, not by this machine: a login node
+without a GPU builds for the whole cluster.
 
 The wheel is kept in ~/.cache/horovod-wheels under a name that says all it depends on, so that
 every further environment of this user takes it from there, `pip install -r requirements.txt`
@@ -58,6 +59,43 @@ for arg do
 done
 exec {cxx} "$@"
 """
+
+# Horovod's thread asks all ranks once a cycle (1 ms) what is ready, also where nothing is, and so
+# takes up to a tenth of a core from training (benchmarks/NOTES.md). With HOROVOD_IDLE_TIME=ms it
+# sleeps for that long, or until this rank hands it something; without, all is as it was.
+# Each: a file, a text that it has once, and what comes before that. PATCH goes into wheels' names.
+PATCH = "p1"
+PATCHES = [
+    ("tensor_queue.h", "#include <mutex>\n", "#include <chrono>\n#include <condition_variable>\n"),
+    ("tensor_queue.h", "protected:\n", """\
+  // Returns when there are tensors to work on, or after so long.
+  void WaitForTensors(std::chrono::microseconds most);
+
+"""),
+    ("tensor_queue.h", "  mutable std::mutex mutex_;\n", "  std::condition_variable added_;\n"),
+    ("tensor_queue.cc", "// Execute callback for each tensor and clear tensor queue\n", """\
+void TensorQueue::WaitForTensors(std::chrono::microseconds most) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  added_.wait_for(lock, most, [this] {
+    return !tensor_table_.empty() || !message_queue_.empty();
+  });
+}
+
+"""),
+    ("tensor_queue.cc", "  message_queue_.push(std::move(message));\n  return",
+     "  added_.notify_one();\n"),
+    ("tensor_queue.cc", "    message_queue_.push(std::move(messages[i]));\n",
+     "    added_.notify_one();\n"),
+    ("operations.cc", "  state.last_cycle_start = std::chrono::steady_clock::now();\n\n  if", """\
+  static const auto idle_time = std::chrono::milliseconds(
+      std::getenv("HOROVOD_IDLE_TIME") ? std::atol(std::getenv("HOROVOD_IDLE_TIME")) : 0);
+  // With several sets of processes, each cycle of one waits for the others'.
+  if (idle_time.count() > 0 && !state.dynamic_process_sets &&
+      state.process_set_table.Ids().size() == 1) {
+    state.process_set_table.Get(0).tensor_queue.WaitForTensors(idle_time);
+  }
+"""),
+]  # fmt: skip
 
 # Run by the environment's own interpreter, in 0.1 s: nothing heavy is imported.
 PROBE = """
@@ -214,9 +252,9 @@ def wheel_label(info: dict) -> list[str]:
     torch2.11.0.cu130.nccl2.28.9. Python's and glibc's versions are in the wheel's tags."""
     torch = info["packages"].get("torch", "none").split("+")[0]
     if not info["cuda"]:
-        return f"torch{torch}.cpu".split(".")
+        return f"torch{torch}.cpu.{PATCH}".split(".")
     nccl = info["packages"].get(f"nvidia-nccl-cu{info['cuda'].split('.')[0]}", "none")
-    return f"torch{torch}.cu{info['cuda'].replace('.', '')}.nccl{nccl}".split(".")
+    return f"torch{torch}.cu{info['cuda'].replace('.', '')}.nccl{nccl}.{PATCH}".split(".")
 
 
 def wheel_folder(info: dict) -> Path:
@@ -371,7 +409,9 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
             *pip, "download", "--no-cache-dir", "--no-deps", "--no-build-isolation",
             "--no-binary=horovod", "--dest", str(build), f"horovod=={horovod}",
         ])  # fmt: skip
-        sdist = str(build / f"horovod-{horovod}.tar.gz")
+        source = build / f"horovod-{horovod}"
+        shutil.unpack_archive(f"{source}.tar.gz", build)
+        patch(source)
         name = wheel_name(info, horovod, mpi)
         environment["HOROVOD_LOCAL_VERSION"] = name.split("-")[1].partition("+")[2]
         with_what = ", ".join(["Gloo"] + ["NCCL"] * bool(info["cuda"]) + ["MPI"] * mpi)
@@ -379,13 +419,23 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
             f"Horovod {horovod} with {with_what}, {jobs} compilers: about {4 if jobs < 4 else 2} "
             "minutes, once for this user",
             [*pip, "wheel", "-v", "--no-cache-dir", "--no-deps", "--no-build-isolation",
-             "--wheel-dir", str(build), sdist],
+             "--wheel-dir", str(build), str(source)],
             environment,
         )  # fmt: skip
         staged = folder / f".{name}.{os.getpid()}"
         shutil.move(build / name, staged)
         staged.rename(folder / name)
     return folder / name
+
+
+def patch(source: Path) -> None:
+    """Make the changes of PATCHES in Horovod's sources."""
+    for name, place, added in PATCHES:
+        file = source / "horovod" / "common" / name
+        text = file.read_text()
+        if text.count(place) != 1:
+            raise InstallError(f"{name} of {source.name} has changed: PATCHES does not fit it")
+        file.write_text(text.replace(place, added + place))
 
 
 def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) -> dict[str, str]:

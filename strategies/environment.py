@@ -18,15 +18,11 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 MIB = 2**20
 
 
-def horovod_defaults() -> dict[str, str]:
-    """What is set before hvd.init() unless the user has set it; figures in benchmarks/NOTES.md.
-
-    Gradients come in buckets, so there is nothing to wait for that could be fused (a copy into a
-    fusion buffer and one out of it). And each cycle all ranks ask each other what is ready: often
-    where there are cores to spare, less often where that takes time from the training.
-    """
-    busy = int(os.environ.get("HOROVOD_LOCAL_SIZE", 1)) >= len(os.sched_getaffinity(0))
-    return {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_CYCLE_TIME": "2" if busy else "0.5"}
+# Set before hvd.init() unless the user has set them; figures in benchmarks/NOTES.md. Gradients come
+# in buckets, so there is nothing to wait for that could be fused (a copy into a fusion buffer and
+# one out of it). And where there is nothing to do, Horovod's thread sleeps up to 100 ms instead of
+# asking all ranks each ms; the Horovod that cluster/install.py builds knows this, others ignore it.
+HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
 
 
 def keep_freed_memory() -> None:
@@ -53,7 +49,7 @@ def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
         for process_set in sets:
             _find(process_set)
     else:
-        for name, value in horovod_defaults().items():
+        for name, value in HOROVOD_DEFAULTS.items():
             os.environ.setdefault(name, value)
         hvd.init(process_sets=sets)
     if not sets:

@@ -27,12 +27,12 @@ class TestWheel:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
         tag = install.platform_tag()
         name = install.wheel_name(info(), "0.28.1", mpi=False)
-        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9-cp312-cp312-{tag}.whl"
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p1-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
         label = install.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
-        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.mpi.sm80.sm90"
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p1.mpi.sm80.sm90"
         label = install.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
-        assert label.startswith("0.28.1+torch2.11.0.cpu")
+        assert label.startswith("0.28.1+torch2.11.0.cpu.p1")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
@@ -51,11 +51,11 @@ class TestUnmet:
     @pytest.mark.parametrize(
         ("horovod", "mpi", "expected"),
         [
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.mpi", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9", True, ["horovod"]),
-            ("0.28.1+torch2.10.0.cu130.nccl2.28.9", False, ["horovod"]),
-            ("0.28.1+torch2.11.0.cpu", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p1", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p1.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p1", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p1", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu.p1", False, ["horovod"]),
             ("0.28.1", False, ["horovod"]),
         ],
     )
@@ -65,9 +65,31 @@ class TestUnmet:
         assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
 
     def test_other_versions_are_seen(self) -> None:
-        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9"
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p1"
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
+
+
+class TestPatch:
+    def sources(self, folder: Path) -> Path:
+        """Files that have nothing but the places that are to be changed."""
+        common = folder / "horovod" / "common"
+        common.mkdir(parents=True)
+        for name, place, _ in install.PATCHES:
+            with (common / name).open("a") as file:
+                file.write(place)
+        return folder
+
+    def test_is_made_at_each_place(self, tmp_path: Path) -> None:
+        install.patch(self.sources(tmp_path))
+        for name, place, added in install.PATCHES:
+            assert added + place in (tmp_path / "horovod" / "common" / name).read_text()
+
+    def test_is_refused_where_the_sources_are_others(self, tmp_path: Path) -> None:
+        sources = self.sources(tmp_path)
+        (sources / "horovod" / "common" / "tensor_queue.cc").write_text("// another release\n")
+        with pytest.raises(install.InstallError, match=r"tensor_queue\.cc .* PATCHES"):
+            install.patch(sources)
 
 
 class TestMissing:

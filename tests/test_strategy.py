@@ -126,6 +126,36 @@ def test_barrier_waits(launch: Callable) -> None:
     assert min(launch(barrier, 2)) >= 0.9
 
 
+def wake_ups(**environment: str) -> int:
+    """How often Horovod's threads wake up in a second with nothing to do; then some work."""
+    os.environ.update(environment)
+    strategy = HorovodStrategy()
+    strategy.barrier()
+
+    def count() -> int:
+        threads = Path("/proc/self/task").glob("[0-9]*")
+        others = [thread / "status" for thread in threads if int(thread.name) != os.getpid()]
+        found = [re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", s.read_text()) for s in others]
+        return sum(int(number[1]) for number in found if number)
+
+    before = count()
+    time.sleep(1)
+    idle = count() - before
+    for _ in range(30):
+        time.sleep(0.001)
+        strategy.barrier()
+    return idle
+
+
+def test_horovod_sleeps_while_there_is_nothing_to_do(launch: Callable) -> None:
+    asks_all_the_time = launch(wake_ups, 2, HOROVOD_IDLE_TIME="0")
+    # Were a call for work lost, each of the barriers would take ten seconds, and time runs out.
+    sleeps = launch(wake_ups, 2, HOROVOD_IDLE_TIME="10000")
+    assert 2 * max(sleeps) < min(asks_all_the_time)
+    by_default = launch(wake_ups, 2)
+    assert 2 * max(by_default) < min(asks_all_the_time)
+
+
 def save_and_go_on(strategy: str, folder: str, name: str, others: list[str]) -> list[Any]:
     """Leave a checkpoint after 5 of 10 batches; resume those of others to the second epoch's end.
 

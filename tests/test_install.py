@@ -73,21 +73,20 @@ class TestUnmet:
 class TestPatch:
     def sources(self, folder: Path) -> Path:
         """Files that have nothing but the places that are to be changed."""
-        common = folder / "horovod" / "common"
-        common.mkdir(parents=True)
-        for name, place, _ in install.PATCHES:
-            with (common / name).open("a") as file:
-                file.write(place)
+        for name, old, _ in install.PATCHES:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with (folder / name).open("a") as file:
+                file.write(f"{old};\n")
         return folder
 
     def test_is_made_at_each_place(self, tmp_path: Path) -> None:
         install.patch(self.sources(tmp_path))
-        for name, place, added in install.PATCHES:
-            assert added + place in (tmp_path / "horovod" / "common" / name).read_text()
+        for name, _, new in install.PATCHES:
+            assert f"{new};\n" in (tmp_path / name).read_text()
 
     def test_is_refused_where_the_sources_are_others(self, tmp_path: Path) -> None:
         sources = self.sources(tmp_path)
-        (sources / "horovod" / "common" / "tensor_queue.cc").write_text("// another release\n")
+        (sources / "horovod/common/tensor_queue.cc").write_text("// another release\n")
         with pytest.raises(install.InstallError, match=r"tensor_queue\.cc .* PATCHES"):
             install.patch(sources)
 

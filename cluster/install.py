@@ -64,11 +64,11 @@ exec {cxx} "$@"
 # figures are in benchmarks/NOTES.md. PATCH goes into the names of wheels.
 #
 # Horovod's thread asks all ranks once a cycle (1 ms) what is ready, also where nothing is, and so
-# takes up to a tenth of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it sleeps
-# for that long, or until this rank hands it something; without, all is as it was.
+# takes up to a tenth of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it
+# sleeps for that long, or until this rank hands it something; without, all is as it was.
 #
-# Gloo sends to a rank before it tells that rank that it may send. Both go through one connection, in
-# which the permission then waits behind the data: one direction after the other, half the speed.
+# Gloo sends to a rank before it tells that rank that it may send. Both go through one connection,
+# in which the permission waits behind the data: one direction after the other, half the speed.
 PATCH = "p1"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"

@@ -1,13 +1,14 @@
 """What a training step takes: this strategy beside Lightning's DDP, raw loops and no network.
 
     make bench-step                                 2 ranks on this host, all models
-    make bench-step HOSTS=node1:1,node2:1 ARGS="--models resnet18 --repeats 9"
+    make bench-step ARGS="--models resnet18 --repeats 9"
     sudo make bench-step-slow                       2 hosts of cluster/testbed.py, 500 Mbit/s
 
 All variants of a model run in one command, in turns: A B C A B C ... Their processes stay; those
 whose turn it is not are stopped (SIGSTOP) and take no time. The first block warms up and is left
 out; a variant's time is the median of the medians of its blocks, and ratios are medians of the
 ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
+Ranks are stopped and told to go on from here, so their hosts are this one, or made of it.
 Results go to benchmarks/results/ as JSON and as a Markdown table.
 """
 
@@ -41,6 +42,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "no communication": ("raw_alone", {}, {}),
     "torch DDP": ("raw_ddp", {}, {}),
     "Horovod, its defaults": ("raw_horovod", {}, {}),
+    "our buckets, raw loop": ("raw_buckets", {}, {}),
     "Lightning DDP": ("lightning_ddp", {}, {}),
     "Lightning + HorovodStrategy": ("lightning_horovod", {}, {}),
     "no communication, our malloc": ("raw_alone", {}, MALLOC),
@@ -63,7 +65,11 @@ class Group:
     ranks: list[socket.socket] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
+    around: list[float] = field(default_factory=list)
+    steps: int = 0
+    bytes: int = 0
     peak_kib: int = 0
+    resident_kib: list[int] = field(default_factory=list)
 
     def answers(self) -> list[dict[str, Any]]:
         """What all ranks have to say after their steps; then they are stopped."""
@@ -75,7 +81,9 @@ class Group:
                 raise self.failed()
             found.append(json.loads(line))
         self.pids = [answer["pid"] for answer in found]
+        self.bytes = found[0]["bytes"]
         self.peak_kib = max(answer["peak_kib"] for answer in found)
+        self.resident_kib.append(max(answer["resident_kib"] for answer in found))
         for pid in self.pids:
             os.kill(pid, signal.SIGSTOP)
         return found
@@ -86,7 +94,10 @@ class Group:
             os.kill(pid, signal.SIGCONT)
         for rank in self.ranks:
             rank.sendall((json.dumps({"steps": steps + 1}) + "\n").encode())
-        return [seconds for answer in self.answers() for seconds in answer["seconds"][1:]]
+        self.steps += steps + 1
+        answers = self.answers()
+        self.around += [seconds for answer in answers for seconds in answer["around"][1:]]
+        return [seconds for answer in answers for seconds in answer["seconds"][1:]]
 
     def failed(self) -> SystemExit:
         self.end()
@@ -113,10 +124,15 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         horovodrun = Path(sys.executable).parent / "horovodrun"
         ranks = sum(int(host.partition(":")[2] or 1) for host in arguments.hosts.split(","))
         first = arguments.hosts.split(",")[0].partition(":")[0]
+        try:
+            meeting = "127.0.0.1" if first == "localhost" else socket.gethostbyname(first)
+        except OSError as error:
+            raise SystemExit(
+                f"error: --hosts {arguments.hosts}: {first}: {error.strerror}"
+            ) from None
         environment = {
             "OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port()),
-            "MASTER_ADDR": "127.0.0.1" if first == "localhost" else socket.gethostbyname(first),
-            **PATIENCE, **extra,
+            "MASTER_ADDR": meeting, **PATIENCE, **extra,
         }  # fmt: skip
         log = address.with_suffix(".log")
         output = log.open("w")
@@ -152,7 +168,7 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                 groups.append(start(variant, model, arguments, Path(folder)))
             # As many steps as fit into a block of the asked length, by the slowest's first steps.
             slowest = max(statistics.median(group.run(3)) for group in groups)
-            steps = max(5, min(300, round(arguments.block_seconds / slowest)))
+            steps = max(2, round(arguments.block_seconds / slowest))
             for repeat in range(arguments.repeats + 1):
                 for group in groups[repeat % len(groups) :] + groups[: repeat % len(groups)]:
                     seconds = group.run(steps)
@@ -164,10 +180,17 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                 group.end()
     return {
         "steps_per_block": steps,
+        "gradient_bytes": groups[0].bytes,
+        "ranks": len(groups[0].ranks),
         "variants": {
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
+                "outside_backward_ms": (
+                    round(statistics.median(group.around) * 1e3, 4) if group.around else None
+                ),
+                "steps": group.steps,
                 "peak_mib": round(group.peak_kib / 1024, 1),
+                "resident_mib_at_blocks": [round(kib / 1024, 1) for kib in group.resident_kib[2:]],
             }
             for group in groups
         },
@@ -183,18 +206,42 @@ def ratio(result: dict[str, Any], variant: str, other: str) -> float:
 def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") -> str:
     """Step times of all models and variants, with the range of blocks and the ratio to ours."""
     lines = [
-        "| model | variant | ms a step | blocks from - to | ours / this | peak MiB |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| model | variant | ms a step | blocks from - to | ours / this | peak MiB | after steps: "
+        "MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
         for variant, found in result["variants"].items():
-            blocks = found["block_medians_ms"]
+            blocks, held = found["block_medians_ms"], found["resident_mib_at_blocks"]
             ours_to = f"{ratio(result, ours, variant):.3f}" if ours in result["variants"] else ""
+            early = found["steps"] - len(blocks) * (result["steps_per_block"] + 1)
             lines.append(
                 f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
-                f"{max(blocks):.2f} | {ours_to} | {found['peak_mib']:.0f} |"
+                f"{max(blocks):.2f} | {ours_to} | {found['peak_mib']:.0f} | "
+                f"{early}: {held[0]:.0f}, {found['steps']}: {held[-1]:.0f} |"
             )
     return "\n".join(lines)
+
+
+def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -> str:
+    """How much of a known link's rate the steps use: the time that the bytes of a ring of all ranks
+    need on it, over the step time without forward and optimizer, which nothing can overlap."""
+    megabits = re.fullmatch(r"(\d+)mbit", results["network"])
+    lines = ["| model | variant | wire alone, ms | of the wire |", "| --- | --- | --- | --- |"]
+    for model, result in results["models"].items():
+        if not megabits or alone not in result["variants"]:
+            return ""
+        around = result["variants"][alone]["outside_backward_ms"]
+        ranks = result["ranks"]
+        for variant, found in result["variants"].items():
+            if "no communication" in variant:
+                continue
+            halved = 2 if "16" in variant else 1
+            bytes_ = 2 * (ranks - 1) / ranks * result["gradient_bytes"] / halved
+            needed = bytes_ * 8 / (int(megabits[1]) * 1e3)
+            share = needed / (statistics.median(found["block_medians_ms"]) - around)
+            lines.append(f"| {model} | {variant} | {needed:.1f} | {share:.3f} |")
+    return "\n\n" + "\n".join(lines)
 
 
 def hardware() -> dict[str, Any]:
@@ -221,7 +268,7 @@ def main() -> None:
     parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:7], choices=list(VARIANTS))
+    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:8], choices=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=7, help="blocks of each variant")
     parser.add_argument("--block-seconds", type=float, default=3)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
@@ -237,9 +284,10 @@ def main() -> None:
     results["benchmark_seconds"] = round(time.monotonic() - started)
     arguments.out.mkdir(parents=True, exist_ok=True)
     cpu = re.sub(r"\W+", "-", results["cpu"]).strip("-").lower()
-    name = f"step_{arguments.network}_{cpu}_{results['date'][:10]}"
+    some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
+    name = f"step_{some}{arguments.network}_{cpu}_{results['date'][:10]}"
     (arguments.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results)
+    text = table(results) + wire(results)
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     head = (
         f"Step time, {arguments.hosts} over {arguments.network}: {results['cpu']}, "

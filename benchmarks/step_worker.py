@@ -12,7 +12,7 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ RANK, SIZE, LOCAL_RANK, LOCAL_SIZE, CROSS_RANK = (
     for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK")
 )
 CLASSES = 10
+ROOT = str(Path(__file__).resolve().parent.parent)
 
 
 def mlp() -> nn.Module:
@@ -62,8 +63,9 @@ class Pace:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(address)
         self.lines = self.socket.makefile("r")
-        self.left, self.times, self.last = 0, [0.0], 0.0
-        self.times.clear()
+        self.left, self.last, self.bytes = 0, 0.0, 0
+        self.times: list[float] = []
+        self.around: list[float] = []  # what a raw loop spends outside backward
 
     def __call__(self) -> None:
         now = time.perf_counter()
@@ -74,12 +76,16 @@ class Pace:
             self.wait()
 
     def wait(self) -> None:
-        answer = {"pid": os.getpid(), "rank": RANK, "seconds": self.times, **memory()}
+        answer = {
+            "pid": os.getpid(), "bytes": self.bytes, "seconds": self.times, "around": self.around,
+            **memory(),
+        }  # fmt: skip
         self.socket.sendall((json.dumps(answer) + "\n").encode())
         order = self.lines.readline()
         if not order:
             os._exit(0)
         self.left, self.times = json.loads(order)["steps"], []
+        self.around = []
         self.last = time.perf_counter()
 
 
@@ -101,13 +107,21 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=1e-3)
 
 
-def loop(model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+def loop(
+    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], pace: Pace,
+    backward: Callable[[Tensor], None] = torch.Tensor.backward,
+) -> None:  # fmt: skip
     """The plainest training there is."""
     pace.wait()
     while True:
+        started = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+        before = time.perf_counter()
+        backward(loss)
+        after = time.perf_counter()
         optimizer.step()
+        pace.around.append(before - started + time.perf_counter() - after)
         pace()
 
 
@@ -137,6 +151,26 @@ def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
     hvd.broadcast_parameters(model.state_dict(), 0)
     names = model.named_parameters()
     loop(model, hvd.DistributedOptimizer(sgd(model), names), batch, pace)
+
+
+def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    """What HorovodStrategy does with gradients, without Lightning around it."""
+    sys.path.insert(0, ROOT)
+    from strategies.buckets import GradientBuckets
+    from strategies.environment import initialize, keep_freed_memory
+    from strategies.reductions import add
+
+    keep_freed_memory()
+    world = initialize()
+    buckets = GradientBuckets(model, world, add, 8, before=1 / world.size, after=1)
+
+    def backward(loss: Tensor) -> None:
+        buckets.prepare(loss)
+        buckets.start()
+        loss.backward()
+        buckets.finish()
+
+    loop(model, sgd(model), batch, pace, backward if world.size > 1 else torch.Tensor.backward)
 
 
 class Module(pl.LightningModule):
@@ -190,7 +224,7 @@ def lightning_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) ->
 def lightning_horovod(
     model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace, **options: Any
 ) -> None:
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, ROOT)
     from strategies import HorovodStrategy
 
     fit(model, batch, pace, HorovodStrategy(**options))
@@ -200,6 +234,7 @@ VARIANTS = {
     "raw_alone": raw_alone,
     "raw_ddp": raw_ddp,
     "raw_horovod": raw_horovod,
+    "raw_buckets": raw_buckets,
     "lightning_ddp": lightning_ddp,
     "lightning_horovod": lightning_horovod,
 }
@@ -210,4 +245,6 @@ if __name__ == "__main__":
     torch.manual_seed(0)
     make, batch_size = MODELS[name]
     pace = Pace(address)
-    VARIANTS[variant](make(), one_batch(batch_size), pace, **json.loads(options))
+    model = make()
+    pace.bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    VARIANTS[variant](model, one_batch(batch_size), pace, **json.loads(options))

@@ -69,11 +69,13 @@ class Testbed:
     """
 
     __test__ = False  # no test of pytest's
+    _made = 0
 
     def __init__(self, hosts: int, rate: str | None = None) -> None:
         self.names = [f"node{number}" for number in range(1, hosts + 1)]
         self.rate = rate
-        self.prefix = f"testbed{os.getpid()}"
+        Testbed._made += 1
+        self.prefix = f"testbed{os.getpid()}-{Testbed._made}"
         self.switch = f"{self.prefix}-switch"
         self.hosts: list[Host] = []
 
@@ -114,7 +116,8 @@ class Testbed:
             probe = self.hosts[0].command("ssh", host.name, "true")
             while subprocess.run(probe, capture_output=True).returncode:
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"sshd of {host.name} does not answer")
+                    said = (self._folder / f"{host.name}.log").read_text().strip()
+                    raise RuntimeError(f"sshd of {host.name} does not answer: {said[-300:]}")
                 time.sleep(0.1)
 
     def _make_host(self, name: str, address: str, names: str) -> Host:

@@ -104,6 +104,8 @@ class GradientBuckets:
 
     def prepare(self, loss: Tensor) -> None:
         """Before every backward, also one whose gradients stay local."""
+        if self._loss_hook is not None:
+            self._loss_hook.remove()
         if loss.requires_grad and self.before != 1:
             # Here, not in each gradient: of all that is to be divided it is the smallest.
             self._loss_hook = loss.register_hook(lambda gradient: gradient * self.before)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import time
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any, TypeVar
 
+import cloudpickle
 import horovod.torch as hvd
 import torch
 from pytorch_lightning import LightningModule
@@ -23,6 +25,7 @@ from torchmetrics import Metric
 T = TypeVar("T")
 
 MOST_DIMENSIONS = 16
+MOST_BYTES = 2**30  # in one operation: Horovod counts elements in 32 bits
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -46,11 +49,31 @@ def wait(handle: int) -> Any:
     return hvd.synchronize(handle)
 
 
+def pack(obj: object) -> bytearray:
+    file = io.BytesIO()
+    # Not torch's protocol 2, for which a FileNotFoundError is an OSError.
+    torch.save(obj, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
+    return bytearray(file.getbuffer())
+
+
+def unpack(content: bytes | bytearray) -> Any:
+    return torch.load(io.BytesIO(content), weights_only=False)
+
+
 class World:
     """The ranks that work together: all that were launched, or one of several sets of them."""
 
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self.process_set = process_set
+        self.alone = ""  # what this rank does while others may not: no collective can be made
+
+    def _together(self) -> None:
+        if self.alone:
+            raise RuntimeError(
+                f"{self.alone} is there on some ranks only, because the samples do not divide by "
+                "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
+                "be made in it; use batches of 2 or more, or do it at the end of the epoch"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
         return self  # callbacks copy modules, whose metrics hold this; Horovod knows one of it
@@ -79,6 +102,7 @@ class World:
         samples would be 4, and an average weighted with it wrong. What Horovod cannot add (16-bit
         floats lose digits, bool and bfloat16 are unknown to it) travels as float32 or int64.
         """
+        self._together()
         if operation not in OPERATIONS:
             raise ValueError(
                 f"cannot reduce with {operation!r} over Horovod; there are: {', '.join(OPERATIONS)}"
@@ -105,6 +129,7 @@ class World:
         sample can be concatenated. Bytes travel, so every dtype does. `group` is there because
         torchmetrics passes it; it is always this world that is gathered.
         """
+        self._together()
         with torch.inference_mode(False), torch.no_grad():
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             header = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
@@ -131,35 +156,48 @@ class World:
 
     def gather_objects(self, obj: T) -> list[T]:
         """Every rank's object, in the order of ranks."""
-        file = io.BytesIO()
-        torch.save(obj, file)
-        parts = self.gather(torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8))
-        return [torch.load(io.BytesIO(bytes(part.tolist())), weights_only=False) for part in parts]
+        parts = self.gather(torch.frombuffer(pack(obj), dtype=torch.uint8))
+        return [unpack(part.numpy().tobytes()) for part in parts]
+
+    def gather_with_gradients(self, tensor: Tensor) -> Tensor:
+        """Shape (size, *shape): every rank's tensor, of one shape; gradients of all come back."""
+        return Gather.apply(tensor, self)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
-        """The object of rank `root`, on all ranks."""
-        # Horovod: roots are counted among all that were launched. Without a name it takes that of
-        # the type, and ranks with other types never meet.
-        root = self.process_set.ranks[root]
-        return hvd.broadcast_object(obj, root, name="object", process_set=self.process_set)
+        """The object of rank `root`, on all ranks; of any size (Horovod's own ends at 2 GiB)."""
+        mine = self.rank == root
+        content = pack(obj) if mine else bytearray()
+        with torch.inference_mode(False):
+            size = torch.tensor(len(content))
+            self.broadcast([size], root)
+            content = content or bytearray(int(size))
+            self.broadcast([torch.frombuffer(content, dtype=torch.uint8)], root)
+        return obj if mine else unpack(content)
 
     def broadcast(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""
+        self._together()
+        sets = {"process_set": self.process_set}
+        # Horovod: roots are counted among all that were launched.
         root = self.process_set.ranks[root]
         sent = []
         for index, tensor in enumerate(tensors):
-            if tensor.numel():
-                raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-                name = f"state.{index}"
-                handle = hvd.broadcast_async_(raw, root, name=name, process_set=self.process_set)
-                sent.append((tensor, raw, handle))
+            raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            pieces = raw.split(MOST_BYTES) if len(raw) else ()
+            handles = [
+                hvd.broadcast_async_(piece, root, f"state.{index}.{number}", **sets)
+                for number, piece in enumerate(pieces)
+            ]
+            sent.append((tensor, raw, handles))
         with torch.no_grad():
-            for tensor, raw, handle in sent:
-                wait(handle)
+            for tensor, raw, handles in sent:
+                for handle in handles:
+                    wait(handle)
                 if raw.data_ptr() != tensor.data_ptr():
                     tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
     def barrier(self) -> None:
+        self._together()
         # Horovod: join() is no barrier (horovod#3121), and barrier() keeps a core busy.
         token = torch.zeros(1)
         wait(hvd.allreduce_async_(token, name="barrier", op=hvd.Sum, process_set=self.process_set))
@@ -171,9 +209,26 @@ class World:
         each rank would report its own share as everyone's.
         """
         for metric in module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn is None:
+            if not isinstance(metric, Metric):
+                continue
+            others = getattr(metric.dist_sync_fn, "__self__", None)  # of an earlier strategy
+            if metric.dist_sync_fn is None or isinstance(others, World):
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.has_several_ranks
 
     def has_several_ranks(self) -> bool:
         return hvd.is_initialized() and self.size > 1
+
+
+class Gather(torch.autograd.Function):
+    """World.gather, stacked; backward adds up what all ranks have to say of this rank's tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return torch.stack(world.gather(tensor))
+
+    @staticmethod
+    def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
+        # Horovod's own averages where DDP's adds, and its operations have no names.
+        return ctx.world.reduce(gradients, "sum")[ctx.world.rank], None

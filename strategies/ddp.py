@@ -15,6 +15,9 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+# horovodrun's server is one of the job's hosts: no proxy is asked.
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
 
 class HorovodrunEnvironment(ClusterEnvironment):
     """Ranks as horovodrun gave them; Horovod itself does not run and takes no time.
@@ -79,7 +82,7 @@ class HorovodrunEnvironment(ClusterEnvironment):
             if self.global_rank() == 0:
                 address = _own_address(server)
                 request = urllib.request.Request(url, address.encode(), method="PUT")
-                urllib.request.urlopen(request, timeout=30).close()
+                DIRECT.open(request, timeout=30).close()
             self._address = _read(url).split()
         return self._address
 
@@ -99,10 +102,10 @@ def _read(url: str) -> str:
     deadline = time.monotonic() + 120
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=30) as answer:
+            with DIRECT.open(url, timeout=30) as answer:
                 return answer.read().decode()
-        except urllib.error.HTTPError:
-            if time.monotonic() > deadline:
+        except urllib.error.HTTPError as error:
+            if error.code != 404 or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
 

@@ -26,7 +26,7 @@ HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
 
 
 def keep_freed_memory() -> None:
-    """Have malloc keep what is freed, for the next layer or step, up to 2 GiB.
+    """Have malloc keep what is freed, for the next layer or step: blocks to 32 MiB, 2 GiB in all.
 
     As it is, glibc gives large blocks back to the system and takes them again, page by page, which
     is up to a third of a training step on CPUs. Left alone where the user has set MALLOC_*.

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
@@ -67,11 +68,13 @@ class HorovodStrategy(ParallelStrategy):
             independent runs under one horovodrun. Rank and world size are then those in the group.
             End the script with hvd.barrier(): when one rank ends, Horovod ends for all.
 
+    Gradients are views in buffers that the next backward fills again: clone those that you keep.
+
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
             `num_nodes` that contradict horovodrun's, models or numbers of batches that differ
-            between ranks.
+            between ranks. A rank that gets no batch at all is found only when it ends.
     """
 
     def __init__(
@@ -98,7 +101,6 @@ class HorovodStrategy(ParallelStrategy):
         self._buckets: GradientBuckets | None = None
         self._average = True
         self._fewest_batches: dict[int, int] = {}
-        self._alone = ""
         self._resumed: dict[str, Any] = {}
         self._global_batch_size = 0
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
@@ -140,7 +142,7 @@ class HorovodStrategy(ParallelStrategy):
                 f"{torch.cuda.device_count()} GPUs: a rank needs its own; use fewer ranks (NP=, "
                 "-np, -H) or accelerator=cpu"
             )
-        return torch.device("cuda", self.local_rank)
+        return torch.device("cuda", hvd.local_rank())
 
     @property
     @override
@@ -195,6 +197,7 @@ class HorovodStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
+        self._global_batch_size = 0
         if self._layer_sync is not None and fitting and self.world.size > 1:
             self._layer_sync = SyncLayers(self.world)  # torch's needs torch.distributed
             self._layer_sync.apply(module)
@@ -214,7 +217,13 @@ class HorovodStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         module, world = self.lightning_module, self.world
         if self.op == "adasum":
-            return GradientBuckets(module, world, adasum, self.bucket_mib, before=1, after=1)
+            buckets = GradientBuckets(module, world, adasum, self.bucket_mib, before=1, after=1)
+            if buckets.sparse:
+                raise MisconfigurationException(
+                    f"op=adasum mixes dense gradients: make sparse=False of the embedding of "
+                    f"{next(iter(buckets.sparse.values()))!r}, or use another op"
+                )
+            return buckets
         divide = self.gradient_predivide_factor or world.size
         before, after = (1.0, 1.0) if self.op == "sum" else (1 / divide, divide / world.size)
         reduction: Reduction = COMPRESSIONS[self.compression]
@@ -280,18 +289,23 @@ class HorovodStrategy(ParallelStrategy):
             return
         samples = len(sampler.dataset)  # type: ignore[arg-type]
         ranks, rank = self.world.size, self.world.rank
-        if type(batches) is BatchSampler:
+        # A sampler of one's own comes wrapped, in it the order; one's own batches stay.
+        order = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
+        plain = type(batches) is BatchSampler and (order or type(sampler) is DistributedSampler)
+        if plain:
+            assert isinstance(batches, BatchSampler)
             if batches.drop_last:
                 samples -= samples % (ranks * batches.batch_size)
-            even = EvenBatches(samples, ranks, rank, batches.batch_size)
         if samples < ranks:
             raise MisconfigurationException(
                 f"{samples} samples to evaluate on {ranks} ranks: each rank needs one; use fewer "
                 "ranks or more samples"
             )
-        if type(batches) is BatchSampler:
+        if plain:
+            assert isinstance(batches, BatchSampler)
+            even = EvenBatches(samples, ranks, rank, batches.batch_size, order)
             replace_batches(dataloader, even)
-        else:  # one's own: it gets this rank's samples, without padding
+        else:  # this rank's samples, without padding
             sampler.total_size = samples
             sampler.num_samples = len(range(rank, samples, ranks))
         fewest = self.reduce(torch.tensor(len(dataloader)), reduce_op="min")
@@ -302,7 +316,8 @@ class HorovodStrategy(ParallelStrategy):
         size = getattr(batches, "batch_size", None)
         if not isinstance(size, int):
             return
-        self._global_batch_size = size * self.world.size
+        # Of the first, where there are several loaders.
+        self._global_batch_size = self._global_batch_size or size * self.world.size
         progress = trainer.fit_loop.epoch_loop.batch_progress
         if not trainer.fit_loop.restarting or progress.is_last_batch:
             return
@@ -326,36 +341,31 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_batch("val", *args, **kwargs):
+        with self._evaluation_batch(*args, **kwargs):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_batch("test", *args, **kwargs):
+        with self._evaluation_batch(*args, **kwargs):
             return super().test_step(*args, **kwargs)
 
     @contextmanager
     def _evaluation_batch(
-        self, stage: str, batch: Any, batch_idx: int = 0, dataloader_idx: int = 0
+        self, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
     ) -> Generator[None, None, None]:
         """Inside, a collective is refused in batches that not all ranks have."""
         assert self.lightning_module is not None
-        loaders = getattr(self.lightning_module.trainer, f"{stage}_dataloaders")
-        loader = loaders[dataloader_idx] if isinstance(loaders, (list, tuple)) else loaders
+        loop = self.lightning_module.trainer._evaluation_loop
+        assert loop._combined_loader is not None
+        loader = loop._combined_loader.flattened[dataloader_idx]
+        if batch_idx is None:  # a step that does not ask for it
+            batch_idx = loop.batch_progress.current.ready - 1
         if batch_idx >= self._fewest_batches.get(id(loader), batch_idx + 1):
-            self._alone = f"batch {batch_idx} of the evaluation"
+            self.world.alone = f"batch {batch_idx} of the evaluation"
         try:
             yield
         finally:
-            self._alone = ""
-
-    def _together(self) -> None:
-        if self._alone:
-            raise RuntimeError(
-                f"{self._alone} is there on some ranks only, because the samples do not divide by "
-                "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
-                "be made in it; use batches of 2 or more, or do it at the end of the epoch"
-            )
+            self.world.alone = ""
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -391,6 +401,10 @@ class HorovodStrategy(ParallelStrategy):
             progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
             seen = progress.current.ready
             self._refuse_unequal(seen if progress.is_last_batch else seen + 1)
+            raise MisconfigurationException(
+                "for some ranks the epoch ends with this backward, for others it does not: give "
+                "all ranks equally many batches, and call backward equally often"
+            )
 
     @contextmanager
     @override
@@ -406,7 +420,6 @@ class HorovodStrategy(ParallelStrategy):
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        self._together()
         if not isinstance(tensor, Tensor) or self.world.size == 1:
             return tensor
         return self.world.reduce(tensor, str(reduce_op or "mean").rpartition(".")[2].lower())
@@ -421,26 +434,19 @@ class HorovodStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """One tensor of shape (world size, *shape), as under DDP; shapes are equal on all ranks."""
-        self._together()
         if self.world.size == 1:
             return tensor
         if sync_grads:
-            mine = tensor.unsqueeze(0)
-            if mine.requires_grad:
-                # Horovod: its backward averages over the ranks where DDP's sums.
-                mine.register_hook(lambda gradient: gradient * self.world.size)
-            return hvd.allgather(mine, "all_gather", self.world.process_set)
+            return self.world.gather_with_gradients(tensor)
         return torch.stack(self.world.gather(tensor))
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        self._together()
         if self.world.size > 1:
             self.world.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        self._together()
         return self.world.broadcast_object(obj, src) if self.world.size > 1 else obj
 
     @override
@@ -454,7 +460,10 @@ class HorovodStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Rank 0 reads, the others receive: they need not see its file system."""
+        """Rank 0 reads, the others receive: they need not see its file system.
+
+        For ckpt_path="last" they do: Lightning looks for the file on each rank.
+        """
         checkpoint: dict[str, Any] = {}
         problem: Exception | None = None
         if self.is_global_zero:

@@ -18,9 +18,13 @@ class EvenBatches(Sampler[list[int]]):
 
     Args:
         samples: of the whole data set, at least one a rank.
+        order: which sample is the i-th, as Lightning wraps a sampler of one's own; None: i.
     """
 
-    def __init__(self, samples: int, ranks: int, rank: int, batch_size: int) -> None:
+    def __init__(
+        self, samples: int, ranks: int, rank: int, batch_size: int, order: Any = None
+    ) -> None:
+        self.order = order
         self.indices = range(rank, samples, ranks)
         self.batch_size = batch_size
         self.batches = min(-(-samples // (ranks * batch_size)), len(self.indices))
@@ -29,10 +33,13 @@ class EvenBatches(Sampler[list[int]]):
         return self.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        taken = 0
+        taken, order = 0, self.order
+        if order is not None:
+            order.reset()
         for after_this in reversed(range(self.batches)):
             size = min(self.batch_size, len(self.indices) - taken - after_this)
-            yield list(self.indices[taken : taken + size])
+            batch = self.indices[taken : taken + size]
+            yield list(batch) if order is None else [order[index] for index in batch]
             taken += size
 
 

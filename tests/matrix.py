@@ -629,6 +629,14 @@ def metrics_of_51_samples(strategy: str) -> dict[str, Any]:
     return evaluated(strategy, 51)
 
 
+@case(without_ddp=PADS)
+def metrics_of_a_sampler_of_ones_own(strategy: str) -> dict[str, Any]:
+    """The last 9 of 20 samples, backwards."""
+    order = list(range(19, 10, -1))
+    batches = DataLoader(samples(20), batch_size=GLOBAL_BATCH // SIZE, sampler=order)
+    return {"validated": trainer(strategy).validate(Measured(), batches, verbose=False)[0]}
+
+
 @case()
 def validation_while_training(strategy: str) -> dict[str, Any]:
     run, model = trainer(strategy), Measured()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 import sys
 from pathlib import Path
@@ -83,6 +84,11 @@ class TestPatch:
         install.patch(self.sources(tmp_path))
         for name, _, new in install.PATCHES:
             assert f"{new};\n" in (tmp_path / name).read_text()
+
+    def test_has_a_number_of_its_own(self) -> None:
+        """Wheels of other patches have other names: count PATCH up with each change."""
+        digest = hashlib.sha256(repr(install.PATCHES).encode()).hexdigest()[:12]
+        assert (install.PATCH, digest) == ("p1", "07484e6eb7e0")
 
     def test_is_refused_where_the_sources_are_others(self, tmp_path: Path) -> None:
         sources = self.sources(tmp_path)

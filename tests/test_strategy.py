@@ -20,6 +20,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torchmetrics import SumMetric
 
 from strategies import HorovodStrategy
 from tests.conftest import run
@@ -78,6 +79,11 @@ def collectives() -> dict[str, Any]:
         str(dtype): strategy.all_gather(torch.tensor(rank, dtype=dtype))
         for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64)
     }
+    mine = torch.arange(20.0).half() * (rank + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strategies.collectives.MOST_BYTES", 7)
+        strategy.world.broadcast([mine], root=1)
+        pieces = strategy.broadcast({"mine": mine, "of": f"rank {rank}"}, src=1)
     gradient = torch.ones(2, requires_grad=True)
     (strategy.all_gather(gradient * (rank + 1), sync_grads=True) ** 2).sum().backward()
     return {
@@ -88,6 +94,7 @@ def collectives() -> dict[str, Any]:
         "all": strategy.reduce_boolean_decision(rank == 0, all=True),
         "any": strategy.reduce_boolean_decision(rank == 0, all=False),
         "gradient": gradient.grad, "ranks": [strategy.local_rank, strategy.node_rank],
+        "pieces": pieces,
     }  # fmt: skip
 
 
@@ -105,6 +112,8 @@ def test_collectives(launch: Callable) -> None:
         assert [t.shape for t in rank["ragged"]] == [(0, 2), (1, 2)]
         assert rank["integer"].item() == 1.5
         assert rank["broadcast"] == {"from": 1}
+        assert rank["pieces"]["mine"].tolist() == [2.0 * value for value in range(20)]
+        assert rank["pieces"]["of"] == "rank 1"
         assert (rank["all"], rank["any"]) == (False, True)
         assert rank["ranks"] == [index, 0]
         # d/dx of the sum over ranks of (x_r (r+1))^2, which both ranks compute: 2 * 2 x (r+1)^2
@@ -430,6 +439,8 @@ def mistakes() -> dict[str, str]:
         "checkpoint": refused_file(),
         "twice": refused(lambda: trainer("horovod").fit(Reentered(), loader())),
         "complex": refused(lambda: trainer("horovod").fit(Complex(), loader())),
+        "left out": refused(lambda: trainer("horovod").fit(LeavesOut(), loader())),
+        "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
     }
     run, model = trainer("horovod", max_epochs=1), Net()
     run.fit(model, loader())
@@ -450,6 +461,24 @@ class Reentered(Net):
         x, layer = x.requires_grad_(), self.net[0]
         first = checkpoint(layer, x, use_reentrant=True)
         return self.net[2](first + checkpoint(layer, x * 2, use_reentrant=True))
+
+
+class LeavesOut(Net):
+    """Rank 0 makes no backward of its fourth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if (RANK, batch_idx) != (0, 3):
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+
+class Embedded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 3, sparse=True)
 
 
 class Complex(Net):
@@ -476,6 +505,9 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert "/nowhere/to/be/found.ckpt" in told["checkpoint"]
         assert told["twice"].startswith("a parameter got a second gradient in one backward")
         assert told["complex"].startswith("Horovod adds no complex gradients")
+        assert told["left out"].startswith("for some ranks the epoch ends with this backward")
+        assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
+        assert "'words'" in told["sparse"]
         assert told["goes on"] == "10 steps of 2 ranks"
 
 
@@ -484,9 +516,27 @@ def evaluate_single_samples() -> None:
     trainer("horovod").validate(Measured(), DataLoader(samples(3), batch_size=1))
 
 
-def test_a_collective_that_some_ranks_would_not_join(launch: Callable) -> None:
+class WithoutIndex(Net):
+    """Its step does not ask for the number of the batch, and the collective is a metric's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SumMetric(dist_sync_on_step=True)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.log("sum", self.metric(batch[0].sum()))
+
+
+def evaluate_single_samples_without_index() -> None:
+    trainer("horovod").validate(WithoutIndex(), DataLoader(samples(3), batch_size=1))
+
+
+@pytest.mark.parametrize(
+    "evaluate", [evaluate_single_samples, evaluate_single_samples_without_index]
+)
+def test_a_collective_that_some_ranks_would_not_join(launch: Callable, evaluate: Callable) -> None:
     with pytest.raises(AssertionError, match="batch 1 of the evaluation is there on some ranks"):
-        launch(evaluate_single_samples, 2)
+        launch(evaluate, 2)
 
 
 # ---------------------------------------------------------------------------------- options

@@ -1,0 +1,84 @@
+"""The benchmarks run, with the ranks they name, and count right. No test asserts a time."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import step
+from tests.conftest import ROOT, run
+
+OURS = "Lightning + HorovodStrategy"
+
+
+def result(**variants: list[float]) -> dict[str, Any]:
+    """What was measured, as step.measure gives it."""
+    return {
+        "steps_per_block": 10, "gradient_bytes": 50_000_000, "ranks": 2,
+        "variants": {
+            name: {
+                "block_medians_ms": blocks, "outside_backward_ms": 20.0, "steps": 48,
+                "peak_mib": 900.4, "resident_mib_at_blocks": [800.0, 801.0, 802.0],
+            }
+            for name, blocks in variants.items()
+        },
+    }  # fmt: skip
+
+
+def test_ratios_are_of_neighbouring_blocks() -> None:
+    """The machine gets slower all the time; the ratio stays."""
+    measured = result(a=[10, 20, 40], b=[20, 40, 80])
+    assert step.ratio(measured, "a", "b") == 0.5
+
+
+def test_the_table_names_the_range_and_the_memory() -> None:
+    measured = {"models": {"mlp": result(**{OURS: [9, 10, 12], "Lightning DDP": [20, 20, 20]})}}
+    lines = step.table(measured).splitlines()
+    assert lines[2] == f"| mlp | {OURS} | 10.00 | 9.00 - 12.00 | 1.000 | 900 | 15: 800, 48: 802 |"
+    assert lines[3].startswith("| mlp | Lightning DDP | 20.00 | 20.00 - 20.00 | 0.500 |")
+
+
+def test_the_share_of_the_wire() -> None:
+    """50 MB between 2 ranks: each sends 50 MB, or half in 16 bits, at 62.5 MB/s."""
+    variants = {"no communication, our malloc": [99], OURS: [1020], "HorovodStrategy, bf16": [820]}
+    measured = {"network": "500mbit", "models": {"mlp": result(**variants)}}
+    assert step.wire(measured).splitlines()[-2:] == [
+        f"| mlp | {OURS} | 800.0 | 0.800 |",
+        "| mlp | HorovodStrategy, bf16 | 400.0 | 0.500 |",
+    ]
+    assert step.wire({**measured, "network": "loopback"}) == ""
+
+
+def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--models", "mlp"]
+    variants = ["--variants", "no communication", "our buckets, raw loop", "Lightning DDP", OURS]
+    few = ["--repeats", "2", "--block-seconds", "0.05", "--out", str(tmp_path)]
+    done = run([*command, *variants, *few])
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("step_mlp_loopback_*.json")
+    found = json.loads(file.read_text())
+    measured = found["models"]["mlp"]
+    assert measured["ranks"] == 2
+    assert list(measured["variants"]) == variants[1:]
+    assert all(len(each["block_medians_ms"]) == 2 for each in measured["variants"].values())
+    assert file.with_suffix(".md").read_text().count("| mlp |") == 4
+    assert {"cpu", "cores", "versions", "commit"} <= set(found)
+
+
+def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--models", "mlp"]
+    done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[-1].startswith("error: ")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wrong", [["--models", "alexnet"], ["--variants", "magic"]])
+def test_unknown_names_are_refused(wrong: list[str]) -> None:
+    done = run([sys.executable, str(ROOT / "benchmarks" / "step.py"), *wrong])
+    assert done.returncode == 2
+    assert "invalid choice" in done.stdout

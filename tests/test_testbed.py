@@ -1,0 +1,81 @@
+"""Several hosts, made of this one: what is named across hosts is run across hosts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import testbed
+from tests.conftest import HOROVODRUN, ROOT, run
+
+if problem := testbed.missing():
+    pytest.skip(f"no test hosts: {problem}", allow_module_level=True)
+
+PYTHON = sys.executable
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[testbed.Host]]:
+    with testbed.Testbed(2) as made:
+        yield made
+
+
+def left(prefix: str) -> list[str]:
+    """Namespaces, their files and processes of a test cluster that are still there."""
+    namespaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    files = [str(path) for path in Path("/etc/netns").glob(f"{prefix}*")]
+    return [line for line in namespaces.splitlines() if line.startswith(prefix)] + files
+
+
+class TestHosts:
+    def test_have_names_and_let_each_other_in(self, hosts: list[testbed.Host]) -> None:
+        for here in hosts:
+            for there in hosts:
+                done = run(here.command("ssh", there.name, "hostname"))
+                assert (done.returncode, done.stdout.strip()) == (0, there.name)
+
+    def test_leave_nothing(self) -> None:
+        bed = testbed.Testbed(2, rate="500mbit")
+        with bed as made:
+            assert left(bed.prefix)
+            servers = [host.sshd for host in made]
+        assert not left(bed.prefix)
+        assert all(server.poll() is not None for server in servers)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_leave_nothing_when_interrupted(self, number: signal.Signals) -> None:
+        command = [PYTHON, str(ROOT / "cluster" / "testbed.py"), "--", "sleep", "600"]
+        process = subprocess.Popen(command, start_new_session=True)
+        prefix, deadline = f"testbed{process.pid}", time.monotonic() + 60
+        sleeping = ["pgrep", "-g", str(process.pid), "-x", "sleep"]
+        while subprocess.run(sleeping, capture_output=True).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.killpg(process.pid, number)
+        assert process.wait(timeout=60) in (130, 143)
+        assert not left(prefix)
+        assert subprocess.run(sleeping, capture_output=True).returncode == 1
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+def test_the_template_trains_across_hosts(
+    hosts: list[testbed.Host], strategy: str, tmp_path: Path
+) -> None:
+    """One rank a host; each knows itself as the first of its host."""
+    overrides = [f"strategy={strategy}", "trainer.max_epochs=2", f"log_dir={tmp_path}"]
+    command = [HOROVODRUN, "-np", "2", "-H", "node1:1,node2:1", PYTHON, "template.py"]
+    done = run(hosts[0].command(*command, *overrides))
+    assert done.returncode == 0, done.stdout
+    assert "terminate called" not in done.stdout
+    (folder,) = tmp_path.glob("*/runs/*")
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["world_size"] == 2
+    assert set(summary["hosts"]) == {"node1", "node2"}

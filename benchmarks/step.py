@@ -90,10 +90,13 @@ class Group:
 
     def run(self, steps: int) -> list[float]:
         """The durations of so many steps on all ranks, in seconds, but for the first of each."""
-        for pid in self.pids:
-            os.kill(pid, signal.SIGCONT)
-        for rank in self.ranks:
-            rank.sendall((json.dumps({"steps": steps + 1}) + "\n").encode())
+        try:
+            for pid in self.pids:
+                os.kill(pid, signal.SIGCONT)
+            for rank in self.ranks:
+                rank.sendall((json.dumps({"steps": steps + 1}) + "\n").encode())
+        except OSError:
+            raise self.failed() from None
         self.steps += steps + 1
         answers = self.answers()
         self.around += [seconds for answer in answers for seconds in answer["around"][1:]]
@@ -164,10 +167,14 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
+            first_steps = []
             for variant in variants:
+                if groups:
+                    _check_memory(model, len(variants), groups)
                 groups.append(start(variant, model, arguments, Path(folder)))
-            # As many steps as fit into a block of the asked length, by the slowest's first steps.
-            slowest = max(statistics.median(group.run(3)) for group in groups)
+                first_steps.append(statistics.median(groups[-1].run(3)))
+            # As many steps as fit into a block of the asked length.
+            slowest = max(first_steps)
             steps = max(2, round(arguments.block_seconds / slowest))
             for repeat in range(arguments.repeats + 1):
                 for group in groups[repeat % len(groups) :] + groups[: repeat % len(groups)]:
@@ -195,6 +202,17 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
             for group in groups
         },
     }
+
+
+def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
+    """That of one more variant's ranks must be there; the kernel would end some of them."""
+    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    most = max(group.peak_kib * len(group.ranks) for group in groups)
+    if available and int(available[1]) < 1.2 * most:
+        raise SystemExit(
+            f"error: {model}: memory ends at {len(groups)} of {variants} variants, each with "
+            f"{most / 2**20:.1f} GiB; name fewer with --variants"
+        )
 
 
 def ratio(result: dict[str, Any], variant: str, other: str) -> float:
@@ -278,25 +296,28 @@ def main() -> None:
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "OMP_"))},
         "repeats": arguments.repeats, "models": {},
     }  # fmt: skip
-    started = time.monotonic()
-    for model in arguments.models:
-        results["models"][model] = measure(model, arguments.variants, arguments)
-    results["benchmark_seconds"] = round(time.monotonic() - started)
     arguments.out.mkdir(parents=True, exist_ok=True)
     cpu = re.sub(r"\W+", "-", results["cpu"]).strip("-").lower()
     some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
     name = f"step_{some}{arguments.network}_{cpu}_{results['date'][:10]}"
-    (arguments.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
-    text = table(results) + wire(results)
+    started = time.monotonic()
+    for model in arguments.models:
+        results["models"][model] = measure(model, arguments.variants, arguments)
+        results["benchmark_seconds"] = round(time.monotonic() - started)
+        write(results, arguments.out / name)
+    print(table(results) + wire(results))
+    print(f"written to {arguments.out / name}.json and .md")
+
+
+def write(results: dict[str, Any], file: Path) -> None:
+    file.with_name(f"{file.name}.json").write_text(json.dumps(results, indent=1) + "\n")
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     head = (
-        f"Step time, {arguments.hosts} over {arguments.network}: {results['cpu']}, "
+        f"Step time, {results['hosts']} over {results['network']}: {results['cpu']}, "
         f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
-        f"{arguments.repeats} interleaved blocks, one thread a rank.\n\n"
+        f"{results['repeats']} interleaved blocks, one thread a rank.\n\n"
     )
-    (arguments.out / f"{name}.md").write_text(head + text + "\n")
-    print(text)
-    print(f"written to {arguments.out / name}.json and .md")
+    file.with_name(f"{file.name}.md").write_text(head + table(results) + wire(results) + "\n")
 
 
 if __name__ == "__main__":

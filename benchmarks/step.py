@@ -47,6 +47,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "Lightning + HorovodStrategy": ("lightning_horovod", {}, {}),
     "no communication, our malloc": ("raw_alone", {}, MALLOC),
     "Lightning DDP, our malloc": ("lightning_ddp", {}, MALLOC),
+    **{
+        f"HorovodStrategy, {size} MiB": ("lightning_horovod", {"bucket_mib": size}, {})
+        for size in (0.5, 1, 2, 4, 8, 16, 32)
+    },
     "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
     "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
 }

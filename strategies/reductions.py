@@ -18,6 +18,7 @@ from strategies.collectives import World
 from strategies.collectives import wait as wait_for
 
 Steps = Generator[int, Any, None]
+PIECE = 4 * 2**20  # numbers, 8 MiB of 16 bits
 Reduction = Callable[[Tensor, list[int], str, World], Steps]
 
 
@@ -50,19 +51,26 @@ def add_in_16_bits(dtype: torch.dtype) -> Reduction:
     """
 
     def steps(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
-        # Horovod moves float16 and asks no question: bfloat16 travels under its name.
-        part = -(-buffer.numel() // world.size)
-        cut = buffer.new_zeros(part * world.size, dtype=dtype)
-        cut[: buffer.numel()] = buffer
-        splits = torch.full((world.size,), part, dtype=torch.int32)
-        received, _ = yield hvd.alltoall_async(
-            cut.view(torch.float16), splits, f"{name}.scatter", world.process_set
-        )
-        mine = received.view(dtype).view(world.size, part).sum(0, dtype=torch.float32).to(dtype)
-        gathered = yield hvd.allgather_async(
-            mine.view(torch.float16), f"{name}.gather", world.process_set
-        )
-        buffer.copy_(gathered.view(dtype)[: buffer.numel()])
+        # In pieces, so that of a huge bucket one is on the wire while another is converted.
+        pieces = buffer.split(PIECE)
+        scattered, gathered = [], []
+        for index, piece in enumerate(pieces):
+            part = -(-piece.numel() // world.size)
+            cut = piece.new_zeros(part * world.size, dtype=dtype)
+            cut[: piece.numel()] = piece
+            splits = torch.full((world.size,), part, dtype=torch.int32)
+            # Horovod moves float16 and asks no question: bfloat16 travels under its name.
+            raw = cut.view(torch.float16)
+            scatter = f"{name}.{index}.scatter"
+            scattered.append(hvd.alltoall_async(raw, splits, scatter, world.process_set))
+        for index, handle in enumerate(scattered):
+            received, _ = yield handle
+            mine = received.view(dtype).view(world.size, -1).sum(0, dtype=torch.float32).to(dtype)
+            raw, gather = mine.view(torch.float16), f"{name}.{index}.gather"
+            gathered.append(hvd.allgather_async(raw, gather, world.process_set))
+        for piece, handle in zip(pieces, gathered):
+            whole = yield handle
+            piece.copy_(whole.view(dtype)[: piece.numel()])
 
     return steps
 

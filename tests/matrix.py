@@ -501,6 +501,19 @@ def compression_bf16(strategy: str) -> dict[str, Any]:
     return fit(make(strategy, compression="bf16"), NobodyUses())
 
 
+@case(tolerance=2e-3, without_ddp="an option of ours")
+def compression_in_pieces(strategy: str) -> dict[str, Any]:
+    """Of 20 numbers each: a bucket is sent in several."""
+    if strategy != "horovod":
+        return fit(strategy, NobodyUses())
+    from strategies import reductions
+
+    whole, reductions.PIECE = reductions.PIECE, 20
+    result = fit(make(strategy, compression="fp16"), NobodyUses())
+    reductions.PIECE = whole
+    return result
+
+
 class SameEverywhere(Net):
     """Every rank has the whole batch, so that Adasum has nothing to add up: it is the average."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import time
@@ -10,16 +11,18 @@ import urllib.request
 from typing import Any
 
 import torch
-from pytorch_lightning.plugins.environments import ClusterEnvironment
+import torch.distributed
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
+
+from strategies.environment import LaunchedEnvironment
 
 # horovodrun's server is one of the job's hosts: no proxy is asked.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-class HorovodrunEnvironment(ClusterEnvironment):
+class HorovodrunEnvironment(LaunchedEnvironment):
     """Ranks as horovodrun gave them; Horovod itself does not run and takes no time.
 
     Rank 0 leaves its address with horovodrun's rendezvous server, where the others find it.
@@ -31,11 +34,6 @@ class HorovodrunEnvironment(ClusterEnvironment):
 
     @property
     @override
-    def creates_processes_externally(self) -> bool:
-        return True
-
-    @property
-    @override
     def main_address(self) -> str:
         return self._meeting_point()[0]
 
@@ -44,26 +42,13 @@ class HorovodrunEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         return int(self._meeting_point()[1])
 
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return "HOROVOD_RANK" in os.environ
-
     @override
     def world_size(self) -> int:
         return int(os.environ["HOROVOD_SIZE"])
 
     @override
-    def set_world_size(self, size: int) -> None:
-        """horovodrun decides."""
-
-    @override
     def global_rank(self) -> int:
         return int(os.environ["HOROVOD_RANK"])
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """horovodrun decides."""
 
     @override
     def local_rank(self) -> int:
@@ -138,8 +123,19 @@ def ddp(accelerator: str = "auto", **arguments: Any) -> DDPStrategy:
     Raises:
         MisconfigurationException: under mpirun, which has no place to leave an address.
     """
+    atexit.register(leave)
     if HorovodrunEnvironment.detect():
         return HorovodrunDDP(accelerator, **arguments)
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         raise MisconfigurationException("strategy=ddp starts under horovodrun or torchrun")
     return DDPStrategy(**arguments)
+
+
+def leave() -> None:
+    """End the threads of Gloo while Python can still be asked for its lock by them.
+
+    Lightning does so for NCCL only; without it many a job on CPUs ends with "terminate called
+    without an active exception" after all its work is done.
+    """
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -81,17 +81,34 @@ def _find(process_set: hvd.ProcessSet) -> None:
         process_set.process_set_id = number
 
 
-class HorovodEnvironment(ClusterEnvironment):
-    """For Lightning: rank and size in `world`."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
+class LaunchedEnvironment(ClusterEnvironment):
+    """For Lightning: processes that horovodrun started, which decides about ranks and sizes."""
 
     @property
     @override
     def creates_processes_externally(self) -> bool:
         return True
+
+    @staticmethod
+    @override
+    def detect() -> bool:
+        return "HOROVOD_RANK" in os.environ
+
+    @override
+    def set_world_size(self, size: int) -> None:
+        """Not Lightning's to decide."""
+
+    @override
+    def set_global_rank(self, rank: int) -> None:
+        """Not Lightning's to decide."""
+
+
+class HorovodEnvironment(LaunchedEnvironment):
+    """Rank and size in `world`."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
 
     @property
     @override
@@ -103,26 +120,13 @@ class HorovodEnvironment(ClusterEnvironment):
     def main_port(self) -> int:
         return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
 
-    @staticmethod
-    @override
-    def detect() -> bool:
-        return "HOROVOD_RANK" in os.environ
-
     @override
     def world_size(self) -> int:
         return self.world.size
 
     @override
-    def set_world_size(self, size: int) -> None:
-        """Horovod decides."""
-
-    @override
     def global_rank(self) -> int:
         return self.world.rank
-
-    @override
-    def set_global_rank(self, rank: int) -> None:
-        """Horovod decides."""
 
     @override
     def local_rank(self) -> int:

@@ -7,9 +7,9 @@
 Horovod 0.28.1, the last release, does not build beside any torch since 2.1 by itself: it asks for
 C++14 and C++11 where torch's headers need C++17, for a CUDA toolkit and an NCCL of the system, and
 for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941). Here it is built from pip
-packages alone, with a compiler wrapper and settings, and PATCHES keep it from taking cores while it
-has nothing to do. Whether it gets NCCL is decided by torch, not by this machine: a login node
-without a GPU builds for the whole cluster.
+packages alone, with a compiler wrapper and settings; PATCHES are for speed alone. Whether it gets
+NCCL is decided by torch, not by this machine: a login node without a GPU builds for the whole
+cluster.
 
 The wheel is kept in ~/.cache/horovod-wheels under a name that says all it depends on, so that
 every further environment of this user takes it from there, `pip install -r requirements.txt`
@@ -64,7 +64,7 @@ exec {cxx} "$@"
 # figures are in benchmarks/NOTES.md. PATCH goes into the names of wheels.
 #
 # Horovod's thread asks all ranks once a cycle (1 ms) what is ready, also where nothing is, and so
-# takes up to a tenth of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it
+# takes 5 % of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it
 # sleeps for that long, or until this rank hands it something; without, all is as it was.
 #
 # Gloo sends to a rank before it tells that rank that it may send. Both go through one connection,

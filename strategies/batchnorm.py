@@ -1,6 +1,6 @@
-"""Batch normalization over the global batch: Trainer(sync_batchnorm=True), on CPU and GPU.
+"""Batch normalization over the global batch: Trainer(sync_batchnorm=True), on any device.
 
-torch's own needs torch.distributed and a GPU, Horovod's a GPU.
+torch's own needs torch.distributed and a GPU, Horovod's a GPU. Tested on CPUs only so far.
 """
 
 from __future__ import annotations

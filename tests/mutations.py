@@ -142,6 +142,44 @@ MUTATIONS = [
         "horovod-2 and 9_samples",
     ),
     Mutation(
+        "a sampler of one's own is not asked", "samplers.py",
+        "if order is None else [order[index] for index in batch]", "",
+        "horovod-2 and ones_own",
+    ),
+    Mutation(
+        "pieces of 16 bits change places", "reductions.py",
+        "zip(pieces, gathered)", "zip(pieces, gathered[::-1])", "horovod-2 and in_pieces",
+    ),
+    Mutation(
+        "of a large tensor only the first piece is broadcast", "collectives.py",
+        "pieces = raw.split(MOST_BYTES)", "pieces = raw.split(MOST_BYTES)[:1]",
+        "test_collectives", "test_strategy",
+    ),
+    Mutation(
+        "Horovod asks all ranks all the time", "environment.py",
+        '"HOROVOD_IDLE_TIME": "100"', '"HOROVOD_IDLE_TIME": "0"', "nothing_to_do", "test_strategy",
+    ),
+    Mutation(
+        "what two loaders have trained is counted twice", "horovod.py",
+        "self._global_batch_size or size", "size", "two_loaders", "test_strategy",
+    ),
+    Mutation(
+        "a loss that is prepared twice is scaled twice", "buckets.py",
+        "        if self._loss_hook is not None:\n            self._loss_hook.remove()\n", "",
+        "prepared_twice", "test_properties",
+    ),
+    Mutation(
+        "a proven disagreement is passed over", "horovod.py",
+        "            raise MisconfigurationException(\n                \"for some",
+        "            str(\n                \"for some",
+        "mistakes", "test_strategy",
+    ),
+    Mutation(
+        "gradients of a gather stay one rank's own", "collectives.py",
+        'ctx.world.reduce(gradients, "sum")[ctx', "gradients[ctx", "test_collectives",
+        "test_strategy",
+    ),
+    Mutation(
         "a gather loses the order of ranks", "collectives.py",
         "            return gathered\n", "            return gathered[::-1]\n",
         "gathers_of_any", "test_properties",
@@ -220,4 +258,4 @@ def main(name: str = "") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(" ".join(sys.argv[1:])))

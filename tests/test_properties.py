@@ -77,6 +77,19 @@ class TestBuckets:
             limit = min(MIB, bytes_) if index == 0 else bytes_
             assert sum(p.numel() * 4 for p in group[:-1]) < max(limit, 1)
 
+    def test_a_loss_prepared_twice_is_scaled_once(self) -> None:
+        """As by a backward whose gradients stay local, then one of the same loss."""
+        model = nn.Linear(2, 1, bias=False)
+        buckets = GradientBuckets(model, HorovodStrategy().world, add, 1, before=0.5, after=1)
+        loss = model(torch.ones(2)).sum()
+        buckets.prepare(loss)
+        buckets.prepare(loss)
+        buckets.start()
+        loss.backward()
+        assert buckets.finish()
+        assert model.weight.grad is not None and model.weight.grad.tolist() == [[0.5, 0.5]]
+        buckets.remove()
+
     @given(draw.lists(draw.lists(draw.booleans(), min_size=6, max_size=6), min_size=1, max_size=6))
     @settings(deadline=None)
     def test_any_parameters_can_be_toggled(self, steps: list[list[bool]]) -> None:

@@ -229,6 +229,42 @@ def warm_optimizer() -> Any:
     return run.optimizers[0].state_dict()["state"]
 
 
+class RemembersTwo(Net):
+    """Which samples of two loaders were trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, list[Tensor]], batch_idx: int) -> Tensor:
+        self.seen += [batch["many"][0][:, 0], batch["few"][0][:, 0]]
+        return super().training_step(batch["many"], batch_idx)
+
+
+def resume_two_loaders(folder: str) -> tuple[list[float], list[float]]:
+    """7 of 10 batches of 4 and of 2 samples a rank, and the rest after a resume."""
+
+    def loaders() -> dict[str, DataLoader]:
+        return {
+            name: DataLoader(samples(20 * size), batch_size=size)
+            for name, size in (("many", 4), ("few", 2))
+        }
+
+    keep = ModelCheckpoint(folder, filename="seven", every_n_train_steps=7)
+    run = trainer("horovod", max_steps=7, callbacks=[keep], enable_checkpointing=True)
+    first, second = RemembersTwo(), RemembersTwo()
+    run.fit(first, loaders())
+    run = trainer("horovod", max_epochs=1)
+    run.fit(second, loaders(), ckpt_path=f"{folder}/seven.ckpt")
+    seen = everyones(run, first.seen + second.seen)
+    return seen, sorted(x for size in (4, 2) for x in samples(20 * size).tensors[0][:, 0].tolist())
+
+
+def test_a_resume_with_two_loaders_sees_each_sample_once(launch: Callable, tmp_path: Path) -> None:
+    for seen, expected in launch(resume_two_loaders, 2, folder=str(tmp_path)):
+        assert seen == expected
+
+
 def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
     first, second = launch(warm_optimizer, 2)
     assert first and first.keys() == second.keys()
@@ -322,6 +358,7 @@ class TestDevices:
     def test_each_rank_takes_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for rank in range(4):
             strategy = self.strategy(monkeypatch, 4, rank)
+            strategy.world.local_rank = 0  # as the first of its process set
             assert strategy.root_device == torch.device("cuda", rank)
 
     def test_or_the_only_one_that_it_was_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +390,13 @@ class TestDevices:
 
 class TestOneProcess:
     """Without horovodrun: one process, and options that are refused."""
+
+    def test_metrics_are_those_of_the_newest_strategy(self) -> None:
+        module = Measured()
+        for _ in range(2):
+            world = HorovodStrategy().world
+            world.synchronize_metrics(module)
+            assert module.auroc.dist_sync_fn == world.gather
 
     def test_trains_alone(self) -> None:
         run = trainer("horovod", max_epochs=1)

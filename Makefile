@@ -2,12 +2,17 @@
 
 # What to run on, how many processes, and with which changes to conf/:
 ARGS ?=
+ifdef HOSTFILE
+  WHERE = $(if $(NP),-np $(NP)) --hostfile $(HOSTFILE) $(if $(HOSTS),-H $(HOSTS))
+else
+  WHERE = -np $(NP) -H $(HOSTS)
 ifdef HOSTS
   NP ?= $(shell echo '$(HOSTS)' | tr ',' '\n' | awk -F: '{n += $$2 ? $$2 : 1} END {print n}')
 else
   # Two processes, but on a host with a single GPU one: a rank needs its own.
   NP ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | wc -l)),1,2)
   HOSTS := localhost:$(NP)
+endif
 endif
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
@@ -22,11 +27,11 @@ endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train test test-mutations check bench-step bench-step-slow \
-        tensorboard clean
+.PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
+        check bench-step bench-step-slow tensorboard clean
 
 help: ## show this
-	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
+	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: environment ## make .venv and build Horovod, once; MPI=1 with MPI too
@@ -37,7 +42,26 @@ environment:
 
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
-	$(BIN)/horovodrun -np $(NP) -H $(HOSTS) $(PYTHON) template.py $(ARGS)
+	$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) template.py $(ARGS)
+
+doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1
+	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
+
+sync: environment ## copy code to HOSTS, to the same path; ENV=1 the environment too; DRY=1 only look
+	@$(PYTHON) -m cluster.sync $(WHERE) $(if $(ENV),--env) $(if $(DRY),--dry-run)
+
+launch: environment ## train on HOSTS without this terminal; AT=02:00 later
+	@$(PYTHON) -m runs.config $(ARGS)
+	@$(PYTHON) -m cluster.jobs launch $(if $(AT),--at "$(AT)") $(WHERE) $(PYTHON) template.py $(ARGS)
+
+status: ## list launched runs
+	@$(PYTHON) -m cluster.jobs status $(if $(JSON),--json)
+
+logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
+	@$(PYTHON) -m cluster.jobs logs $(RUN) $(if $(RANK),--rank $(RANK)) $(if $(FOLLOW),--follow)
+
+stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
+	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
 
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -63,6 +63,7 @@ class Testbed:
     Args:
         hosts: how many; they are called node1, node2, ...
         rate: of each host's link, in both directions, as tc writes it ("500mbit"); None: as it is.
+        interfaces: the name of each host's network interface.
 
     Raises:
         RuntimeError: with the reason, where they cannot be made.
@@ -71,7 +72,10 @@ class Testbed:
     __test__ = False  # no test of pytest's
     _made = 0
 
-    def __init__(self, hosts: int, rate: str | None = None) -> None:
+    def __init__(
+        self, hosts: int, rate: str | None = None, interfaces: Sequence[str] | None = None
+    ) -> None:
+        self.interfaces = interfaces or ["eth0"] * hosts
         self.names = [f"node{number}" for number in range(1, hosts + 1)]
         self.rate = rate
         Testbed._made += 1
@@ -100,8 +104,8 @@ class Testbed:
         key, config = self._folder / "key", self._folder / "ssh_config"
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key))
         config.write_text(
-            f"Host *\n  IdentityFile {key}\n  IdentitiesOnly yes\n  StrictHostKeyChecking no\n"
-            "  UserKnownHostsFile /dev/null\n  LogLevel ERROR\n"
+            f"Host *\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {self._folder}/known_hosts\n  GlobalKnownHostsFile none\n"
         )
         Path("/run/sshd").mkdir(exist_ok=True)
         _run("ip", "netns", "add", self.switch)
@@ -109,8 +113,11 @@ class Testbed:
         _run("ip", "-n", self.switch, "link", "set", "bridge", "up")
         addresses = {name: f"10.77.0.{index}" for index, name in enumerate(self.names, start=1)}
         names = "".join(f"{address} {name}\n" for name, address in addresses.items())
-        for name, address in addresses.items():
-            self.hosts.append(self._make_host(name, address, f"127.0.0.1 localhost\n{names}"))
+        public = " ".join((self._folder / "key.pub").read_text().split()[:2])
+        known = "".join(f"{name},{address} {public}\n" for name, address in addresses.items())
+        (self._folder / "known_hosts").write_text(known)
+        for (name, address), nic in zip(addresses.items(), self.interfaces):
+            self.hosts.append(self._make_host(name, address, nic, f"127.0.0.1 localhost\n{names}"))
         deadline = time.monotonic() + 20
         for host in self.hosts:
             probe = self.hosts[0].command("ssh", host.name, "true")
@@ -120,20 +127,20 @@ class Testbed:
                     raise RuntimeError(f"sshd of {host.name} does not answer: {said[-300:]}")
                 time.sleep(0.1)
 
-    def _make_host(self, name: str, address: str, names: str) -> Host:
+    def _make_host(self, name: str, address: str, nic: str, names: str) -> Host:
         namespace, port = f"{self.prefix}-{name}", f"to-{name}"
         _run("ip", "netns", "add", namespace)
         folder = Path("/etc/netns") / namespace  # what `ip netns exec` shows as /etc
         folder.mkdir(parents=True)
         (folder / "hosts").write_text(names)
         link = ["type", "veth", "peer", "name", port, "netns", self.switch]
-        _run("ip", "-n", namespace, "link", "add", "eth0", *link)
-        _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", "eth0")
+        _run("ip", "-n", namespace, "link", "add", nic, *link)
+        _run("ip", "-n", namespace, "address", "add", f"{address}/24", "dev", nic)
         _run("ip", "-n", self.switch, "link", "set", port, "master", "bridge", "up")
-        for interface in ("lo", "eth0"):
+        for interface in ("lo", nic):
             _run("ip", "-n", namespace, "link", "set", interface, "up")
         if self.rate:
-            for space, device in ((namespace, "eth0"), (self.switch, port)):
+            for space, device in ((namespace, nic), (self.switch, port)):
                 limit = ["root", "tbf", "rate", self.rate, *BURST]
                 _run("tc", "-n", space, "qdisc", "add", "dev", device, *limit)
         key, config = self._folder / "key", self._folder / "ssh_config"

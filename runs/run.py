@@ -35,6 +35,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from runs.config import ROOT
 from runs.refusal import Refusal, launched_rank, launched_size, refuse
 from runs.report import Report, gather_texts
+from runs.stopping import SIGNAL, Stopped
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -156,6 +157,10 @@ class Run:
         if error is None:
             self._tell_warnings_of_other_ranks()
             return
+        if isinstance(error, Stopped):
+            if launched_rank() == 0:
+                print(f"stopped; to go on: ckpt_path={error}", flush=True)
+            sys.exit(128 + SIGNAL)
         mistake = _mistake(error, started=self.report.started)
         horovod_stopped = type(error).__name__ == "HorovodInternalError"
         if (mistake or horovod_stopped) and self.folder is not None and not self.report.started:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import re
 import socket
 import time
 import urllib.error
@@ -65,7 +66,8 @@ class HorovodrunEnvironment(LaunchedEnvironment):
             port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
             url = f"http://{server}:{port}/ddp/rank-0"
             if self.global_rank() == 0:
-                address = _own_address(server)
+                # What follows the name is what its own server may ask for (cluster/rendezvous.py).
+                address = _own_address(re.split("[:/]", server)[0])
                 request = urllib.request.Request(url, address.encode(), method="PUT")
                 DIRECT.open(request, timeout=30).close()
             self._address = _read(url).split()

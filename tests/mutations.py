@@ -77,7 +77,7 @@ MUTATIONS = [
     ),
     Mutation(
         "toggled parameters share buckets with others", "buckets.py",
-        "if self.buckets and not cut:", "if self.buckets:", "horovod-2 and adversaries",
+        "if self.buckets and not cut:", "if self.buckets:", "toggled", "test_properties",
     ),
     Mutation(
         "sparse gradients stay one rank's own", "buckets.py",
@@ -165,8 +165,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a loss that is prepared twice is scaled twice", "buckets.py",
-        "        if self._loss_hook is not None:\n            self._loss_hook.remove()\n", "",
-        "prepared_twice", "test_properties",
+        "        if self._loss_hook is not None:\n            self._loss_hook.remove()\n        if",
+        "        if", "prepared_twice", "test_properties",
     ),
     Mutation(
         "a proven disagreement is passed over", "horovod.py",

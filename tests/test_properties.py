@@ -104,6 +104,8 @@ class TestBuckets:
             if not any(trained):
                 continue
             buckets.start()
+            for bucket in buckets.buckets:  # else it would wait for backward's end to leave
+                assert len({parameter.requires_grad for parameter in bucket.parameters}) == 1
             torch.stack([layer(torch.ones(2)).sum() for layer in model]).sum().backward()
             assert buckets.finish()
             for layer, on in zip(model, trained):

@@ -1,0 +1,269 @@
+"""The processes of a job on one host: started, listened to, and ended to the last one.
+
+    python -m cluster.agent        by cluster/horovodrun.py, over one ssh a host
+
+Lines of JSON come in: first the job, then a sign of life every few seconds, and signals to pass on.
+Lines of JSON go out: what ranks print, their ends, and signs of life. When the launcher is gone
+(its end of the pipe closed, or nothing heard for SILENCE_SECONDS) all processes are ended. They are
+found as descendants of this one, which adopts those whose parents ended; if this one is killed,
+the kernel kills the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+LIFE_SECONDS = 3  # between signs of life
+SILENCE_SECONDS = 25  # after which the other side is taken for gone
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+SIOCGIFADDR = 0x8915  # netdevice(7)
+LONGEST_LINE = 1 << 20
+IGNORED = (signal.SIGINT, signal.SIGHUP)  # the terminal's Ctrl-C is the launcher's to judge
+
+
+class Agent:
+    """Runs one job, as the first line says, until its last process has ended."""
+
+    def __init__(self) -> None:
+        self._ranks: dict[int, int] = {}  # by process id
+        self._prctl = ctypes.CDLL(None).prctl
+        self._saying = threading.Lock()
+        self._locks: list[Any] = []
+        self._ending = threading.Lock()
+
+    def run(self) -> None:
+        with open(0, "rb", buffering=0, closefd=False) as orders:  # takes no more than a line
+            line = orders.readline()
+        if not line:
+            return
+        job = json.loads(line)
+        try:
+            environment = self._environment(job)
+            self._take_gpus(job)
+        except ValueError as error:
+            self._say(error=str(error))
+            return
+        self._prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        selector = selectors.DefaultSelector()
+        for rank, variables in job["ranks"].items():
+            try:
+                self._start(int(rank), job["command"], environment | variables, selector)
+            except OSError as error:
+                self._say(error=f"{job['command'][0]}: {error.strerror}")
+                self._end_all(0)
+                return
+        # Only now: threads that exist while a process is started can leave it with their locks.
+        threading.Thread(target=self._listen, daemon=True).start()
+        self._watch(selector)
+        self._end_all(0)  # what ranks left behind
+
+    def _environment(self, job: dict[str, Any]) -> dict[str, str]:
+        """What all ranks of this host see: of ssh, forwarded, and the network interface."""
+        nic = job["nic"] or interface_towards(job["launcher"])
+        if nic not in (name for _, name in socket.if_nameindex()):
+            there = ", ".join(name for _, name in socket.if_nameindex())
+            raise ValueError(f"no network interface {nic}; there are {there}: mend nic in HOSTFILE")
+        interface = {"HOROVOD_GLOO_IFACE": nic, "GLOO_SOCKET_IFNAME": nic}
+        return {**os.environ, "NCCL_SOCKET_IFNAME": nic, **interface, **job["environment"]}
+
+    def _take_gpus(self, job: dict[str, Any]) -> None:
+        """Mark the GPUs as ours until we end; the lock of a file goes with its process."""
+        gpus = job["gpus"]
+        if gpus is None:  # those that HorovodStrategy takes by local rank
+            gpus = [gpu for gpu in range(len(job["ranks"])) if Path(f"/dev/nvidia{gpu}").exists()]
+        for gpu in gpus:
+            name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{gpu}"
+            file = (Path(tempfile.gettempdir()) / name).open("a+")
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                file.seek(0)
+                owner = file.read().strip()
+                raise ValueError(
+                    f"GPU {gpu} is in use by run {owner}: wait for it, take others (gpus in "
+                    f"HOSTFILE), or make stop RUN={owner}"
+                ) from None
+            file.truncate(0)
+            file.write(job["run"])
+            file.flush()
+            self._locks.append(file)
+
+    def _start(
+        self, rank: int, command: list[str], environment: dict[str, str],
+        selector: selectors.BaseSelector,
+    ) -> None:  # fmt: skip
+        process = subprocess.Popen(
+            command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=self._become_rank,
+        )  # fmt: skip
+        process.returncode = 0  # not Popen's to wait for: all children are waited for together
+        self._ranks[process.pid] = rank
+        for stream in ("stdout", "stderr"):
+            selector.register(getattr(process, stream), selectors.EVENT_READ, [rank, stream, b""])
+
+    def _become_rank(self) -> None:
+        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        for number in IGNORED:
+            signal.signal(number, signal.SIG_DFL)
+
+    def _watch(self, selector: selectors.BaseSelector) -> None:
+        """Pass on what ranks print, and tell their ends, until none is left."""
+        told_life = 0.0
+        while self._ranks:
+            for key, _ in selector.select(timeout=0.2):
+                self._pass_on(key, selector)
+            if time.monotonic() - told_life > LIFE_SECONDS:
+                told_life = time.monotonic()
+                self._say()
+            self._reap(selector)
+
+    def _pass_on(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> bool:
+        """What there is to read on a stream; False at its end."""
+        rank, stream, begun = key.data
+        data = os.read(key.fd, 1 << 16)
+        *lines, rest = (begun + data).split(b"\n")
+        if rest and (not data or len(rest) > LONGEST_LINE):
+            lines, rest = [*lines, rest], b""
+        key.data[2] = rest
+        for line in lines:
+            self._say(rank=rank, stream=stream, line=line.decode(errors="replace"))
+        if not data:
+            selector.unregister(key.fileobj)
+        return bool(data)
+
+    def _reap(self, selector: selectors.BaseSelector) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while True:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+                if pid == 0:
+                    return
+                if pid not in self._ranks:
+                    continue
+                rank = self._ranks[pid]
+                # What it printed last comes before its end, also where children hold its pipes.
+                for key in list(selector.get_map().values()):
+                    while key.data[0] == rank and _readable(key.fd):
+                        if not self._pass_on(key, selector):
+                            break
+                del self._ranks[pid]
+                self._say(rank=rank, exit=os.waitstatus_to_exitcode(status))
+
+    def _listen(self) -> None:
+        """Signs of life and signals of the launcher; when they stop, all ends."""
+        waiting = selectors.DefaultSelector()
+        waiting.register(0, selectors.EVENT_READ)
+        begun = b""
+        while True:
+            if not waiting.select(timeout=SILENCE_SECONDS):
+                break
+            data = os.read(0, 1 << 16)
+            if not data:
+                break
+            *lines, begun = (begun + data).split(b"\n")
+            for line in lines:
+                order = json.loads(line)
+                if "signal" in order:
+                    for pid in list(self._ranks):
+                        with contextlib.suppress(ProcessLookupError):
+                            os.kill(pid, getattr(signal, order["signal"]))
+                if "end" in order:
+                    threading.Thread(target=self._end_all, args=[order["end"]], daemon=True).start()
+        self._end_all(3)
+        os._exit(1)  # also out of a write that nobody reads
+
+    def _end_all(self, grace: float) -> None:
+        """Tell all descendants to end, and kill those that have not after `grace` seconds."""
+        with self._ending:
+            told = time.monotonic()
+            number = signal.SIGTERM if grace else signal.SIGKILL
+            while alive := descendants():
+                for pid in alive:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
+                if number == signal.SIGTERM:
+                    while descendants() and time.monotonic() - told < grace:
+                        time.sleep(0.05)
+                    number = signal.SIGKILL
+                else:
+                    time.sleep(0.02)
+
+    def _say(self, **what: Any) -> None:
+        with self._saying:
+            try:
+                sys.stdout.buffer.write(json.dumps(what).encode() + b"\n")
+                sys.stdout.buffer.flush()
+            except OSError:
+                os._exit(1)  # nobody listens; the kernel kills the ranks
+
+
+def _readable(descriptor: int) -> bool:
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        return bool(selector.select(timeout=0))
+
+
+def descendants() -> list[int]:
+    """All processes below this one that still run."""
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdecimal():
+            with contextlib.suppress(OSError):
+                # pid (name, which may hold anything) state parent ...
+                state, parent, *_ = (
+                    Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                )
+                if state not in "ZX":
+                    children.setdefault(int(parent), []).append(int(entry))
+    found = list(children.get(os.getpid(), []))
+    for pid in found:  # grows while it is walked
+        found += children.get(pid, [])
+    return found
+
+
+def address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface of this host; None without."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("256s", interface.encode()[:15])
+        try:
+            return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)[20:24])
+        except OSError:
+            return None
+
+
+def interface_towards(address: str) -> str:
+    """The network interface by which this host reaches another, or which has the address itself.
+
+    Raises:
+        ValueError: when there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # UDP: looks up the route, sends nothing
+        except OSError as error:
+            raise ValueError(f"no route to the launch host, {address}: {error.strerror}") from None
+        own = probe.getsockname()[0]
+    names = [name for _, name in socket.if_nameindex() if address_of(name) == own]
+    if not names:
+        raise ValueError(f"no network interface has the address {own}: give nic in HOSTFILE")
+    return names[0]
+
+
+if __name__ == "__main__":
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    Agent().run()

@@ -1,0 +1,318 @@
+"""horovodrun for a cluster: the same line, and what hosts need beside it.
+
+    python -m cluster.horovodrun -np 8 -H node1:4,node2:4 python template.py
+    python -m cluster.horovodrun --hostfile hosts.yaml python template.py
+
+Against horovodrun: one ssh a host instead of one a process; each host uses its own network
+interface and GPUs (cluster/hosts.py); only variables of an allow-list leave this host, and none on
+a command line; a folder that is missing on a host ends the job instead of sending it to $HOME; only
+the job may use the rendezvous server; when a process fails, or a host falls silent, all end and the
+cause is told in a line. The first Ctrl-C asks the processes for a checkpoint (SIGUSR1), the second
+ends them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of
+from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks
+from cluster.record import Record
+from cluster.rendezvous import Rendezvous, own_address
+from cluster.ssh import NO_FOLDER, explain
+
+# What leaves this host: variables with these names or beginnings, and those that FORWARD adds.
+FORWARDED = (
+    "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "PYTHON", "HOROVOD_", "NCCL_", "GLOO_", "UCX_",
+    "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_",
+)  # fmt: skip
+SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
+GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
+STOP_SECONDS = 8  # from the request for a checkpoint to the end
+END_SECONDS = 3  # from SIGTERM to SIGKILL
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Connection:
+    """The agent on a host, and the thread that listens to it."""
+
+    def __init__(self, host: Host, members: list[Rank], events: queue.SimpleQueue) -> None:
+        self.host, self.members = host, members
+        self._events = events
+        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+        script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {python} -m cluster.agent"
+        self.process = subprocess.Popen(
+            host.command(script), start_new_session=True,  # Ctrl-C is for us alone
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._sending = threading.Lock()
+        self.listening_since = time.monotonic()
+        self._words = b""
+        self._threads = [threading.Thread(target=self._hear, daemon=True)]
+        self._threads.append(threading.Thread(target=self._hear_ssh, daemon=True))
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, **what: Any) -> None:
+        """A line for the agent; not waited for by more than its own thread."""
+        with self._sending, contextlib.suppress(OSError, ValueError):
+            stdin = self.process.stdin
+            assert stdin is not None
+            stdin.write(json.dumps(what).encode() + b"\n")
+            stdin.flush()
+
+    def silent_for(self) -> float:
+        """Seconds since the agent was last heard, while we listened."""
+        return time.monotonic() - self.listening_since
+
+    def _hear(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.listening_since = float("inf")  # not listening: whoever prints takes his time
+            if line.startswith(b"{"):  # a login shell may greet
+                self._events.put((self, json.loads(line)))
+            self.listening_since = time.monotonic()
+        self._threads[1].join(timeout=2)
+        said = self._words.decode(errors="replace")
+        self._events.put((self, {"gone": self.process.wait(), "said": said}))
+
+    def _hear_ssh(self) -> None:
+        assert self.process.stderr is not None
+        while data := os.read(self.process.stderr.fileno(), 1 << 12):
+            self._words = (self._words + data)[-4000:]
+
+
+class Job:
+    """Processes on hosts, from their start to the end of all.
+
+    Args:
+        members: the processes.
+        command: what each runs.
+        record: where the job's state is kept for status, logs and stop.
+    """
+
+    def __init__(self, members: list[Rank], command: list[str], record: Record) -> None:
+        self.members, self.command, self.record = members, command, record
+        self.connections: list[Connection] = []
+        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        self._running = {member.rank for member in members}
+        self._silence = SILENCE_SECONDS + len(members) / 10
+        self._cause: tuple[int, str] | None = None  # how telling, and what
+        self._status = 0
+        self._deadlines: dict[str, float] = {}
+        self._signals = 0
+
+    def run(self) -> int:
+        """The exit status: 0, that of the first process that failed, or 128 + a signal."""
+        hosts = list(dict.fromkeys(member.host for member in self.members))
+        addresses = _addresses(hosts)
+        rendezvous = Rendezvous(sorted(set(addresses.values())))
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._on_signal)
+        threading.Thread(target=self._give_life, daemon=True).start()
+        try:
+            for host in hosts:
+                here = [member for member in self.members if member.host == host]
+                connection = Connection(host, here, self._events)
+                self.connections.append(connection)
+                environment = self._environment(host) | rendezvous.environment(addresses[host])
+                connection.send(**self._order(host, here, environment, addresses[host]))
+            self.record.update(state="running")
+            while self._running or any(c.process.poll() is None for c in self.connections):
+                self._step()
+        finally:
+            for connection in self.connections:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(connection.process.pid, signal.SIGKILL)
+            rendezvous.close()
+        return self._finish()
+
+    def _order(
+        self, host: Host, here: list[Rank], environment: dict[str, str], address: str
+    ) -> dict[str, Any]:
+        """What the agent is to start."""
+        on_cpu = "trainer.accelerator=cpu" in self.command
+        gpus = None if host.gpus is None else host.gpus[: len(here)]
+        return {
+            "run": self.record.id,
+            "command": self.command,
+            "environment": environment,
+            "ranks": {m.rank: m.environment(len(self.members)) for m in here},
+            "nic": host.nic,
+            "launcher": address,
+            "gpus": [] if on_cpu else gpus,
+        }
+
+    def _environment(self, host: Host) -> dict[str, str]:
+        ours = {
+            "HOROVOD_CONTROLLER": "gloo",
+            "HOROVOD_CPU_OPERATIONS": "gloo",
+            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(30 + len(self.members)),
+            "PYTHONUNBUFFERED": "1",
+        }
+        return ours | ({} if host.is_here else forwarded(dict(os.environ)))
+
+    def _step(self) -> None:
+        """One event, and what is due."""
+        with contextlib.suppress(queue.Empty):
+            connection, event = self._events.get(timeout=0.2)
+            self._take(connection, event)
+        now = time.monotonic()
+        for connection in self.connections:
+            silent = connection.silent_for()
+            if silent > self._silence and connection.process.poll() is None:
+                text = f"{connection.host.name} has not been heard for {silent:.0f} s: is it down?"
+                self._fail(3, f"{text} Its agent ends what runs there", 1)
+                os.killpg(connection.process.pid, signal.SIGKILL)
+        for name, act in (("stop", self._end), ("end", self._end), ("kill", self._kill)):
+            if now > self._deadlines.get(name, float("inf")):
+                self._deadlines[name] = float("inf")
+                act()
+
+    def _take(self, connection: Connection, event: dict[str, Any]) -> None:
+        host = connection.host
+        if "line" in event:
+            self.record.line(event["rank"], event["stream"], event["line"])
+        elif "exit" in event:
+            rank, code = event["rank"], event["exit"]
+            self._running.discard(rank)
+            if code:
+                self._fail(2 if code < 0 else 1, f"rank {rank} on {host.name} {_told(code)}", code)
+        elif "error" in event:
+            self._fail(3, f"{host.name}: {event['error']}", 2)
+        elif "gone" in event:
+            lost = {member.rank for member in connection.members} & self._running
+            self._running -= lost
+            if lost:
+                reason = explain(host, event["gone"], event["said"])
+                self._fail(3, f"{host.name}: {reason}", 1)
+
+    def _fail(self, weight: int, cause: str, code: int) -> None:
+        """Take note why, and end the others soon. A process that was killed tells more than those
+        that failed as it was gone."""
+        ending = "end" in self._deadlines or "stop" in self._deadlines
+        if not ending:
+            self._deadlines["end"] = time.monotonic() + GRACE_SECONDS
+        if self._deadlines.get("kill") is None and (self._cause is None or weight > self._cause[0]):
+            self._cause = (weight, cause)
+            self._status = 128 - code if code < 0 else code
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._signals += 1
+        name = signal.Signals(number).name
+        if self._signals > 1:
+            self._deadlines["stop"] = 0
+        else:
+            self._status = 128 + number
+            self._cause = (4, f"stopped by {name}")
+            self._deadlines["stop"] = time.monotonic() + STOP_SECONDS
+            threading.Thread(target=self._ask_to_stop, daemon=True).start()
+
+    def _ask_to_stop(self) -> None:
+        tell(f"stopping: {STOP_SECONDS} s for a checkpoint; a second signal ends all at once")
+        for connection in self.connections:
+            connection.send(signal="SIGUSR1")
+
+    def _end(self) -> None:
+        self._deadlines["kill"] = time.monotonic() + END_SECONDS + 2
+        for connection in self.connections:
+            connection.send(end=END_SECONDS)
+
+    def _kill(self) -> None:
+        for connection in self.connections:
+            if connection.process.poll() is None:
+                tell(f"{connection.host.name} does not answer: its agent ends what runs there")
+                os.killpg(connection.process.pid, signal.SIGKILL)
+
+    def _give_life(self) -> None:
+        while True:
+            for connection in list(self.connections):
+                connection.send()
+            time.sleep(LIFE_SECONDS)
+
+    def _finish(self) -> int:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        if self._cause is not None:
+            tell(self._cause[1])
+        state = "done" if self._cause is None else "stopped" if self._signals else "failed"
+        reason = self._cause[1] if self._cause else None
+        self.record.update(state=state, reason=reason, exit=self._status)
+        return self._status
+
+
+def forwarded(environment: dict[str, str]) -> dict[str, str]:
+    """What of `environment` may leave this host."""
+    asked = tuple(name for name in environment.get("FORWARD", "").split(",") if name)
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(asked)
+        or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
+    }
+
+
+def _addresses(hosts: list[Host]) -> dict[Host, str]:
+    """The address of this host for each of them: on its network interface for the job, if named."""
+    try:
+        named = next(host.nic for host in hosts if host.is_here and host.nic)
+        address = address_of(named)
+        if address is None:
+            raise Refusal(f"this host has no network interface {named} with an address: mend nic")
+        return dict.fromkeys(hosts, address)
+    except StopIteration:
+        pass
+    try:
+        towards = {host: own_address(host.address) for host in hosts if not host.is_here}
+    except OSError as error:
+        raise Refusal(f"no route to a host: {error.strerror}") from None
+    here = next(iter(towards.values()), "127.0.0.1")
+    return {host: towards.get(host, here) for host in hosts}
+
+
+def _told(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    return f"was killed by {name}" + (" (out of memory? dmesg tells)" if code == -9 else "")
+
+
+def tell(text: str, stream: IO[str] | None = None) -> None:
+    print(f"horovodrun: {text}", file=stream or sys.stderr, flush=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.horovodrun", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
+    add_arguments(parser)
+    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
+    arguments = parser.parse_args()
+    if not arguments.command:
+        parser.error("the command is missing, as python template.py")
+    try:
+        members = ranks(chosen(arguments), arguments.np)
+        with Record(arguments.record, members, arguments.command) as record:
+            return Job(members, arguments.command, record).run()
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,281 @@
+"""The hosts of a job: which they are, how each is reached, and what each lends.
+
+    HOSTS=node1:4,node2:4                  as horovodrun's -H
+    HOSTFILE=hosts.yaml                    with more to say about each:
+
+    hosts:
+      node1: {slots: 2, gpus: [1, 7], nic: enp2s0f1}
+      node2: {slots: 2, gpus: [0, 1], nic: enp1s0f0, user: ada, port: 2222,
+              ssh: [ProxyJump=login], env: {NCCL_DEBUG: INFO}}
+
+All is checked before any ssh is started. One source for sync, doctor, launch and benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import re
+import shlex
+import socket
+import subprocess
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SSH_SECONDS = 10  # to wait for a host that does not answer
+
+
+class Refusal(Exception):
+    """What is wrong with the hosts, where, and what to do, in one line."""
+
+
+@dataclass(frozen=True)
+class Host:
+    """One host and what it lends to the job.
+
+    Attributes:
+        name: as ssh and the other hosts know it.
+        slots: processes that it may run.
+        gpus: their numbers on the host, one a process; None: all, in order.
+        nic: network interface for what ranks send each other; None: the one to the launch host.
+        user, port, ssh: for ssh; `ssh` are options as after its -o.
+        env: variables for the processes on this host.
+    """
+
+    name: str
+    slots: int
+    gpus: tuple[int, ...] | None = None
+    nic: str | None = None
+    user: str | None = None
+    port: int | None = None
+    ssh: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict, hash=False)
+
+    @functools.cached_property
+    def address(self) -> str:
+        """IPv4 address, by ssh's own configuration where it has an alias.
+
+        Raises:
+            Refusal: when the name is unknown.
+        """
+        # ssh -G only prints what it would do.
+        asked = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
+        found = re.search(rb"^hostname (.+)$", asked.stdout, re.MULTILINE)
+        name = found.group(1).decode().strip() if found else self.name
+        try:
+            return str(socket.getaddrinfo(name, 22, socket.AF_INET)[0][4][0])
+        except OSError:
+            raise Refusal(
+                f"{self.name}: no such host: no address for it in DNS, /etc/hosts or ~/.ssh/config"
+            ) from None
+
+    @functools.cached_property
+    def is_here(self) -> bool:
+        """Whether this is the host that we are on: then no ssh is needed."""
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            try:
+                probe.bind((self.address, 0))  # possible for one's own addresses only
+            except OSError:
+                return False
+        return self.user is None and self.port is None
+
+    def ssh_options(self) -> list[str]:
+        """ssh and its options for this host, without its name."""
+        # BatchMode: to fail rather than to ask. Host keys are checked as ssh is configured to.
+        options = ["BatchMode=yes", f"ConnectTimeout={SSH_SECONDS}", *self.ssh]
+        command = ["ssh", *(f"-o{option}" for option in options)]
+        command += ["-l", self.user] if self.user else []
+        return command + (["-p", str(self.port)] if self.port else [])
+
+    def command(self, script: str) -> list[str]:
+        """The command line that runs a line of sh on this host."""
+        if self.is_here:
+            return ["sh", "-c", script]
+        # Whatever the login shell there is, it is sh that reads the script.
+        return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
+
+
+def parse(text: str) -> list[Host]:
+    """Hosts of a list as `node1:4,node2:4`; a host without number has one slot.
+
+    Raises:
+        Refusal: when it is malformed, or names a host twice.
+    """
+    hosts = []
+    for entry in text.split(","):
+        name, colon, slots = entry.strip().partition(":")
+        if not NAME.fullmatch(name) or (colon and not re.fullmatch("[1-9][0-9]{0,4}", slots)):
+            raise Refusal(
+                f"HOSTS={text}: '{entry}' is no host: write name:slots, as node1:4,node2:4"
+            )
+        hosts.append(Host(name, int(slots or 1)))
+    return _checked(hosts, f"HOSTS={text}")
+
+
+def read(file: Path) -> list[Host]:
+    """Hosts of a host file (see above).
+
+    Raises:
+        Refusal: when it cannot be read, is malformed, or contradicts itself.
+    """
+    where = f"HOSTFILE={file}"
+    try:
+        content = yaml.safe_load(file.read_text())
+    except OSError as error:
+        raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f" in line {mark.line + 1}" if mark else ""
+        reason = getattr(error, "problem", None) or "not text"
+        raise Refusal(f"{where}: no YAML{line}: {reason}") from None
+    hosts = content.get("hosts") if isinstance(content, dict) else None
+    if not isinstance(hosts, dict) or not hosts:
+        raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
+    _refuse_twice(file, where)
+    return _checked([_host(str(name), of, where) for name, of in hosts.items()], where)
+
+
+def _refuse_twice(file: Path, where: str) -> None:
+    """YAML takes the last of two equal keys and says nothing."""
+    document = yaml.compose(file.read_text())
+    for key, value in document.value if isinstance(document, yaml.MappingNode) else []:
+        if key.value == "hosts" and isinstance(value, yaml.MappingNode):
+            names = [name.value for name, _ in value.value]
+            for name in names:
+                if names.count(name) > 1:
+                    raise Refusal(f"{where}: {name} is there twice: add up its slots")
+
+
+def _host(name: str, of: Any, where: str) -> Host:
+    kinds: dict[str, Any] = {
+        "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
+    }  # fmt: skip
+    where = f"{where}: {name}"
+    if isinstance(of, int) and not isinstance(of, bool):
+        of = {"slots": of}
+    if not isinstance(of, dict) or "slots" not in of:
+        raise Refusal(f"{where}: it needs its slots, as {{slots: 4}}")
+    if not NAME.fullmatch(name):
+        raise Refusal(f"{where}: this is no name of a host")
+    for key, value in of.items():
+        if key not in kinds:
+            raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(kinds)}")
+        if not isinstance(value, kinds[key]) or isinstance(value, bool):
+            raise Refusal(f"{where}: {key}={value} is no {kinds[key].__name__}")
+    slots, gpus, env = of["slots"], of.get("gpus"), of.get("env", {})
+    if slots < 1:
+        raise Refusal(f"{where}: slots={slots}: write how many processes it may run")
+    if "port" in of and not 0 < of["port"] < 65536:
+        raise Refusal(f"{where}: port={of['port']} is no port: 1 to 65535")
+    if gpus is not None:
+        if not all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus) or len({*gpus}) < len(gpus):
+            raise Refusal(f"{where}: gpus={gpus}: write their numbers, each once, as [0, 1]")
+        if slots > len(gpus):
+            raise Refusal(
+                f"{where}: {slots} slots and {len(gpus)} gpus: a process needs its own; "
+                "take fewer slots or leave gpus out"
+            )
+    for option in of.get("ssh", []):
+        if not isinstance(option, str) or not re.fullmatch(r"\w+[= ].+", option):
+            raise Refusal(f"{where}: ssh: '{option}' is no option: write as ProxyJump=login")
+    for variable in env:
+        if not isinstance(variable, str) or not VARIABLE.fullmatch(variable):
+            raise Refusal(f"{where}: env: '{variable}' is no name of a variable")
+    return Host(
+        name,
+        slots,
+        None if gpus is None else tuple(gpus),
+        of.get("nic"),
+        of.get("user"),
+        of.get("port"),
+        tuple(of.get("ssh", [])),
+        {variable: str(value) for variable, value in env.items()},
+    )
+
+
+def _checked(hosts: list[Host], where: str) -> list[Host]:
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refusal(f"{where}: {name} is there twice: add up its slots")
+    return hosts
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One process: its place in the job, as Horovod counts."""
+
+    host: Host
+    rank: int
+    local_rank: int
+    local_size: int
+    cross_rank: int  # which of the hosts that have such a local rank
+    cross_size: int
+
+    def environment(self, size: int) -> dict[str, str]:
+        """What tells the process its place before it initializes Horovod."""
+        variables = {
+            "HOROVOD_HOSTNAME": self.host.name,
+            "HOROVOD_RANK": self.rank,
+            "HOROVOD_SIZE": size,
+            "HOROVOD_LOCAL_RANK": self.local_rank,
+            "HOROVOD_LOCAL_SIZE": self.local_size,
+            "HOROVOD_CROSS_RANK": self.cross_rank,
+            "HOROVOD_CROSS_SIZE": self.cross_size,
+        }
+        if self.host.gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = self.host.gpus[self.local_rank]
+        return {name: str(value) for name, value in variables.items()} | self.host.env
+
+
+def ranks(hosts: list[Host], size: int | None = None) -> list[Rank]:
+    """`size` processes, hosts filled in their order; by default as many as there are slots.
+
+    Raises:
+        Refusal: when there are not as many slots.
+    """
+    slots = sum(host.slots for host in hosts)
+    size = slots if size is None else size
+    if not 1 <= size <= slots:
+        told = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise Refusal(f"NP={size} processes on {slots} slots ({told}): take 1 to {slots}")
+    local_sizes, left = [], size
+    for host in hosts:
+        local_sizes.append(min(host.slots, left))
+        left -= local_sizes[-1]
+    found: list[Rank] = []
+    for index, (host, local_size) in enumerate(zip(hosts, local_sizes)):
+        for local_rank in range(local_size):
+            cross = [other > local_rank for other in local_sizes]
+            places = (local_rank, local_size, sum(cross[:index]), sum(cross))
+            found.append(Rank(host, len(found), *places))
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """-H and --hostfile; `chosen` reads them."""
+    parser.add_argument("-H", "--hosts", default="", help="node1:4,node2:4")
+    parser.add_argument("--hostfile", default="", help="a YAML file that says more of each host")
+
+
+def chosen(arguments: argparse.Namespace) -> list[Host]:
+    """The hosts that the command line names; this host with one slot when it names none.
+
+    Raises:
+        Refusal: see `parse` and `read`.
+    """
+    if arguments.hosts and arguments.hostfile:
+        raise Refusal("HOSTS and HOSTFILE both name hosts: give one of them")
+    if arguments.hostfile:
+        return read(Path(arguments.hostfile).expanduser())
+    return parse(arguments.hosts or "localhost:1")
+
+
+def as_dict(host: Host) -> dict[str, Any]:
+    """For JSON."""
+    return {item.name: getattr(host, item.name) for item in fields(host)}

@@ -1,0 +1,254 @@
+"""Jobs that go on when the terminal is closed: launch, status, logs, stop.
+
+    python -m cluster.jobs launch -np 8 -H node1:4,node2:4 [--at 02:00] python template.py
+    python -m cluster.jobs status
+    python -m cluster.jobs logs [RUN] [--rank 3] [--follow]
+    python -m cluster.jobs stop [RUN] [--kill]
+
+Where a run is not named, the newest is meant; for stop the only one that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from cluster.hosts import Refusal, add_arguments, chosen, ranks
+from cluster.record import ALIVE, FOLDER, birth, new_folder, write
+
+STOP_SECONDS = 15  # for a checkpoint, and for the end of all processes on all hosts
+
+
+def launch(arguments: argparse.Namespace) -> int:
+    """Start the job in a session of its own, and return."""
+    start = _start(arguments.at)
+    members = ranks(chosen(arguments), arguments.np)  # to refuse here what cannot run
+    if start is None:
+        from cluster.doctor import quick
+
+        quick(list(dict.fromkeys(member.host for member in members)))
+    folder = new_folder()
+    run = [sys.executable, "-m", "cluster.jobs", "run", "--record", str(folder)]
+    run += ["--at", start.isoformat()] if start else []
+    run += ["--", *_horovodrun(arguments, folder)]
+    with open(folder / "launcher.log", "w") as log:
+        process = subprocess.Popen(
+            run, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+    write(folder, {
+        "id": folder.name, "command": " ".join(arguments.command), "ranks": len(members),
+        "hosts": {member.host.name: member.host.slots for member in members}, "detached": True,
+        "state": "waiting" if start else "starting", "pid": process.pid,
+        "birth": birth(process.pid), "at": start.isoformat(" ", "minutes") if start else None,
+        "began": datetime.datetime.now().isoformat(timespec="seconds"),
+    })  # fmt: skip
+    print(f"run    {folder.name}" + (f", at {start.isoformat(' ', 'minutes')}" if start else ""))
+    print(f"       {len(members)} processes; output in {folder}/")
+    print("look   make status    make logs FOLLOW=1    make stop")
+    return 0
+
+
+def _horovodrun(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    line = [sys.executable, "-m", "cluster.horovodrun", "--record", str(folder)]
+    line += ["-np", str(arguments.np)] if arguments.np else []
+    line += ["-H", arguments.hosts] if arguments.hosts else []
+    line += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
+    return [*line, *arguments.command]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """The detached process: wait for the time, then become the launcher."""
+    while not (arguments.record / "run.json").exists():
+        time.sleep(0.01)  # `launch` writes it, with the id of this process
+    if arguments.at:
+        start = datetime.datetime.fromisoformat(arguments.at)
+        while (left := (start - datetime.datetime.now()).total_seconds()) > 0:
+            time.sleep(min(left, 30))  # by the clock, which may be set meanwhile
+    os.execv(arguments.command[0], arguments.command)
+
+
+def _start(at: str) -> datetime.datetime | None:
+    """The time that AT names: the next 02:00, or 2026-11-22 02:00."""
+    if not at:
+        return None
+    now = datetime.datetime.now()
+    with contextlib.suppress(ValueError):
+        if len(at) <= 5:
+            clock = datetime.datetime.strptime(at, "%H:%M").time()
+            start = datetime.datetime.combine(now.date(), clock)
+            return start if start > now else start + datetime.timedelta(days=1)
+        start = datetime.datetime.fromisoformat(at)
+        if start > now:
+            return start
+        raise Refusal(f"AT={at} is past; now it is {now.isoformat(' ', 'minutes')}")
+    raise Refusal(f"AT={at}: write a time as 02:00 or '2026-11-22 02:00'")
+
+
+def runs() -> list[dict[str, Any]]:
+    """All that are known, the oldest first; one whose launcher was killed is lost."""
+    found = []
+    for file in sorted(FOLDER.glob("*/run.json")):
+        try:
+            state = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue  # gone just now
+        if state["state"] in ALIVE and birth(state["pid"]) != state["birth"]:
+            state |= {"state": "lost", "reason": "its launcher was killed, and with it the job"}
+        found.append(state)
+    return found
+
+
+def status(arguments: argparse.Namespace) -> int:
+    """A line a run: running ones, and the last ten that ended."""
+    known = runs()
+    alive = [state for state in known if state["state"] in ALIVE]
+    shown = [state for state in known if state not in alive][-10:] + alive
+    if arguments.json:
+        print(json.dumps(shown, indent=1))
+        return 0
+    if not shown:
+        print("no runs: make launch HOSTS=... ARGS=... starts one")
+        return 0
+    rows = [("RUN", "STATE", "RANKS", "TOOK", "HOSTS", "WHAT")]
+    for state in shown:
+        what = state.get("reason") or (f"at {state['at']}" if state["state"] == "waiting" else "")
+        hosts = ",".join(f"{name}:{slots}" for name, slots in state["hosts"].items())
+        what = what or state["command"]
+        rows.append((state["id"], state["state"], str(state["ranks"]), _took(state), hosts, what))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    for row in rows:
+        print("  ".join([text.ljust(width) for text, width in zip(row, widths)] + [row[5]]))
+    return 0
+
+
+def _took(state: dict[str, Any]) -> str:
+    began = datetime.datetime.fromisoformat(state["began"])
+    ended = state.get("ended")
+    end = datetime.datetime.fromisoformat(ended) if ended else datetime.datetime.now()
+    return str(datetime.timedelta(seconds=int((end - began).total_seconds())))
+
+
+def _named(name: str | None, alive: bool = False) -> dict[str, Any]:
+    """The run that is meant.
+
+    Raises:
+        Refusal: when there is none, or several could be meant.
+    """
+    known = [state for state in runs() if not alive or state["state"] in ALIVE]
+    kind = "running run" if alive else "run"
+    if name:
+        for state in known:
+            if state["id"] == name:
+                return state
+        raise Refusal(f"RUN={name}: no such {kind}; make status shows those there are")
+    if not known:
+        raise Refusal(f"there is no {kind}; make status shows what was")
+    if alive and len(known) > 1:
+        names = ", ".join(state["id"] for state in known)
+        raise Refusal(f"several runs are running: RUN= one of {names}")
+    return known[-1]
+
+
+def logs(arguments: argparse.Namespace) -> int:
+    """What a rank printed; with --follow until the run ends."""
+    state = _named(arguments.run)
+    folder = FOLDER / state["id"]
+    if not state["detached"]:
+        raise Refusal(f"run {state['id']} prints to the terminal that it was started in")
+    name = "launcher" if arguments.rank == "launcher" else f"rank-{arguments.rank}"
+    if name != "launcher" and not (
+        arguments.rank.isdecimal() and int(arguments.rank) < state["ranks"]
+    ):
+        raise Refusal(
+            f"RANK={arguments.rank}: the run has ranks 0 to {state['ranks'] - 1}, and launcher"
+        )
+    file = folder / f"{name}.log"
+    place = 0
+    while True:
+        ended = _named(state["id"])["state"] not in ALIVE
+        if file.exists():
+            with open(file) as log:
+                log.seek(place)
+                sys.stdout.write(log.read())
+                place = log.tell()
+            sys.stdout.flush()
+        if ended or not arguments.follow:
+            break
+        time.sleep(0.3)
+    state = _named(state["id"])
+    if state.get("reason"):
+        print(f"{state['state']}: {state['reason']}", file=sys.stderr)
+    return 0
+
+
+def stop(arguments: argparse.Namespace) -> int:
+    """End a run on all its hosts; first it is asked for a checkpoint."""
+    state = _named(arguments.run, alive=True)
+    pid, told = state["pid"], time.monotonic()
+    if birth(pid) == state["birth"]:
+        os.kill(pid, signal.SIGTERM)
+        if arguments.kill and state["state"] != "waiting":
+            time.sleep(0.2)  # two signals at once may be taken for one
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+    while birth(pid) == state["birth"]:
+        if time.monotonic() - told > STOP_SECONDS:
+            # Its agents then end what runs on their hosts.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            break
+        time.sleep(0.1)
+    file = FOLDER / state["id"] / "run.json"
+    if state["detached"]:
+        state = json.loads(file.read_text())
+        if state["state"] in ALIVE:
+            write(file.parent, state | {"state": "stopped", "reason": "stopped before it ended"})
+    print(f"stopped {state['id']} after {time.monotonic() - told:.0f} s")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster.jobs", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    commands = parser.add_subparsers(dest="what", required=True)
+    for name in ("launch", "run"):
+        command = commands.add_parser(name)
+        command.add_argument("--at", default="", help="start at this time, as 02:00")
+        if name == "launch":
+            command.add_argument("-np", type=int)
+            add_arguments(command)
+        else:
+            command.add_argument("--record", type=Path)
+        command.add_argument("command", nargs=argparse.REMAINDER)
+    commands.add_parser("status").add_argument("--json", action="store_true")
+    command = commands.add_parser("logs")
+    command.add_argument("run", nargs="?")
+    command.add_argument("--rank", default="0", help="its number, or launcher")
+    command.add_argument("--follow", action="store_true")
+    command = commands.add_parser("stop")
+    command.add_argument("run", nargs="?")
+    command.add_argument("--kill", action="store_true", help="at once, without a checkpoint")
+    arguments = parser.parse_args()
+    if getattr(arguments, "command", None) and arguments.command[0] == "--":
+        del arguments.command[0]
+    try:
+        tasks = {"launch": launch, "run": run, "status": status, "logs": logs, "stop": stop}
+        return tasks[arguments.what](arguments)
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""What is known of a job while it runs and after it: a folder a run, in logs/launches.
+
+    run.json          the job and its state, written by its launcher only
+    rank-0.log ...    what each rank printed, of jobs that `make launch` started
+    launcher.log      what the launcher said
+
+An attached job prints to the terminal instead, and its folder goes when it ends.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from cluster.hosts import Rank
+
+FOLDER = Path("logs/launches")
+ALIVE = ("waiting", "starting", "running")
+
+
+def new_folder() -> Path:
+    """A folder named after this second, with a number behind it where another run took it."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count():
+        folder = FOLDER / (f"{now}_{number}" if number else now)
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
+    raise AssertionError("unreachable")
+
+
+def birth(pid: int) -> str | None:
+    """When a process began, in clock ticks since boot: with it an id names one process for good."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+class Record:
+    """The run that this process launches.
+
+    Args:
+        folder: of a detached run, which `make launch` has made; None: attached to a terminal.
+        members: the processes of the job.
+        command: what each runs.
+    """
+
+    def __init__(self, folder: Path | None, members: list[Rank], command: list[str]) -> None:
+        self._detached = folder is not None
+        self.folder = folder or new_folder()
+        self.id = self.folder.name
+        self._files: dict[int, IO[str]] = {}
+        self._state: dict[str, Any] = {
+            "id": self.id,
+            "command": shlex.join(command),
+            "folder": os.getcwd(),
+            "hosts": {host.name: host.slots for host in (m.host for m in members)},
+            "ranks": len(members),
+            "detached": self._detached,
+            "pid": os.getpid(),
+            "birth": birth(os.getpid()),
+            "began": datetime.datetime.now().isoformat(timespec="seconds"),
+        }
+        self.update(state="starting")
+
+    def __enter__(self) -> Record:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:  # fmt: skip
+        for file in self._files.values():
+            file.close()
+        if not self._detached:
+            (self.folder / "run.json").unlink(missing_ok=True)
+            self.folder.rmdir()
+        elif error is not None:
+            self.update(state="failed", reason=str(error))
+
+    def update(self, **what: Any) -> None:
+        """Write the state anew, whole at any moment."""
+        self._state |= what
+        if self._state["state"] not in ALIVE:
+            self._state["ended"] = datetime.datetime.now().isoformat(timespec="seconds")
+        write(self.folder, self._state)
+
+    def line(self, rank: int, stream: str, line: str) -> None:
+        """Something that a rank printed."""
+        if not self._detached:
+            out = sys.stdout if stream == "stdout" else sys.stderr
+            print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
+            return
+        if rank not in self._files:
+            # Open for the whole run; one line, one write, so that it can be followed.
+            self._files[rank] = (self.folder / f"rank-{rank}.log").open("a", buffering=1)
+        print(line, file=self._files[rank])
+
+
+def write(folder: Path, state: dict[str, Any]) -> None:
+    """run.json, never seen half written."""
+    staged = folder / ".run.json"
+    staged.write_text(json.dumps(state, indent=1))
+    staged.replace(folder / "run.json")

@@ -1,0 +1,74 @@
+"""Why an ssh failed, told apart from what it said, and what mends it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from cluster.hosts import SSH_SECONDS, Host
+
+NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """What keeps us from a host, and the command that mends it."""
+
+    what: str
+    mend: str
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.mend}"
+
+
+def diagnose(host: Host, status: int, said: str) -> Trouble:
+    """What the end of an ssh to `host` means; `said` is what came on its stderr."""
+    target = f"{host.user}@{host.name}" if host.user else host.name
+    port = f"-p {host.port} " if host.port else ""
+    login = f"ssh {port}{target}"
+    last = " ".join(said.strip().splitlines()[-1:])[:200]
+    if status == NO_FOLDER:
+        return Trouble(f"there is no folder {os.getcwd()}", f"make sync HOSTS={host.name}")
+    if status in (126, 127):
+        python = os.path.relpath(sys.executable)
+        return Trouble(f"{python} does not run there", f"make sync ENV=1 HOSTS={host.name}")
+    if "No module named cluster" in said:
+        return Trouble(f"{os.getcwd()} is no checkout of this", f"make sync HOSTS={host.name}")
+    if status != 255:
+        return Trouble(f"ended with {status}: {last}", f"{login} to look")
+    known = {
+        "REMOTE HOST IDENTIFICATION HAS CHANGED": Trouble(
+            "its host key is another than the known one",
+            f"if the host was set up anew: ssh-keygen -R {host.name}, then {login}",
+        ),
+        "Host key verification failed": Trouble(
+            "its host key is unknown here", f"{login} once, and compare the fingerprint"
+        ),
+        "Permission denied": Trouble(
+            "it lets nobody in with our key", f"ssh-copy-id {port}{target}"
+        ),
+        "Connection refused": Trouble(
+            "no sshd listens there", f"on {host.name}: sudo systemctl start ssh"
+        ),
+        "Could not resolve hostname": Trouble(
+            "its name is unknown", "write the name that ssh and the other hosts know"
+        ),
+        "No route to host": Trouble("there is no route to it", f"ping {host.address}"),
+        "banner exchange": Trouble(
+            f"it took the connection and said nothing for {SSH_SECONDS} s",
+            f"on {host.name}: sudo systemctl restart ssh",
+        ),
+        "timed out": Trouble(f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}"),
+    }
+    for words, trouble in known.items():
+        if words in said:
+            return trouble
+    return Trouble(f"ssh failed: {last or 'without a word'}", f"{login} to look")
+
+
+def explain(host: Host, status: int, said: str) -> str:
+    """In one line, for the end of a job."""
+    if status in (-9, 0, 1) and not said.strip():
+        return "the connection to it was lost"
+    return str(diagnose(host, status, said))

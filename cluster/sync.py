@@ -1,0 +1,156 @@
+"""Copy the code to all hosts, to the path that it has here; what is gone here goes there.
+
+    python -m cluster.sync -H node1:4,node2:4 [--dry-run] [--env]
+
+Data, logs, .git and secrets stay (.syncignore, .gitignore). --env brings the environment too. All
+hosts at once; one that fails keeps no other from it and is told at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from cluster.hosts import Host, Refusal, add_arguments, chosen
+from cluster.ssh import diagnose
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOWN = 20  # changes of a host
+# Says what is at the path: shared (by the file's identity), checkout, empty, missing or other.
+LOOK = """
+cd {root} 2>/dev/null || {{ [ -e {root} ] && echo other || echo missing; exit 0; }}
+if [ -e template.py ] && [ -d strategies ]; then
+  [ "$(stat -c %i:%Z template.py)" = {identity} ] && echo shared || echo checkout
+elif [ -z "$(ls -A)" ]; then echo empty; else echo other; fi
+command -v rsync >/dev/null || echo no-rsync
+"""
+KINDS = {"+": "new", "*": "changed", "-": "deleted"}
+
+
+def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
+    """Bring one host to what is here; lines that say what changed.
+
+    Raises:
+        Refusal: with what stands against it, and what to do.
+    """
+    if host.is_here:
+        return ["this host"]
+    file = (ROOT / "template.py").stat()
+    identity = f"{file.st_ino}:{int(file.st_ctime)}"
+    script = LOOK.format(root=shlex.quote(str(ROOT)), identity=identity)
+    looked = _run(host.command(script), host)
+    state, *rest = looked.split()[-2:] if "no-rsync" in looked else looked.split()[-1:]
+    if state == "shared":
+        return ["shares this file system: nothing to copy"]
+    if rest:
+        raise Refusal(f"{host.name}: rsync is missing there: sudo apt-get install rsync")
+    if state == "other":
+        raise Refusal(
+            f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
+        )
+    changes = _rsync(host, ROOT, ["--exclude-from=.syncignore", "--filter=:- .gitignore"], dry_run)
+    counted = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
+    told = (["would be: "] if dry_run and counted else [""])[0] + (", ".join(counted) or "the same")
+    lines = [told + (f" (there was no {ROOT})" if state == "missing" else "")]
+    named = [f"  {sign} {name}" for sign, names in changes.items() for name in names]
+    lines += named[:SHOWN] + ([f"  and {len(named) - SHOWN} more"] if len(named) > SHOWN else [])
+    return lines + (_environment(host, dry_run) if env else [])
+
+
+def _environment(host: Host, dry_run: bool) -> list[str]:
+    """The virtual environment of this checkout, file by file; then it is tried."""
+    environment = Path(sys.prefix)
+    if ROOT not in environment.parents:
+        raise Refusal(
+            f"{host.name}: the environment {environment} is outside of {ROOT}: make it there by "
+            "the same commands as here"
+        )
+    changes = _rsync(host, environment, [], dry_run)
+    count = sum(map(len, changes.values()))
+    if dry_run:
+        return [f"environment: {count} files would be copied"]
+    python = shlex.quote(sys.executable)
+    try:
+        _run(host.command(f"{python} -c 'import torch, horovod.torch, hydra'"), host)
+    except Refusal as error:
+        base = os.path.realpath(sys.executable)
+        raise Refusal(
+            f"{error}; the environment needs Python {sys.version.split()[0]} at {base} there too"
+        ) from None
+    return [f"environment: {count} files copied, it runs"]
+
+
+def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[str, list[str]]:
+    """What changed, by its kind; the folder is made if it is missing."""
+    target = f"{host.user}@{host.name}" if host.user else host.name
+    ssh = shlex.join(["ssh", *host.ssh_options()[1:]])
+    path = shlex.quote(str(folder))
+    there = "rsync" if dry_run else f"mkdir -p {path} && rsync"
+    done = _run([
+        "rsync", "-az", "--delete", "--out-format=%i %n", f"--rsync-path={there}", "-e", ssh,
+        *options, *(["--dry-run"] if dry_run else []), f"{folder}/", f"{target}:{folder}/",
+    ], host)  # fmt: skip
+    changes: dict[str, list[str]] = {"+": [], "*": [], "-": []}
+    for line in done.splitlines():
+        what, _, name = line.partition(" ")
+        if name.endswith("/") and not what.startswith("*deleting"):
+            continue  # a folder, told by what is in it
+        if what.startswith("*deleting"):
+            changes["-"].append(name.strip())
+        elif what.startswith("<f+"):
+            changes["+"].append(name)
+        elif re.match(r"[<c][fL].*[sc+]|[<c]L", what):
+            changes["*"].append(name)  # not where only times differ
+    return changes
+
+
+def _run(command: list[str], host: Host) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode == 12 and "No such file" in done.stderr:
+        raise Refusal(f"{host.name}: {done.stderr.strip().splitlines()[0]}")
+    if done.returncode:
+        raise Refusal(f"{host.name}: {diagnose(host, done.returncode, done.stderr)}")
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster.sync", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_arguments(parser)
+    parser.add_argument("-np", help=argparse.SUPPRESS)
+    parser.add_argument("--dry-run", action="store_true", help="only say what would change")
+    parser.add_argument("--env", action="store_true", help="the environment too")
+    arguments = parser.parse_args()
+    failed: list[str] = []
+
+    def one(host: Host) -> None:
+        try:
+            lines = sync(host, arguments.dry_run, arguments.env)
+        except Refusal as error:
+            failed.append(str(error))
+            lines = ["FAILED"]
+        print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
+
+    try:
+        hosts = chosen(arguments)
+        if shutil.which("rsync") is None:
+            raise Refusal("rsync is missing here: sudo apt-get install rsync")
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    with ThreadPoolExecutor(max_workers=16) as pool:
+        list(pool.map(one, hosts))
+    for line in failed:
+        print(f"error: {line}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -39,11 +39,15 @@ def new_folder() -> Path:
 
 
 def birth(pid: int) -> str | None:
-    """When a process began, in clock ticks since boot: with it an id names one process for good."""
+    """When a process began, in clock ticks since boot: with it an id names one process for good.
+
+    None for one that has ended.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    return None if state in "ZX" else fields[18]
 
 
 class Record:

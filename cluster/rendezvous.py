@@ -2,8 +2,8 @@
 
 Horovod's own server listens on all interfaces and takes what anyone puts there (CVE-2024-10190).
 This one listens on the interface towards the hosts and answers only those who know the job's
-secret, which is part of the path. Gloo asks for "http://" + address + ":" + port + "/" + key: so the
-address that ranks are given is "host:port/secret/", and what follows only lengthens the path.
+secret, which is part of the path. Gloo asks for "http://" + address + ":" + port + "/" + key: so
+the address that ranks are given is "host:port/secret/", and what follows only lengthens the path.
 
 What remains: who can read the network between the hosts can read the secret, and the connections
 that Gloo and NCCL then make between ranks have no authentication. Use a network of your own.
@@ -88,6 +88,7 @@ class _Handler(BaseHTTPRequestHandler):
             size = self.headers.get("Content-Length", "")
             store = self.server.rendezvous.store
             if not size.isdecimal() or int(size) > MOST_BYTES or len(store) > MOST_KEYS:
+                self.close_connection = True
                 self._answer(413)
                 return
             store[key] = self.rfile.read(int(size))

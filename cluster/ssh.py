@@ -54,7 +54,7 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
         "Could not resolve hostname": Trouble(
             "its name is unknown", "write the name that ssh and the other hosts know"
         ),
-        "No route to host": Trouble("there is no route to it", f"ping {host.address}"),
+        "No route to host": Trouble("there is no route to it", f"ping {host.name}"),
         "banner exchange": Trouble(
             f"it took the connection and said nothing for {SSH_SECONDS} s",
             f"on {host.name}: sudo systemctl restart ssh",

@@ -56,6 +56,10 @@ class Host:
         where = ["-t", str(self.sshd.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
         return ["nsenter", *where, *command]
 
+    def shows(self, source: Path, target: Path) -> None:
+        """From now on this host, and no other, has `source` where others have `target`."""
+        _run("nsenter", "-t", str(self.sshd.pid), "--mount", "mount", "--bind", source, target)
+
 
 class Testbed:
     """`with Testbed(2) as hosts:` and they are there.
@@ -183,10 +187,10 @@ class Testbed:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _run(*command: str) -> None:
+def _run(*command: str | Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
+        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
 
 
 @contextlib.contextmanager

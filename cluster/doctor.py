@@ -1,0 +1,441 @@
+"""What keeps hosts from training together, and the command that mends it.
+
+    python -m cluster.doctor -H node1:4,node2:4 [--json]
+
+A line a check; "FAIL" means that a job would fail or be wrong, "warn" that it may be slow. All
+hosts are asked at once; then each pair of them exchanges messages and all-reduces. Nothing is
+changed on any host. The exit status is 0 where they are fit, 1 where not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks
+from cluster.rendezvous import own_address
+from cluster.ssh import diagnose
+
+ROOT = Path(__file__).resolve().parent.parent
+PROBE = (Path(__file__).parent / "probe.py").read_text()
+ANSWER_SECONDS = 90  # to import torch from a slow file system
+PAIR_SECONDS = 90
+# What a host needs.
+FREE_DISK_MIB = 1024
+FREE_MEMORY_MIB = 700  # a process: torch, Lightning and a small model
+FREE_GPU_SHARE = 0.9
+OPEN_FILES = 1024
+CLOCK_SECONDS = 2.0
+ORDER = (
+    "ssh", "code", "packages", "GPUs", "network", "disk", "memory", "cores", "limits", "clock",
+    "pairs", "all-reduce",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: of which check, on which hosts, how it is, and what mends it."""
+
+    level: str  # ok, warn, FAIL
+    check: str
+    host: str
+    text: str
+    mend: str = ""
+
+
+class Probe:
+    """A host that is asked; `facts` when it has answered, else `trouble`."""
+
+    def __init__(self, host: Host, quick: bool) -> None:
+        self.host = host
+        self.facts: dict[str, Any] | None = None
+        self.trouble: Finding | None = None
+        asked = {"root": str(ROOT), "python": sys.executable, "nic": host.nic, "quick": quick}
+        try:
+            asked["launcher"] = own_address(host.address)
+        except Refusal as error:
+            self._fail(
+                str(error).partition(": ")[2], "write the name that ssh and the other hosts know"
+            )
+            return
+        except OSError as error:
+            self._fail(f"no route to it: {error.strerror}", f"ip route get {host.address}")
+            return
+        script = f"exec python3 -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(asked))}"
+        self.asked_at = time.time()
+        self.process = subprocess.Popen(
+            host.command(script), text=True, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        self._timer = threading.Timer(
+            SSH_SECONDS + (0 if quick else ANSWER_SECONDS), self.process.kill
+        )
+        self._timer.start()
+        answer = self._line()
+        self.answered_at = time.time()
+        if answer is None:
+            said = self.process.communicate()[1]
+            if self.process.returncode == -9:
+                self._fail(f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}")
+            elif "python3: not found" in said or self.process.returncode == 127:
+                self._fail("there is no python3", f"on {host.name}: sudo apt-get install python3")
+            else:
+                trouble = diagnose(host, self.process.returncode, said)
+                self._fail(trouble.what, trouble.mend)
+            return
+        self.facts = answer
+
+    def reaches(self, peers: list[tuple[str, str, int]]) -> dict[str, str | None]:
+        """Why each of the others is not reached; None where it is."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):
+            self.process.stdin.write(json.dumps(peers) + "\n")
+            self.process.stdin.flush()
+        return self._line() or {name: "no answer" for name, _, _ in peers}
+
+    def close(self) -> None:
+        if hasattr(self, "process"):
+            self._timer.cancel()
+            self.process.kill()
+            self.process.communicate()
+
+    def _line(self) -> dict[str, Any] | None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("{"):  # a login shell may greet
+                return json.loads(line)
+        return None
+
+    def _fail(self, text: str, mend: str) -> None:
+        self.trouble = Finding("FAIL", "ssh", self.host.name, text, mend)
+
+
+def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
+    """All findings, good ones too, in the order in which they are to be mended."""
+    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+        probes = list(pool.map(lambda host: Probe(host, quick), hosts))
+        try:
+            findings = [probe.trouble for probe in probes if probe.trouble]
+            found = {p.host: p.facts for p in probes if p.facts}
+            clocks = {p.host: _clock(p) for p in probes if p.facts}
+            here = _here(quick)
+            for host, facts in found.items():
+                findings += _checkout(host, facts, here)
+                findings += _packages(host, facts, here)
+                findings += _gpus(host, facts)
+                findings += _interface(host, facts)
+                if not quick:
+                    findings += _room(host, facts) + _time(host, clocks[host])
+            if not quick and not any(f.level == "FAIL" for f in findings):
+                findings += _connections(probes, pool)
+        finally:
+            for probe in probes:
+                probe.close()
+    if not quick and not any(finding.level == "FAIL" for finding in findings):
+        findings += _exchanges(hosts)
+    return sorted(findings, key=lambda finding: ORDER.index(finding.check))
+
+
+def _here(quick: bool) -> dict[str, Any]:
+    """The same facts of this host, which the others are compared with."""
+    asked = json.dumps({"root": str(ROOT), "python": sys.executable, "nic": None, "quick": quick,
+                        "launcher": "127.0.0.1"})  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE, asked], capture_output=True, text=True, input=""
+    )
+    return json.loads(done.stdout.splitlines()[0])
+
+
+def _one(host: Host) -> str:
+    """How the host is named on a command line of make."""
+    return f"HOSTS={host.name}:{host.slots}"
+
+
+def _checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+    sync = f"make sync {_one(host)}"
+    if facts["code"] is None:
+        what = "is no checkout of this" if facts["root"] else "is missing there"
+        return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
+    if facts["identity"] == here["identity"]:
+        return [Finding("ok", "code", host.name, "the same file system")]
+    names = facts["code"].keys() | here["code"].keys()
+    other = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
+    if other:
+        told = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+        return [Finding("FAIL", "code", host.name, f"other than here: {told}", sync)]
+    return [Finding("ok", "code", host.name, "a copy, the same")]
+
+
+def _packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+    bring = f"make sync ENV=1 {_one(host)}"
+    if Path(sys.prefix).parent != ROOT:
+        bring = f"on {host.name}: make install PYTHON={sys.executable}"
+    theirs, ours = facts["versions"], here["versions"]
+    if isinstance(theirs, str):
+        text = f"{sys.executable} does not run there: {theirs}"
+        return [Finding("FAIL", "packages", host.name, text, bring)]
+    for name, version in ours.items():
+        if theirs.get(name) != version:
+            text = f"{name} {theirs.get(name) or 'is missing'}, here {version}"
+            return [Finding("FAIL", "packages", host.name, text, bring)]
+    build = facts.get("build")
+    if isinstance(build, str):
+        text = f"Horovod does not run there: {build}"
+        return [Finding("FAIL", "packages", host.name, text, bring)]
+    told = f"Python {ours['python']}, torch {ours['torch']}, Horovod {ours['horovod']}"
+    if build is None:
+        return [Finding("ok", "packages", host.name, told)]
+    kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
+    if build["gpus"] and not build["nccl"]:
+        text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
+        return [Finding("FAIL", "packages", host.name, text, f"make install, then {bring}")]
+    names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
+    told += f" with {', '.join(names[kind] for kind in kinds)}"
+    return [Finding("ok", "packages", host.name, told)]
+
+
+def _gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    gpus, findings = facts["gpus"], []
+    there = {gpu["index"]: gpu for gpu in gpus["there"]}
+    look = f"ssh {host.name} nvidia-smi"
+    if gpus["error"]:
+        return [Finding("FAIL", "GPUs", host.name, gpus["error"][:150], look)]
+    if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in there]):
+        text = f"GPU {', '.join(map(str, missing))} of the host file is not there; there "
+        text += f"are {', '.join(map(str, there))}" if there else "is none"
+        return [Finding("FAIL", "GPUs", host.name, text, "mend gpus in the host file")]
+    if not there:
+        return [Finding("ok", "GPUs", host.name, "none: it trains on CPUs")]
+    wanted = host.gpus or tuple(sorted(there))
+    if host.slots > len(wanted):
+        text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
+        return [Finding("FAIL", "GPUs", host.name, text, f"HOSTS={host.name}:{len(wanted)}")]
+    for number in wanted[: host.slots]:
+        gpu = there[number]
+        others = [p for p in gpus["processes"] if p["gpu"] == number]
+        if others:
+            told = ", ".join(f"{p['pid']} of user {p['uid']}" for p in others)
+            text = f"GPU {number} has processes of others: {told}"
+            findings.append(Finding("warn", "GPUs", host.name, text, look))
+        elif gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
+            text = f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
+            findings.append(Finding("warn", "GPUs", host.name, text, look))
+    names = sorted({there[number]["name"] for number in wanted[: host.slots]})
+    driver = there[wanted[0]]["driver"]
+    told = f"{host.slots} x {' and '.join(names)}, driver {driver}"
+    build = facts.get("build")
+    if isinstance(build, dict) and not build["gpus"]:
+        text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
+        mend = f"on {host.name}: update the driver"
+        return [*findings, Finding("FAIL", "GPUs", host.name, text, mend)]
+    return findings or [Finding("ok", "GPUs", host.name, told)]
+
+
+def _interface(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    there = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
+    nic = host.nic or facts["towards"]
+    if nic is None:
+        text = f"no interface leads to this host; there are {there}"
+        return [Finding("FAIL", "network", host.name, text, "give nic in the host file")]
+    if nic not in facts["interfaces"]:
+        text = f"no interface {nic} with an address; there are {there}"
+        return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
+    return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
+
+
+def _room(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    """Disk, memory, cores and limits."""
+    findings = []
+    for path, mib in facts["disk"].items():
+        if mib < FREE_DISK_MIB:
+            text = f"{mib:,} MiB free in {path}; {FREE_DISK_MIB:,} are wanted"
+            mend = f"ssh {host.name} du -xh -d1 {path} | sort -h"
+            findings.append(Finding("FAIL", "disk", host.name, text, mend))
+    if not findings:
+        told = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
+        findings.append(Finding("ok", "disk", host.name, told))
+    available, wanted = facts["memory"]["available"], FREE_MEMORY_MIB * host.slots
+    if available < wanted:
+        text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
+        fit = max(1, available // FREE_MEMORY_MIB)
+        findings.append(Finding("FAIL", "memory", host.name, text, f"HOSTS={host.name}:{fit}"))
+    else:
+        findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
+    if not facts["gpus"]["there"] and facts["cores"] < host.slots:
+        text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
+        mend = f"HOSTS={host.name}:{facts['cores']}"
+        findings.append(Finding("warn", "cores", host.name, text, mend))
+    else:
+        findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
+    if facts["files"] < OPEN_FILES:
+        text = f"{facts['files']} open files a process; {OPEN_FILES} are wanted"
+        mend = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"
+        findings.append(Finding("FAIL", "limits", host.name, text, mend))
+    elif facts["infiniband"] and facts["memlock"] != -1:
+        text = f"memlock is {facts['memlock'] >> 10:,} KiB; InfiniBand wants it unlimited"
+        mend = f"on {host.name}: set memlock unlimited in /etc/security/limits.conf"
+        findings.append(Finding("warn", "limits", host.name, text, mend))
+    else:
+        findings.append(Finding("ok", "limits", host.name, f"{facts['files']:,} open files"))
+    return findings
+
+
+def _clock(probe: Probe) -> float:
+    """Seconds by which the host's clock must at least be ahead of ours, or behind."""
+    assert probe.facts is not None
+    there = probe.facts["time"]
+    return max(there - probe.answered_at, 0.0) + min(there - probe.asked_at, 0.0)
+
+
+def _time(host: Host, ahead: float) -> list[Finding]:
+    if abs(ahead) > CLOCK_SECONDS:
+        text = f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+        mend = f"on {host.name}: sudo timedatectl set-ntp true"
+        return [Finding("warn", "clock", host.name, text, mend)]
+    return [Finding("ok", "clock", host.name, "as here")]
+
+
+def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]:
+    """Whether each host reaches each other one, both ways, on the interface of the job."""
+    if len(probes) < 2:
+        return []
+    listening = {p.host.name: tuple((p.facts or {})["listens"]) for p in probes}
+
+    def ask(probe: Probe) -> dict[str, str | None]:
+        peers = [(name, *place) for name, place in listening.items() if name != probe.host.name]
+        return probe.reaches(peers)
+
+    findings = []
+    for probe, answers in zip(probes, pool.map(ask, probes)):
+        address = listening[probe.host.name][0]
+        for name, problem in answers.items():
+            if problem:
+                text = f"does not reach {name} at {listening[name][0]}: {problem}"
+                mend = f"on {name}: sudo ufw allow from {address}, or give nic in the host file"
+                findings.append(Finding("FAIL", "pairs", probe.host.name, text, mend))
+    count = len(probes) * (len(probes) - 1)
+    return findings or [Finding("ok", "pairs", "all", f"{count} ways, each host to each other")]
+
+
+def _exchanges(hosts: list[Host]) -> list[Finding]:
+    """Two ranks on each pair of hosts: messages, and the speed of an all-reduce."""
+    pairs = list(itertools.combinations(hosts, 2)) or [(hosts[0], hosts[0])]
+    findings: list[Finding] = []
+    while pairs:
+        # Pairs that share no host, so that none shares its link.
+        busy: set[str] = set()
+        now = []
+        for pair in pairs:
+            if not busy & {host.name for host in pair}:
+                busy |= {host.name for host in pair}
+                now.append(pair)
+        pairs = [pair for pair in pairs if pair not in now]
+        with ThreadPoolExecutor(max_workers=len(now)) as pool:
+            findings += pool.map(_exchange, now)
+    return findings
+
+
+def _exchange(pair: tuple[Host, Host]) -> Finding:
+    first, second = pair
+    name = first.name if first == second else f"{first.name}-{second.name}"
+    of = {host.name: {"slots": 2 if first == second else 1} for host in pair}
+    for host in pair:
+        said = {key: value for key, value in as_dict(host).items() if key != "name" and value}
+        said = {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}
+        if first == second and len(host.gpus or [0, 0]) < 2:
+            return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
+        of[host.name] = said | of[host.name]
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(yaml.safe_dump({"hosts": of}))
+        file.flush()
+        command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", file.name]
+        command += [sys.executable, "-m", "cluster.exchange"]
+        process = subprocess.Popen(
+            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        try:
+            printed, said_last = process.communicate(timeout=PAIR_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.terminate()
+            printed, said_last = process.communicate()
+            said_last = f"no end within {PAIR_SECONDS} s"
+    results = [line for line in printed.splitlines() if line.startswith("[0]<stdout>:{")]
+    if process.returncode or not results:
+        reason = " ".join(said_last.strip().splitlines()[-1:])[:200]
+        mend = (
+            f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug make train HOSTS={first.name},{second.name}"
+        )
+        return Finding("FAIL", "all-reduce", name, reason, mend)
+    result = json.loads(results[0].partition(":")[2])
+    told = f"{result['operations']}, latency {result['latency_us']:,} µs, "
+    told += f"bus bandwidth {result['bus_bandwidth_mb_s']:,} MB/s"
+    return Finding("ok", "all-reduce", name, told)
+
+
+def table(findings: list[Finding]) -> str:
+    """A line a check; hosts that say the same stand together."""
+    lines: dict[tuple[str, ...], list[str]] = {}
+    for finding in findings:
+        key = (finding.level, finding.check, finding.text, finding.mend)
+        lines.setdefault(key, []).append(finding.host)
+    width = max((len(",".join(hosts)) for hosts in lines.values()), default=0)
+    out = []
+    for (level, check, text, mend), hosts in lines.items():
+        out.append(f"{level:<4}  {check:<10}  {','.join(hosts):<{width}}  {text}")
+        if mend:
+            out.append(f"{'':<{20 + width}}mend: {mend}")
+    return "\n".join(out)
+
+
+def quick(hosts: list[Host]) -> None:
+    """The checks that take no time, before a job starts.
+
+    Raises:
+        Refusal: with what does not fit.
+    """
+    wrong = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
+    if wrong:
+        raise Refusal("; ".join(f"{f.host}: {f.check}: {f.text} (mend: {f.mend})" for f in wrong))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m cluster.doctor", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_arguments(parser)
+    parser.add_argument("-np", type=int)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    os.chdir(ROOT)
+    try:
+        hosts = chosen(arguments)
+        ranks(hosts, arguments.np)
+        findings = examine(hosts)
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    fit = not any(finding.level == "FAIL" for finding in findings)
+    if arguments.json:
+        print(json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1))
+    else:
+        print(table(findings))
+        print("fit" if fit else "not fit: mend what is marked FAIL")
+    return int(not fit)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,224 @@
+"""What a host has, told by the host itself; nothing but Python's own library, nothing is changed.
+
+cluster/doctor.py sends this file's text over ssh to `python3 -c`, so that a host without a checkout
+can answer too. It prints a line of JSON with facts; then it may be given the other hosts' addresses
+and prints which of them it reaches. What they mean is the doctor's to say.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+
+PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
+CODE = (".py", ".yaml", ".toml", ".txt", ".sh", "Makefile")
+CONNECT_SECONDS = 3
+# In the environment's own interpreter, as the host's may be another.
+VERSIONS = """
+import importlib.metadata as m, json, platform
+found = {"python": platform.python_version()}
+for name in %r:
+    try: found[name] = m.version(name)
+    except m.PackageNotFoundError: found[name] = None
+print(json.dumps(found))
+"""
+BUILD = """
+import json, torch, horovod.torch as hvd
+print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
+    "nccl": bool(hvd.nccl_built()), "gloo": hvd.gloo_built(), "mpi": hvd.mpi_built()}))
+"""
+
+
+def code(root: str) -> dict[str, str]:
+    """A digest a file of the checkout that decides what is run."""
+    found = {}
+    for folder, folders, files in os.walk(root):
+        here = os.path.relpath(folder, root)
+        folders[:] = [
+            name for name in folders
+            if not name.startswith(".") and name not in ("__pycache__", "node_modules")
+            and not (here == "." and name in ("logs", "data"))
+        ]  # fmt: skip
+        for name in files:
+            if name.endswith(CODE) and not name.startswith("."):
+                with open(os.path.join(folder, name), "rb") as file:
+                    digest = hashlib.sha256(file.read()).hexdigest()[:16]
+                found[os.path.normpath(os.path.join(here, name))] = digest
+    return found
+
+
+def identity(root: str) -> list[int]:
+    """The same on two hosts only where they share the file system."""
+    state = os.stat(os.path.join(root, "template.py"))
+    return [state.st_ino, state.st_ctime_ns]
+
+
+def ask(python: str, script: str) -> dict | str:
+    """What a script prints in the environment's interpreter, or why it does not."""
+    try:
+        done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60)
+    except OSError as error:
+        return error.strerror or str(error)
+    except subprocess.TimeoutExpired:
+        return "no answer within 60 s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def gpus() -> dict:
+    """What nvidia-smi tells of each GPU, and whose processes are on them."""
+    if shutil.which("nvidia-smi") is None:
+        return {"there": [], "error": None, "processes": []}
+    fields = "index,uuid,name,driver_version,memory.total,memory.free"
+    line = ["nvidia-smi", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(
+            [*line, "--query-gpu=" + fields], capture_output=True, text=True, timeout=20
+        )
+        apps = subprocess.run(
+            [*line, "--query-compute-apps=pid,gpu_uuid,used_memory"],
+            capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return {"there": [], "error": "nvidia-smi does not answer", "processes": []}
+    if done.returncode:
+        return {"there": [], "error": done.stdout.strip() or done.stderr.strip(), "processes": []}
+    rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
+    there = [
+        {
+            "index": int(index),
+            "name": name,
+            "driver": driver,
+            "total": int(total),
+            "free": int(free),
+        }
+        for index, _, name, driver, total, free in rows
+    ]
+    number = {row[1]: int(row[0]) for row in rows}
+    processes = []
+    for row in apps.stdout.splitlines():
+        pid, uuid, _ = (cell.strip() for cell in row.split(","))
+        try:
+            owner = os.stat("/proc/" + pid).st_uid
+        except OSError:
+            continue
+        processes.append({"pid": int(pid), "gpu": number.get(uuid), "uid": owner})
+    return {"there": there, "error": None, "processes": processes}
+
+
+def interfaces() -> dict[str, str]:
+    """IPv4 address by interface."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                # SIOCGIFADDR of netdevice(7)
+                answer = fcntl.ioctl(asking.fileno(), 0x8915, request)
+            except OSError:
+                continue
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def address_towards(host: str) -> str | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((host, 9))  # UDP: looks up the route, sends nothing
+        except OSError:
+            return None
+        return probe.getsockname()[0]
+
+
+def memory() -> dict[str, int]:
+    """MiB that are free."""
+    with open("/proc/meminfo") as file:
+        lines = dict(line.split(":") for line in file)
+    return {"total": int(lines["MemTotal"].split()[0]) >> 10,
+            "available": int(lines["MemAvailable"].split()[0]) >> 10}  # fmt: skip
+
+
+def free(path: str) -> int:
+    """MiB on the file system of the path, or of the folder above it that is there."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return shutil.disk_usage(path).free >> 20
+
+
+def facts(asked: dict) -> dict:
+    root, python = asked["root"], asked["python"]
+    checkout = os.path.isfile(os.path.join(root, "template.py"))
+    if os.path.isdir(root):
+        os.chdir(root)
+    own = address_towards(asked["launcher"])
+    there = interfaces()
+    found = {
+        "name": os.uname().nodename,
+        "time": time.time(),
+        "root": os.path.isdir(root),
+        "code": code(root) if checkout else None,
+        "identity": identity(root) if checkout else None,
+        "versions": ask(python, VERSIONS % (PACKAGES,)),
+        "gpus": gpus(),
+        "interfaces": there,
+        "towards": next((name for name, address in there.items() if address == own), None),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory": memory(),
+        "disk": {path: free(path) for path in (root, "/tmp")},
+        "shm": free("/dev/shm"),
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        "infiniband": os.path.isdir("/sys/class/infiniband")
+        and os.listdir("/sys/class/infiniband"),
+    }
+    if not asked["quick"]:
+        found["build"] = ask(python, BUILD)
+    return found
+
+
+def reach(peers: list) -> dict[str, str | None]:
+    """Why each of the others is not reached; None where it is."""
+    found: dict[str, str | None] = {}
+    for name, address, port in peers:
+        try:
+            socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+            found[name] = None
+        except OSError as error:
+            found[name] = str(error)
+    return found
+
+
+def main() -> None:
+    asked = json.loads(sys.argv[1])
+    found = facts(asked)
+    listener = None
+    nic = asked["nic"] or found["towards"]
+    if not asked["quick"] and nic in found["interfaces"]:
+        listener = socket.create_server((found["interfaces"][nic], 0), backlog=128)
+        found["listens"] = listener.getsockname()
+        # Accepted and closed by the kernel's queue alone; that is enough to be reached.
+        threading.Thread(target=_accept, args=[listener], daemon=True).start()
+    print(json.dumps(found), flush=True)
+    if not asked["quick"]:
+        for line in sys.stdin:
+            print(json.dumps(reach(json.loads(line))), flush=True)
+
+
+def _accept(listener: socket.socket) -> None:
+    while True:
+        listener.accept()[0].close()
+
+
+if __name__ == "__main__":
+    main()

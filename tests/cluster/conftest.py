@@ -1,0 +1,65 @@
+"""Hosts made of this one, and a checkout that they may see differently."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import testbed
+from tests.conftest import ROOT, run
+
+PYTHON = sys.executable
+NICS = ["enp2s0f1", "enp1s0f0", "ib0", "wan7"]  # no two hosts have one of the same name
+CODE = ["cluster", "conf", "datamodules", "models", "runs", "strategies", "template.py", "Makefile"]
+CODE += [".syncignore", ".gitignore"]
+
+
+@pytest.fixture(scope="module")
+def hosts() -> Iterator[list[testbed.Host]]:
+    """Two, each with an eth0."""
+    yield from made(2)
+
+
+@pytest.fixture(scope="module")
+def odd_hosts() -> Iterator[list[testbed.Host]]:
+    """Two whose network interfaces have different names."""
+    yield from made(2, NICS[:2])
+
+
+def made(count: int, interfaces: list[str] | None = None) -> Iterator[list[testbed.Host]]:
+    if problem := testbed.missing():
+        pytest.skip(f"no test hosts: {problem}")
+    with testbed.Testbed(count, interfaces=interfaces) as hosts:
+        yield hosts
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    """A copy of what a job needs of this checkout, in a folder of its own."""
+    folder = tmp_path / "view" / "project"
+    for name in CODE:
+        if (ROOT / name).is_dir():
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
+        else:
+            shutil.copy2(ROOT / name, folder)
+    return folder
+
+
+@pytest.fixture
+def on(hosts: list[testbed.Host]) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """on(host, "cluster.sync", "-H", ...): what that module prints when run on one of the hosts."""
+
+    def on(
+        host: testbed.Host, module: str, *arguments: str, cwd: Path = ROOT, **environment: str
+    ) -> subprocess.CompletedProcess[str]:
+        command = ["env", "-C", str(cwd), PYTHON, "-m", module, *arguments]
+        return run(host.command(*command), **environment)
+
+    return on

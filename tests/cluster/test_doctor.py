@@ -1,0 +1,221 @@
+"""The doctor is silent about healthy hosts, and names each planted fault with what mends it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import shutil
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import horovod
+import pytest
+
+from cluster import doctor, testbed
+from cluster.hosts import Host
+from tests.cluster.conftest import PYTHON, made
+
+On = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def many() -> Iterator[list[testbed.Host]]:
+    yield from made(6)
+
+
+def examined(on: On, host: testbed.Host, project: Path, hostfile: str) -> tuple[int, list[dict]]:
+    file = project.parent / "hosts.yaml"
+    file.write_text(textwrap.dedent(hostfile))
+    done = on(host, "cluster.doctor", "--hostfile", str(file), "--json", cwd=project)
+    try:
+        return done.returncode, json.loads(done.stdout)["findings"]
+    except json.JSONDecodeError:
+        raise AssertionError(done.stdout) from None
+
+
+def test_healthy_hosts(on: On, odd_hosts: list[testbed.Host]) -> None:
+    done = on(odd_hosts[0], "cluster.doctor", "-H", "node1:1,node2:1")
+    assert done.returncode == 0, done.stdout
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "fit" and all(line.startswith("ok ") for line in lines[:-1])
+    checks = {line.split()[1] for line in lines[:-1]}
+    assert checks == {*doctor.ORDER} - {"ssh"}
+    assert any("node1-node2" in line and "bus bandwidth" in line for line in lines)
+
+
+def test_ssh(on: On, many: list[testbed.Host], project: Path) -> None:
+    """Refused, wrong key, unknown and changed host key, a hang, an unknown name: told apart."""
+    key = project.parent / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
+    public = " ".join(key.with_suffix(".pub").read_text().split()[:2])
+    known = project.parent / "known_hosts"
+    known.write_text(f"node5,10.77.0.5 {public}\n")
+    mute = "import socket, time; s = socket.create_server(('', 2223)); time.sleep(600)"
+    listener = subprocess.Popen(many[5].command(sys.executable, "-c", mute))
+    try:
+        status, findings = examined(on, many[0], project, f"""
+            hosts:
+              node1: {{slots: 1}}
+              node2: {{slots: 1, port: 2222}}
+              node3: {{slots: 1, ssh: [PubkeyAuthentication=no]}}
+              node4: {{slots: 1, ssh: [UserKnownHostsFile=/dev/null]}}
+              node5: {{slots: 1, ssh: [UserKnownHostsFile={known}]}}
+              node6: {{slots: 1, port: 2223}}
+              node9: {{slots: 1}}
+        """)  # fmt: skip
+    finally:
+        listener.kill()
+        listener.wait()
+    assert status == 1
+    found = {
+        f["host"]: (f["check"], f["text"], f["mend"]) for f in findings if f["level"] == "FAIL"
+    }
+    assert found == {
+        "node2": ("ssh", "no sshd listens there", "on node2: sudo systemctl start ssh"),
+        "node3": ("ssh", "it lets nobody in with our key", "ssh-copy-id node3"),
+        "node4": (
+            "ssh", "its host key is unknown here", "ssh node4 once, and compare the fingerprint",
+        ),
+        "node5": (
+            "ssh", "its host key is another than the known one",
+            "if the host was set up anew: ssh-keygen -R node5, then ssh node5",
+        ),
+        "node6": (
+            "ssh", "it took the connection and said nothing for 10 s",
+            "on node6: sudo systemctl restart ssh",
+        ),
+        "node9": (
+            "ssh", "no such host: no address for it in DNS, /etc/hosts or ~/.ssh/config",
+            "write the name that ssh and the other hosts know",
+        ),
+    }  # fmt: skip
+
+
+def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
+    """A missing and a stale checkout, another version, no environment, a Horovod that fails."""
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(project.parent, tmp_path / "stale")
+    (tmp_path / "stale" / "project" / "models" / "classifier.py").write_text("# older")
+    metadata = importlib.metadata.distribution("hydra-core")
+    file = Path(str(metadata.locate_file(f"hydra_core-{metadata.version}.dist-info/METADATA")))
+    other = tmp_path / "METADATA"
+    other.write_text(file.read_text().replace(f"Version: {metadata.version}", "Version: 1.0.0", 1))
+    for hosts in made(6):
+        hosts[1].shows(tmp_path / "empty", project.parent)
+        hosts[2].shows(tmp_path / "stale", project.parent)
+        hosts[3].shows(other, file)
+        hosts[4].shows(tmp_path / "empty", Path(PYTHON).parent)
+        hosts[5].shows(tmp_path / "empty", Path(horovod.__file__).parent / "torch")
+        names = "\n".join(f"  node{number}: {{slots: 1}}" for number in range(1, 7))
+        status, findings = examined(on, hosts[0], project, f"hosts:\n{names}\n")
+    assert status == 1
+    found = {f["host"]: f for f in findings if f["level"] == "FAIL"}
+    assert found.keys() == {f"node{number}" for number in range(2, 7)}
+    for number, check, words in (
+        (2, "code", f"{project} is missing there"),
+        (3, "code", "other than here: models/classifier.py"),
+        (4, "packages", f"hydra-core 1.0.0, here {metadata.version}"),
+        (5, "packages", "does not run there: No such file"),
+        (6, "packages", "Horovod does not run there"),
+    ):
+        finding = found[f"node{number}"]
+        assert finding["check"] == check and words in finding["text"], finding
+    assert found["node2"]["mend"] == "make sync HOSTS=node2:1"
+    assert "make" in found["node4"]["mend"]
+
+
+def program(file: Path, script: str) -> Path:
+    file.parent.mkdir()
+    file.write_text(f"#!/bin/sh\n{textwrap.dedent(script)}")
+    file.chmod(0o755)
+    return file
+
+
+def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
+    """GPUs, interface, memory, disk and limits."""
+    smi = program(tmp_path / "bin" / "nvidia-smi", """
+        case $2 in
+          *compute-apps*) echo 1, GPU-b, 900;;
+          *) echo 0, GPU-a, NVIDIA T4, 580.1, 15000, 900
+             echo 1, GPU-b, NVIDIA T4, 580.1, 15000, 14900;;
+        esac
+    """)  # fmt: skip
+    broken = program(tmp_path / "broken" / "nvidia-smi", """
+        echo Failed to initialize NVML: Driver/library version mismatch
+        exit 18
+    """)  # fmt: skip
+    for hosts in made(6):
+        sshd = str(hosts[1].sshd.pid)
+        subprocess.run(["prlimit", "--pid", sshd, "--nofile=256:256"], check=True)
+        hosts[2].shows(smi.parent, Path("/usr/local/bin"))
+        hosts[3].shows(broken.parent, Path("/usr/local/bin"))
+        mount = ["nsenter", "-t", str(hosts[4].sshd.pid), "--mount", "mount", "-t", "tmpfs"]
+        subprocess.run([*mount, "-o", "size=20m", "tmpfs", project.parent], check=True)
+        put = ["nsenter", "-t", str(hosts[4].sshd.pid), "--mount", "cp", "-a"]
+        shutil.copytree(project, tmp_path / "copy")
+        subprocess.run([*put, tmp_path / "copy", project], check=True)
+        status, findings = examined(on, hosts[0], project, """
+            hosts:
+              node1: {slots: 9999}
+              node2: {slots: 1, nic: ib7}
+              node3: {slots: 2}
+              node4: {slots: 1}
+              node5: {slots: 1}
+              node6: {slots: 1, gpus: [3]}
+        """)  # fmt: skip
+    assert status == 1
+    bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
+    for level, check, host, words, mend in (
+        ("FAIL", "memory", "node1", "for 9999 processes", "HOSTS=node1:"),
+        ("warn", "cores", "node1", "9999 processes on", "HOSTS=node1:"),
+        ("FAIL", "network", "node2", "no interface ib7 with an address; there are", "mend nic"),
+        ("FAIL", "limits", "node2", "256 open files a process", "raise nofile"),
+        ("warn", "GPUs", "node3", "GPU 0 has 900 of 15,000 MiB free", "ssh node3 nvidia-smi"),
+        ("warn", "GPUs", "node3", "GPU 1 has processes of others: 1 of user 0", "ssh node3"),
+        ("FAIL", "GPUs", "node3", "sees none of them", "update the driver"),
+        ("FAIL", "GPUs", "node4", "Driver/library version mismatch", "ssh node4 nvidia-smi"),
+        ("FAIL", "disk", "node5", "MiB free in", "ssh node5 du"),
+        ("FAIL", "GPUs", "node6", "GPU 3 of the host file is not there; there is none", "mend"),
+    ):
+        assert any(
+            finding[:3] == (level, check, host) and words in finding[3] and mend in finding[4]
+            for finding in bad
+        ), (words, bad)
+
+
+def test_hosts_that_do_not_reach_each_other(on: On, project: Path) -> None:
+    """Each reaches the launch host; one of them not the other."""
+    for hosts in made(3):
+        route = ["ip", "-n", hosts[1].namespace, "route", "add", "blackhole", "10.77.0.3/32"]
+        subprocess.run(route, check=True)
+        done = on(hosts[0], "cluster.doctor", "-H", "node1:1,node2:1,node3:1", cwd=project)
+    assert done.returncode == 1
+    assert "does not reach node3 at 10.77.0.3" in done.stdout
+    assert "mend: on node3: sudo ufw allow from 10.77.0.2" in done.stdout
+    assert done.stdout.endswith("not fit: mend what is marked FAIL\n")
+
+
+def test_a_clock_that_is_wrong() -> None:
+    host = Host("node1", 1)
+    probe = object.__new__(doctor.Probe)
+    probe.asked_at, probe.answered_at = 1000.0, 1001.0
+    for there, level, words in (
+        (1000.5, "ok", "as here"),
+        (1061.0, "warn", "60 s ahead"),
+        (940.0, "warn", "60 s behind"),
+    ):
+        probe.facts = {"time": there}
+        (finding,) = doctor._time(host, doctor._clock(probe))
+        assert (finding.level, words in finding.text) == (level, True), finding
+
+
+def test_a_launch_is_refused_where_hosts_do_not_fit(
+    on: On, hosts: list[testbed.Host], project: Path
+) -> None:
+    done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1,node9:1", "true", cwd=project)
+    assert done.returncode == 2 and "node9: ssh: no such host" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+    assert not (project / "logs").exists()

@@ -1,0 +1,191 @@
+"""What is said of hosts is understood, or refused in one line before any ssh starts."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+from pathlib import Path
+
+import pytest
+from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
+from hypothesis import given
+from hypothesis import strategies as draw
+
+from cluster.horovodrun import forwarded
+from cluster.hosts import Host, Refusal, parse, ranks, read
+from cluster.record import birth
+from cluster.rendezvous import Rendezvous
+from cluster.ssh import diagnose
+
+
+class TestList:
+    def test_is_read(self) -> None:
+        assert parse("node1:4,node2") == [Host("node1", 4), Host("node2", 1)]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("node1:4,,node2", "'' is no host"),
+            ("node1:four", "'node1:four' is no host"),
+            ("node1:0", "'node1:0' is no host"),
+            ("node1:4 node2:4", "is no host: write name:slots"),
+            ("-oProxyCommand=x:1", "is no host"),
+            ("node1:2,node2:1,node1:2", "node1 is there twice"),
+        ],
+    )
+    def test_is_refused(self, text: str, words: str) -> None:
+        with pytest.raises(Refusal) as error:
+            parse(text)
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+
+class TestFile:
+    def file(self, tmp_path: Path, text: str) -> Path:
+        (tmp_path / "hosts.yaml").write_text(text)
+        return tmp_path / "hosts.yaml"
+
+    def test_is_read(self, tmp_path: Path) -> None:
+        file = self.file(
+            tmp_path,
+            "hosts:\n  node1: {slots: 2, gpus: [1, 7], nic: enp2s0f1}\n"
+            "  node2: {slots: 1, user: ada, port: 2222, ssh: [ProxyJump=login], env: {A: 1}}\n",
+        )
+        first, second = read(file)
+        assert first == Host("node1", 2, gpus=(1, 7), nic="enp2s0f1")
+        assert second.ssh_options()[-4:] == ["-l", "ada", "-p", "2222"]
+        assert "-oProxyJump=login" in second.ssh_options()
+        places = [member.environment(3) for member in ranks([first, second])]
+        assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == ["1", "7", None]
+        assert [place.get("A") for place in places] == [None, None, "1"]
+
+    @pytest.mark.parametrize(
+        ("text", "words"),
+        [
+            ("hosts: {node1: {slots: 3, gpus: [0, 1]}}", "3 slots and 2 gpus"),
+            ("hosts: {node1: {slots: 1, gpus: [0, 0]}}", "each once"),
+            ("hosts: {node1: {gpus: [0]}}", "needs its slots"),
+            ("hosts: {node1: {slots: 1, gpu: [0]}}", "'gpu' is unknown; there are slots, gpus"),
+            ("hosts: {node1: {slots: two}}", "slots=two is no int"),
+            ("hosts: {node1: {slots: 0}}", "slots=0"),
+            ("hosts: {node1: {slots: 1, port: 99999}}", "is no port"),
+            ("hosts: {node1: {slots: 1, ssh: [yes]}}", "is no option"),
+            ("hosts: {node1: {slots: 1, env: {'a b': 1}}}", "no name of a variable"),
+            ("hosts: {'-oX': {slots: 1}}", "no name of a host"),
+            ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "node1 is there twice"),
+            ("hosts: {", "no YAML in line"),
+            ("nodes: {}", "write 'hosts:'"),
+        ],
+    )
+    def test_is_refused(self, tmp_path: Path, text: str, words: str) -> None:
+        with pytest.raises(Refusal) as error:
+            read(self.file(tmp_path, text))
+        assert words in str(error.value) and "\n" not in str(error.value)
+
+    def test_that_is_missing(self, tmp_path: Path) -> None:
+        with pytest.raises(Refusal, match="No such file"):
+            read(tmp_path / "none.yaml")
+
+
+class TestRanks:
+    @given(draw.lists(draw.integers(1, 5), min_size=1, max_size=5), draw.data())
+    def test_are_counted_as_horovod_counts(self, slots: list[int], data: draw.DataObject) -> None:
+        hosts = [Host(f"node{index}", count) for index, count in enumerate(slots)]
+        size = data.draw(draw.integers(1, sum(slots)))
+        infos = [HostInfo(host.name, host.slots) for host in hosts]
+        theirs = get_host_assignments(infos, size, size)
+        assert len(theirs) == size
+        for mine, their in zip(ranks(hosts, size), theirs):
+            assert (mine.host.name, mine.rank) == (their.hostname, their.rank)
+            assert (mine.local_rank, mine.local_size) == (their.local_rank, their.local_size)
+            assert (mine.cross_rank, mine.cross_size) == (their.cross_rank, their.cross_size)
+
+    @pytest.mark.parametrize("size", [0, 5])
+    def test_fit_on_the_slots(self, size: int) -> None:
+        with pytest.raises(Refusal, match=f"NP={size} processes on 4 slots"):
+            ranks([Host("node1", 4)], size)
+
+
+def test_only_listed_variables_leave_this_host() -> None:
+    here = {"NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "x", "WANDB_API_KEY": "y", "HOME": "/r"}
+    here |= {"HOROVOD_TOKEN": "z"}
+    assert forwarded(here) == {"NCCL_DEBUG": "INFO"}
+    assert forwarded(here | {"FORWARD": "WANDB_"})["WANDB_API_KEY"] == "y"
+
+
+class TestRendezvous:
+    """It serves the job, and nobody else."""
+
+    def ask(
+        self, server: Rendezvous, method: str, path: str, body: bytes = b"", size: int = 0
+    ) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=5)
+        length = {"Content-Length": str(size or len(body))}
+        connection.request(method, path, body, length)
+        answer = connection.getresponse()
+        return answer.status, answer.read()
+
+    def test_keeps_what_the_job_puts(self) -> None:
+        server = Rendezvous(["127.0.0.1"])
+        try:
+            place = server.environment("127.0.0.1")
+            address, port = place["HOROVOD_GLOO_RENDEZVOUS_ADDR"], server.port
+            path = "/" + f"{address}:{port}/global/0".partition("/")[2]  # as Gloo builds it
+            assert self.ask(server, "GET", path)[0] == 404
+            assert self.ask(server, "PUT", path, b"here") == (200, b"")
+            assert self.ask(server, "GET", path) == (200, b"here")
+            assert server.store == {"global/0": b"here"}
+        finally:
+            server.close()
+
+    def test_refuses_others(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+        canary = tmp_path / "canary"
+        pickled = b"cposix\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
+        server = Rendezvous(["127.0.0.1"])
+        try:
+            for path in ("/global/0", "/runfunc_result/0", f"/{server.secret[:-1]}/:1/global/0"):
+                assert self.ask(server, "PUT", path, pickled)[0] == 403
+                assert self.ask(server, "GET", path)[0] == 403
+            assert not server.store and not canary.exists()
+        finally:
+            server.close()
+        assert capfd.readouterr().err.count("refused a request of 127.0.0.1") == 1
+
+    def test_takes_no_more_than_addresses(self) -> None:
+        server = Rendezvous(["127.0.0.1"])
+        try:
+            path = f"/{server.secret}/:1/global/0"
+            assert self.ask(server, "PUT", path, size=2 << 20)[0] == 413
+        finally:
+            server.close()
+
+    def test_listens_where_it_is_told_to(self) -> None:
+        server = Rendezvous(["127.0.0.2"])
+        try:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", server.port)) != 0
+                assert probe.connect_ex(("127.0.0.2", server.port)) == 0
+        finally:
+            server.close()
+
+
+@pytest.mark.parametrize(
+    ("status", "said", "words"),
+    [
+        (255, "ada@node1: Permission denied (publickey).", "ssh-copy-id node1"),
+        (255, "Host key verification failed.", "its host key is unknown here"),
+        (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
+         "ssh-keygen -R node1"),
+        (255, "ssh: connect to host node1 port 22: Connection refused", "no sshd listens"),
+        (255, "ssh: connect to host node1 port 22: Connection timed out", "no answer within 10 s"),
+        (255, "Connection timed out during banner exchange", "said nothing"),
+        (97, "", "make sync HOSTS=node1"),
+        (127, "sh: 1: exec: python: not found", "make sync ENV=1"),
+    ],
+)  # fmt: skip
+def test_ssh_troubles_are_told_apart(status: int, said: str, words: str) -> None:
+    assert words in str(diagnose(Host("node1", 1), status, said))
+
+
+def test_a_process_is_known_by_its_birth() -> None:
+    assert birth(os.getpid()) is not None and birth(2**22 + 1) is None

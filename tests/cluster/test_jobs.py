@@ -1,0 +1,384 @@
+"""Jobs across hosts: they start, see what they should, and end without leaving a process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import testbed
+from tests.cluster.conftest import NICS, PYTHON, made
+from tests.conftest import HOROVODRUN, ROOT, run
+
+TELL = (
+    "import os, json, horovod.torch as hvd; hvd.init(); "
+    "print(json.dumps({'rank': hvd.rank(), 'size': hvd.size(), 'local_rank': hvd.local_rank(), "
+    "'local_size': hvd.local_size(), 'cross_size': hvd.cross_size(), 'cwd': os.getcwd(), "
+    "'host': os.uname().nodename, 'environment': dict(os.environ)}))"
+)
+SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (10, 15)]; " + SLEEP
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while found := processes(SLEEP):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def processes(text: str) -> list[str]:
+    """The ranks that run `text`, on all hosts: they are processes of this machine."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = entry.read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if words[1:2] == ["-c"] and words[2] in (text, STUBBORN):
+            found.append(entry.parent.name)
+    return found
+
+
+def horovodrun(*arguments: str) -> list[str]:
+    return [PYTHON, "-m", "cluster.horovodrun", *arguments]
+
+
+def told(output: str) -> list[dict]:
+    """What the ranks that ran TELL say, by rank."""
+    lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]
+    return sorted((json.loads(line) for line in lines), key=lambda rank: rank["rank"])
+
+
+def started(command: list[str], log: Path, ranks: int, **environment: str) -> subprocess.Popen:
+    """The launcher, once all ranks of SLEEP run."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while log.read_text().count("ready") < ranks:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return process
+
+
+class TestStart:
+    def test_the_headline_command(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        """Plain horovodrun, and ours: the same numbers as on one host."""
+        job = [PYTHON, "template.py", "trainer.max_epochs=2", "data.batch_size=16"]
+        losses = []
+        for name, launcher, where in (
+            ("plain", [HOROVODRUN], "node1:4,node2:4"),
+            ("ours", horovodrun(), "node1:4,node2:4"),
+            ("one", horovodrun(), "node1:8"),
+        ):
+            folder = tmp_path / name
+            done = run(
+                hosts[0].command(*launcher, "-np", "8", "-H", where, *job, f"log_dir={folder}")
+            )
+            assert done.returncode == 0, done.stdout
+            (file,) = folder.glob("*/runs/*/summary.json")
+            summary = json.loads(file.read_text())
+            assert (summary["world_size"], summary["strategy"]) == (8, "horovod")
+            assert len(summary["hosts"]) == (1 if name == "one" else 2)
+            losses.append(summary["metrics"]["test/loss"])
+        assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+        assert losses[2] == pytest.approx(losses[0], rel=1e-5)
+
+    @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+    def test_hosts_whose_interfaces_have_other_names(
+        self, odd_hosts: list[testbed.Host], strategy: str, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "hosts.yaml"
+        file.write_text(
+            f"hosts:\n  node1: {{slots: 1, nic: {NICS[0]}}}\n  node2: {{slots: 1, nic: {NICS[1]}}}"
+        )
+        job = [PYTHON, "template.py", "trainer.max_epochs=2", f"strategy={strategy}"]
+        command = horovodrun("--hostfile", str(file), *job, f"log_dir={tmp_path}")
+        done = run(odd_hosts[0].command(*command))
+        assert done.returncode == 0, done.stdout
+        assert f"ranks   2: 1 on node1, 1 on node2; strategy {strategy}" in done.stdout
+
+    def test_each_rank_has_its_own(self, odd_hosts: list[testbed.Host], tmp_path: Path) -> None:
+        """GPU, interface, variables and place, before Horovod is initialized."""
+        file = tmp_path / "hosts.yaml"
+        file.write_text(
+            "hosts:\n  node1: {slots: 2, gpus: [1, 2], env: {COLOR: red}}\n"
+            f"  node2: {{slots: 2, gpus: [7, 1], nic: {NICS[1]}}}\n"
+        )
+        command = horovodrun("-np", "4", "--hostfile", str(file), PYTHON, "-c", TELL)
+        done = run(odd_hosts[0].command(*command), NCCL_DEBUG="WARN")
+        assert done.returncode == 0, done.stdout
+        ranks = told(done.stdout)
+        assert [rank["size"] for rank in ranks] == [4] * 4
+        assert [rank["local_rank"] for rank in ranks] == [0, 1, 0, 1]
+        assert [rank["host"] for rank in ranks] == ["node1", "node1", "node2", "node2"]
+        variables = [rank["environment"] for rank in ranks]
+        assert [of["CUDA_VISIBLE_DEVICES"] for of in variables] == ["1", "2", "7", "1"]
+        assert [of.get("COLOR") for of in variables] == ["red", "red", None, None]
+        assert {of["NCCL_DEBUG"] for of in variables} == {"WARN"}
+        for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+            assert [of[name] for of in variables] == [NICS[0], NICS[0], NICS[1], NICS[1]]
+        assert {rank["cwd"] for rank in ranks} == {str(ROOT)}
+
+    def test_no_secret_leaves(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        """A token of the launcher is in no command line on any host, in no file, in no rank."""
+        token = f"dummy-token-{os.getpid()}"
+        command = hosts[0].command(*horovodrun("-H", "node2:2", PYTHON, "-c", SLEEP))
+        process = started(command, tmp_path / "log", 2, MY_TOKEN=token, WANDB_API_KEY=token)
+        try:
+            for entry in Path("/proc").glob("[0-9]*/cmdline"):
+                try:
+                    assert token not in entry.read_bytes().decode(errors="replace")
+                except (FileNotFoundError, ProcessLookupError):
+                    continue
+            ranks = processes(SLEEP)
+            assert len(ranks) == 2
+            for pid in ranks:
+                assert token not in Path(f"/proc/{pid}/environ").read_bytes().decode()
+            for file in [*(ROOT / "logs" / "launches").rglob("*"), tmp_path / "log"]:
+                assert not file.is_file() or token not in file.read_text()
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+
+    def test_the_rendezvous_is_the_jobs(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        """On the interface towards the hosts only; a PUT without the secret is refused."""
+        command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+        process = started(command, tmp_path / "log", 2)
+        try:
+            environ = Path(f"/proc/{processes(SLEEP)[0]}/environ").read_bytes().decode()
+            place = dict(word.partition("=")[::2] for word in environ.split("\0"))
+            port = place["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+            put = (
+                "import sys, http.client as h; c = h.HTTPConnection(*sys.argv[1:], timeout=5); "
+                "c.request('PUT', '/global/0', b'canary'); print(c.getresponse().status)"
+            )
+            outside = run(hosts[1].command(PYTHON, "-c", put, "10.77.0.1", port))
+            assert outside.stdout.strip() == "403"
+            elsewhere = run(hosts[0].command(PYTHON, "-c", put, "127.0.0.1", port))
+            assert "ConnectionRefusedError" in elsewhere.stdout
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
+        assert "refused a request of 10.77.0.2" in (tmp_path / "log").read_text()
+
+    def test_a_missing_folder_ends_the_job(self, project: Path, tmp_path: Path) -> None:
+        for hosts in made(2):
+            (tmp_path / "nothing").mkdir()
+            hosts[1].shows(tmp_path / "nothing", project.parent)
+            command = ["env", "-C", str(project), *horovodrun("-H", "node1,node2", "touch", "ran")]
+            done = run(hosts[0].command(*command))
+            assert done.returncode == 1
+            assert f"node2: there is no folder {project}: make sync HOSTS=node2" in done.stdout
+            assert not (Path.home() / "ran").exists()
+
+    @pytest.mark.parametrize(
+        ("arguments", "words"),
+        [
+            (["-np", "5", "-H", "node1:2,node2:2", "true"], "NP=5 processes on 4 slots"),
+            (["-H", "node1:2,node1:2", "true"], "node1 is there twice"),
+            (["-H", "node9:2", "true"], "node9: no such host"),
+            (["-H", "node1", "--hostfile", "hosts.yaml", "true"], "give one of them"),
+        ],
+    )
+    def test_mistakes_are_one_line(
+        self, hosts: list[testbed.Host], arguments: list[str], words: str
+    ) -> None:
+        done = run(hosts[0].command(*horovodrun(*arguments)))
+        assert done.returncode == 2 and words in done.stdout
+        assert len(done.stdout.splitlines()) == 1
+
+    def test_a_program_that_is_not_there(self, hosts: list[testbed.Host]) -> None:
+        done = run(hosts[0].command(*horovodrun("-H", "node1,node2", "nosuchprogram")))
+        assert done.returncode == 2 and "nosuchprogram: No such file" in done.stdout
+
+
+class TestEnd:
+    """However a job ends, all of it ends, and the cause is told."""
+
+    def test_a_rank_fails(self, hosts: list[testbed.Host]) -> None:
+        fail = (
+            f"import os, sys; sys.exit(7) if os.environ['HOROVOD_RANK'] == '3' else None; {SLEEP}"
+        )
+        done = run(hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", fail)))
+        assert done.returncode == 7
+        assert "rank 3 on node2 ended with exit code 7" in done.stdout
+
+    def test_a_rank_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+        process = started(command, tmp_path / "log", 2)
+        killed = next(
+            pid for pid in processes(SLEEP)
+            if "HOROVOD_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().decode()
+        )  # fmt: skip
+        os.kill(int(killed), signal.SIGKILL)
+        assert process.wait(timeout=60) == 128 + 9
+        assert "rank 1 on node2 was killed by SIGKILL" in (tmp_path / "log").read_text()
+
+    def test_a_host_is_cut_off(self, tmp_path: Path) -> None:
+        for hosts in made(2):
+            command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+            process = started(command, tmp_path / "log", 2)
+            down = ["ip", "-n", hosts[1].namespace, "link", "set", "eth0", "down"]
+            subprocess.run(down, check=True)
+            begun = time.monotonic()
+            assert process.wait(timeout=60) == 1
+            assert "node2 has not been heard for" in (tmp_path / "log").read_text()
+            while processes(SLEEP):  # those on node2 are ended by its own agent
+                assert time.monotonic() - begun < 60
+                time.sleep(0.2)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+    def test_the_launcher_is_stopped(
+        self, hosts: list[testbed.Host], number: signal.Signals, tmp_path: Path
+    ) -> None:
+        command = hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SLEEP))
+        process = started(command, tmp_path / "log", 4)
+        os.killpg(process.pid, number)  # as a terminal does
+        assert process.wait(timeout=15) == 128 + number
+        assert f"stopped by {number.name}" in (tmp_path / "log").read_text()
+
+    def test_ranks_that_do_not_listen(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN))
+        process = started(command, tmp_path / "log", 2)
+        process.terminate()
+        assert process.wait(timeout=15) == 143
+
+    def test_the_launcher_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        command = hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", STUBBORN))
+        process = started(command, tmp_path / "log", 4)
+        process.kill()
+        process.wait(timeout=10)
+        deadline = time.monotonic() + 15
+        while processes(SLEEP):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+class TestDetached:
+    """launch, status, logs, stop."""
+
+    On = Callable[..., subprocess.CompletedProcess[str]]
+
+    def state(self, on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
+        listed = json.loads(on(host, "cluster.jobs", "status", "--json", cwd=cwd).stdout)
+        return next(state for state in listed if state["id"] == run_id)
+
+    def launch(self, on: On, host: testbed.Host, cwd: Path, *arguments: str) -> str:
+        done = on(host, "cluster.jobs", "launch", *arguments, cwd=cwd)
+        assert done.returncode == 0, done.stdout
+        return done.stdout.split()[1].rstrip(",")
+
+    def wait(self, on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
+        deadline = time.monotonic() + 90
+        while (state := self.state(on, host, cwd, run_id))["state"] in ("starting", "running"):
+            assert time.monotonic() < deadline, state
+            time.sleep(0.3)
+        return state
+
+    def ready(self, on: On, host: testbed.Host, cwd: Path, ranks: int) -> None:
+        deadline = time.monotonic() + 60
+        while len(processes(SLEEP)) < ranks:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    def test_a_run_from_start_to_end(
+        self, on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    ) -> None:
+        train = [PYTHON, "template.py", "trainer.max_epochs=2"]
+        run_id = self.launch(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
+        state = self.wait(on, hosts[0], project, run_id)
+        assert state["state"] == "done", on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
+        printed = on(hosts[0], "cluster.jobs", "logs", "--follow", cwd=project).stdout
+        assert "ranks   2: 1 on node1, 1 on node2" in printed and "test/acc" in printed
+        listed = on(hosts[0], "cluster.jobs", "status", cwd=project).stdout
+        assert run_id in listed and "done" in listed and "node1:1,node2:1" in listed
+        assert on(hosts[0], "cluster.jobs", "stop", cwd=project).returncode == 2
+
+    def test_a_failure_is_told(self, on: On, hosts: list[testbed.Host], project: Path) -> None:
+        fail = "import os, sys; print('bye'); sys.exit(3 * int(os.environ['HOROVOD_RANK']))"
+        run_id = self.launch(on, hosts[0], project, "-H", "node1:1,node2:1", PYTHON, "-c", fail)
+        state = self.wait(on, hosts[0], project, run_id)
+        assert (state["state"], state["exit"]) == ("failed", 3)
+        assert state["reason"] == "rank 1 on node2 ended with exit code 3"
+        assert "bye" in on(hosts[0], "cluster.jobs", "logs", "--rank", "1", cwd=project).stdout
+        wrong = on(hosts[0], "cluster.jobs", "logs", "--rank", "2", cwd=project)
+        assert wrong.returncode == 2 and "the run has ranks 0 to 1" in wrong.stdout
+
+    def test_stop_leaves_a_checkpoint(
+        self, on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    ) -> None:
+        train = [PYTHON, "template.py", "trainer.max_epochs=100000", f"log_dir={tmp_path}"]
+        train.append("callbacks.early_stopping.patience=100000")
+        run_id = self.launch(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
+        deadline = time.monotonic() + 60
+        while "epoch 2" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout:
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
+        assert stopped.returncode == 0, stopped.stdout
+        assert self.state(on, hosts[0], project, run_id)["state"] == "stopped"
+        (checkpoint,) = tmp_path.glob("*/runs/*/checkpoints/stopped.ckpt")
+        again = [PYTHON, "template.py", f"ckpt_path={checkpoint}", "trainer.max_epochs=10"]
+        done = run(["env", "-C", str(project), *again, f"log_dir={tmp_path / 'again'}"])
+        assert done.returncode == 0, done.stdout
+
+    def test_gpus_in_use_are_refused(
+        self, on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    ) -> None:
+        file = tmp_path / "hosts.yaml"
+        file.write_text("hosts: {node2: {slots: 1, gpus: [5]}}")
+        sleep = ["--hostfile", str(file), PYTHON, "-c", SLEEP]
+        first = on(hosts[0], "cluster.jobs", "launch", *sleep, cwd=project)
+        assert first.returncode == 2 and "GPU 5 of the host file is not there" in first.stdout
+        # Without those checks, as later: the time comes when another run has the GPU.
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)),
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        self.ready(on, hosts[0], project, 1)
+        (running,) = json.loads(
+            on(hosts[0], "cluster.jobs", "status", "--json", cwd=project).stdout
+        )
+        second = run(hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)))
+        assert second.returncode == 2
+        assert f"node2: GPU 5 is in use by run {running['id']}" in second.stdout
+        killed = on(hosts[0], "cluster.jobs", "stop", "--kill", cwd=project)
+        assert killed.returncode == 0, killed.stdout
+        assert process.wait(timeout=15) == 143
+
+    def test_later(self, on: On, hosts: list[testbed.Host], project: Path) -> None:
+        line = ["-H", "node1:1", "true"]
+        run_id = self.launch(on, hosts[0], project, "--at", "2999-01-01 02:00", *line)
+        assert self.state(on, hosts[0], project, run_id)["state"] == "waiting"
+        stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
+        assert stopped.returncode == 0 and not processes("true")
+        assert self.state(on, hosts[0], project, run_id)["state"] == "stopped"
+        for at, words in (("25:00", "write a time as 02:00"), ("2001-01-01 02:00", "is past")):
+            done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
+            assert done.returncode == 2 and words in done.stdout
+
+    def test_a_killed_launcher_is_told(
+        self, on: On, hosts: list[testbed.Host], project: Path
+    ) -> None:
+        line = ["-H", "node1:1,node2:1", PYTHON, "-c", SLEEP]
+        run_id = self.launch(on, hosts[0], project, *line)
+        self.ready(on, hosts[0], project, 2)
+        os.kill(self.state(on, hosts[0], project, run_id)["pid"], signal.SIGKILL)
+        deadline = time.monotonic() + 15
+        while processes(SLEEP):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert self.state(on, hosts[0], project, run_id)["state"] == "lost"

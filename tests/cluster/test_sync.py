@@ -1,0 +1,114 @@
+"""Code comes to hosts that have none, or an old one, and nothing else is touched there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import testbed
+from tests.cluster.conftest import made
+
+On = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def apart(project: Path, tmp_path: Path) -> Iterator[list[testbed.Host]]:
+    """Two hosts; the second has another folder where the first has the project's parent."""
+    for hosts in made(2):
+        (tmp_path / "theirs").mkdir()
+        hosts[1].shows(tmp_path / "theirs", project.parent)
+        yield hosts
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+
+
+def test_a_missing_checkout(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    look = on(apart[0], "cluster.sync", "-H", "node1,node2", "--dry-run", cwd=project)
+    assert look.returncode == 0 and "node2         would be:" in look.stdout, look.stdout
+    assert not list((tmp_path / "theirs").iterdir())
+    done = on(apart[0], "cluster.sync", "-H", "node1,node2", cwd=project)
+    assert done.returncode == 0, done.stdout
+    assert f"(there was no {project})" in done.stdout and "node1         this host" in done.stdout
+    assert files(tmp_path / "theirs" / "project") == files(project)
+    again = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    assert "node2         the same" in again.stdout
+
+
+def test_a_stale_checkout(on: On, apart: list[testbed.Host], project: Path, tmp_path: Path) -> None:
+    """What changed, is new or gone; data, logs and secrets stay on both sides."""
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    for folder in (project, theirs):
+        for name in ("logs", "data", ".git", ".venv"):
+            (folder / name).mkdir()
+            (folder / name / "own").write_text(str(folder))
+        (folder / ".env").write_text(f"TOKEN={folder}")
+        (folder / "login.pem").write_text(str(folder))
+    (theirs / "models" / "gone.py").write_text("# removed here since")
+    (theirs / "template.py").write_text("# an old one")
+    (project / "models" / "mine.py").write_text("# new")
+    (tmp_path / "theirs" / "beside").write_text("not ours")
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    assert done.returncode == 0, done.stdout
+    assert "1 new, 1 changed, 1 deleted" in done.stdout
+    for line in ("+ models/mine.py", "* template.py", "- models/gone.py"):
+        assert line in done.stdout
+    for name in ("logs/own", "data/own", ".git/own", ".venv/own", "login.pem"):
+        assert (theirs / name).read_text() == str(theirs)
+    assert (theirs / ".env").read_text() == f"TOKEN={theirs}"
+    assert (tmp_path / "theirs" / "beside").read_text() == "not ours"
+
+
+def test_what_is_no_checkout_is_left_alone(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """And a host that fails keeps no other from its code."""
+    other = tmp_path / "theirs" / "project"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    done = on(apart[0], "cluster.sync", "-H", "node9,node2,node1", cwd=project)
+    assert done.returncode == 1
+    assert "error: node9: no such host" in done.stdout
+    assert f"error: node2: {project} holds something else there" in done.stdout
+    assert "node1         this host" in done.stdout
+    assert files(other) == {"thesis.tex": b"years of work"}
+
+
+def test_a_shared_file_system(on: On, hosts: list[testbed.Host], project: Path) -> None:
+    done = on(hosts[0], "cluster.sync", "-H", "node1,node2", "--env", cwd=project)
+    assert done.returncode == 0 and "node2         shares this file system" in done.stdout
+
+
+def test_the_environment_comes_too(
+    apart: list[testbed.Host], on: On, project: Path, tmp_path: Path
+) -> None:
+    """A small one: what it lacks is told, as it is tried there."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)
+    site = next((project / ".venv" / "lib").glob("python*/site-packages"))
+    for name in ("torch", "hydra", "horovod"):
+        (site / name).mkdir()
+        (site / name / "__init__.py").touch()
+    yaml = next(Path(p) for p in sys.path if (Path(p) / "yaml").is_dir())
+    (site / "own.pth").write_text(str(yaml))  # cluster.sync reads hosts with it
+    line = [project / ".venv/bin/python", "-m", "cluster.sync", "-H", "node2", "--env"]
+    command = apart[0].command("env", "-C", str(project), *map(str, line))
+    failed = subprocess.run(command, capture_output=True, text=True)
+    assert failed.returncode == 1 and "No module named 'horovod.torch'" in failed.stderr
+    (site / "horovod" / "torch.py").touch()
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "files copied, it runs" in done.stdout
+    theirs = tmp_path / "theirs" / "project" / ".venv"
+    assert (theirs / site.relative_to(project / ".venv") / "horovod" / "torch.py").exists()

@@ -40,7 +40,7 @@ FORWARDED = (
 )  # fmt: skip
 SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
 GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
-STOP_SECONDS = 8  # from the request for a checkpoint to the end
+STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
 END_SECONDS = 3  # from SIGTERM to SIGKILL
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -101,10 +101,14 @@ class Job:
         members: the processes.
         command: what each runs.
         record: where the job's state is kept for status, logs and stop.
+        stop_seconds: for a checkpoint, when it is told to stop.
     """
 
-    def __init__(self, members: list[Rank], command: list[str], record: Record) -> None:
+    def __init__(
+        self, members: list[Rank], command: list[str], record: Record, stop_seconds: float
+    ) -> None:
         self.members, self.command, self.record = members, command, record
+        self.stop_seconds = stop_seconds
         self.connections: list[Connection] = []
         self._events: queue.SimpleQueue = queue.SimpleQueue()
         self._running = {member.rank for member in members}
@@ -218,11 +222,13 @@ class Job:
         else:
             self._status = 128 + number
             self._cause = (4, f"stopped by {name}")
-            self._deadlines["stop"] = time.monotonic() + STOP_SECONDS
+            self._deadlines["stop"] = time.monotonic() + self.stop_seconds
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
 
     def _ask_to_stop(self) -> None:
-        tell(f"stopping: {STOP_SECONDS} s for a checkpoint; a second signal ends all at once")
+        tell(
+            f"stopping: {self.stop_seconds:g} s for a checkpoint; a second signal ends all at once"
+        )
         for connection in self.connections:
             connection.send(signal="SIGUSR1")
 
@@ -257,12 +263,15 @@ class Job:
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
     """What of `environment` may leave this host."""
     asked = tuple(name for name in environment.get("FORWARD", "").split(",") if name)
-    return {
+    found = {
         name: value
         for name, value in environment.items()
         if name.startswith(asked)
         or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
     }
+    if "SLURM_JOB_ID" in environment:
+        found.pop("CUDA_VISIBLE_DEVICES", None)  # Slurm's for this node; others have their own
+    return found
 
 
 def _addresses(hosts: list[Host]) -> dict[Host, str]:
@@ -300,6 +309,10 @@ def main() -> int:
     )
     parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     add_arguments(parser)
+    parser.add_argument(
+        "--stop-seconds", type=float, default=STOP_SECONDS,
+        help="for a checkpoint, when told to stop (%(default)s)",
+    )  # fmt: skip
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
     arguments = parser.parse_args()
@@ -308,7 +321,7 @@ def main() -> int:
     try:
         members = ranks(chosen(arguments), arguments.np)
         with Record(arguments.record, members, arguments.command) as record:
-            return Job(members, arguments.command, record).run()
+            return Job(members, arguments.command, record, arguments.stop_seconds).run()
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import os
 import re
 import shlex
+import shutil
 import socket
 import subprocess
 from dataclasses import dataclass, field, fields
@@ -96,6 +98,10 @@ class Host:
         """The command line that runs a line of sh on this host."""
         if self.is_here:
             return ["sh", "-c", script]
+        if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
+            # The nodes of a job are reached by srun also where ssh is not allowed.
+            srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self.name}"]
+            return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
         # Whatever the login shell there is, it is sh that reads the script.
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
 

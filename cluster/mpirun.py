@@ -1,0 +1,79 @@
+"""The same job under mpirun, where Horovod was built with MPI (make install MPI=1).
+
+    python -m cluster.mpirun -np 8 -H node1:4,node2:4 python template.py
+
+Prints Open MPI's line and becomes it: one application a host, so that each has its own GPUs and
+variables. As with horovodrun here, only variables of an allow-list leave this host, by name. What
+ranks print, signals and the end of a job are then mpirun's affair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import sys
+
+from cluster.horovodrun import forwarded
+from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
+
+
+def line(members: list[Rank], command: list[str]) -> list[str]:
+    """mpirun's command line for these processes."""
+    hosts = list(dict.fromkeys(member.host for member in members))
+    found = ["mpirun", "--tag-output", "--bind-to", "none", "--map-by", "slot"]
+    found += ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]  # as Horovod's documentation has it
+    if os.geteuid() == 0:
+        found.append("--allow-run-as-root")
+    if nics := sorted({host.nic for host in hosts if host.nic}):
+        for transport in ("btl_tcp_if_include", "oob_tcp_if_include"):
+            found += ["--mca", transport, ",".join(nics)]
+    options = {" ".join(host.ssh_options()) for host in hosts if not host.is_here}
+    if len(options) > 1:
+        raise Refusal("LAUNCHER=mpi: mpirun takes one user, port and ssh options for all hosts")
+    if options:
+        found += ["--mca", "plm_rsh_agent", options.pop()]
+    for index, host in enumerate(hosts):
+        count = sum(member.host == host for member in members)
+        found += [":"] if index else []
+        found += ["-np", str(count), "-H", f"{host.name}:{count}"]
+        for name in sorted(forwarded(dict(os.environ))):
+            found += ["-x", name]  # its value travels between mpirun and its daemons
+        variables = dict(host.env)
+        if host.gpus is not None:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.gpus[:count]))
+        if host.nic:
+            variables["NCCL_SOCKET_IFNAME"] = host.nic
+        for name, value in variables.items():
+            found += ["-x", f"{name}={value}"]
+        found += command
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m cluster.mpirun", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
+    add_arguments(parser)
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
+    arguments = parser.parse_args()
+    os.environ |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    try:
+        found = line(ranks(chosen(arguments), arguments.np), arguments.command)
+        if shutil.which("mpirun") is None:
+            raise Refusal("mpirun is missing: sudo apt-get install libopenmpi-dev openmpi-bin")
+        from horovod.torch import mpi_built
+
+        if not mpi_built():
+            raise Refusal("Horovod was built without MPI: make install MPI=1")
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(shlex.join(found), flush=True)
+    os.execvp(found[0], found)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The batch scripts in a real Slurm: a controller and two nodes, on hosts made of this one."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cluster import testbed
+from cluster.slurm.hosts import hosts as allocation
+from tests.cluster.conftest import made
+from tests.conftest import run
+
+SLURM = ["slurmctld", "slurmd", "munged"]
+CONFIG = """
+ClusterName=test
+SlurmctldHost=node1(10.77.0.1)
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+SelectType=select/cons_tres
+SchedulerParameters=batch_sched_delay=1,sched_interval=2,requeue_delay=1
+ReturnToService=2
+SlurmdParameters=config_overrides
+KillWait=20
+NodeName=node1 NodeAddr=10.77.0.1 CPUs=4 RealMemory=4000
+NodeName=node2 NodeAddr=10.77.0.2 CPUs=4 RealMemory=4000
+PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+class TestAllocation:
+    """Recorded environments of jobs become hosts."""
+
+    @pytest.mark.parametrize(
+        ("nodes", "tasks", "expected"),
+        [
+            ("node1", "1", "node1:1"),
+            ("node[1-2]", "4(x2)", "node1:4,node2:4"),
+            ("gpu[01-03,07],login", "2(x4),1", "gpu01:2,gpu02:2,gpu03:2,gpu07:2,login:1"),
+            ("taurusi[2045,2050]", "2,1", "taurusi2045:2,taurusi2050:1"),
+            ("r[1-2]n[1-2]", "1(x4)", "r1n1:1,r1n2:1,r2n1:1,r2n2:1"),
+        ],
+    )
+    def test_is_read(self, nodes: str, tasks: str, expected: str) -> None:
+        job = {"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks}
+        assert allocation(job) == expected
+
+    def test_outside_of_a_job(self) -> None:
+        with pytest.raises(ValueError, match="run this in a job of Slurm"):
+            allocation({})
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Host, dict]]:
+    """The first node, from where jobs are submitted, and the variables that this takes."""
+    for program in SLURM:
+        if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
+            pytest.skip(f"{program} is missing: sudo apt-get install slurmctld slurmd munge")
+    folder = tmp_path_factory.mktemp("slurm")
+    (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
+    (folder / "cgroup").mkdir()
+    (folder / "cgroup.conf").write_text(
+        f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"
+    )
+    (folder / "munge.key").write_bytes(secrets.token_bytes(64))
+    (folder / "munge.key").chmod(0o600)
+    environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+    started: list[subprocess.Popen] = []
+
+    def start(*command: str) -> None:
+        with open(folder / "printed.log", "a") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, env={**os.environ, **environment},
+                start_new_session=True,
+            )  # fmt: skip
+        started.append(process)
+
+    for hosts in made(2):
+        try:
+            start(
+                "munged", "--foreground", "--force", f"--socket={folder}/munge.socket",
+                f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid",
+                f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
+            )  # fmt: skip
+            deadline = time.monotonic() + 20
+            while not (folder / "munge.socket").exists():
+                assert time.monotonic() < deadline, (folder / "printed.log").read_text()
+                time.sleep(0.1)
+            start(*hosts[0].command("slurmctld", "-D", "-i"))
+            for host in hosts:
+                start(*host.command("slurmd", "-D", "-N", host.name))
+            ask = hosts[0].command("sinfo", "-h", "-o", "%D %t")
+            while "2 idle" not in (shown := run(ask, **environment).stdout):
+                assert time.monotonic() < deadline, shown + (folder / "printed.log").read_text()
+                time.sleep(0.5)
+            yield hosts[0], environment
+        finally:
+            for process in reversed(started):
+                process.terminate()
+            for process in started:
+                try:
+                    process.wait(timeout=10)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+
+
+def finished(
+    host: testbed.Host, environment: dict, output: Path, words: str, seconds: float
+) -> str:
+    """What a job printed, once these words are in it."""
+    deadline = time.monotonic() + seconds
+    while not output.exists() or words not in output.read_text():
+        queue = run(host.command("squeue"), **environment).stdout
+        printed = output.read_text() if output.exists() else "nothing"
+        assert time.monotonic() < deadline, printed + queue
+        time.sleep(0.5)
+    return output.read_text()
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -> None:
+    """Two tasks on each of two nodes, without any ssh."""
+    host, environment = slurm
+    (project / "logs").mkdir()
+    sbatch = ["sbatch", "--parsable", f"--chdir={project}", f"cluster/slurm/{strategy}.sbatch"]
+    submit = host.command("env", "-C", str(project), *sbatch, "trainer.max_epochs=2")
+    done = run(submit, **environment, PYTHON=sys.executable)
+    assert done.returncode == 0, done.stdout
+    output = project / "logs" / f"slurm-{done.stdout.strip()}.out"
+    printed = finished(host, environment, output, "summary ", 120)
+    assert f"ranks   4: 2 on node1, 2 on node2; strategy {strategy}" in printed
+
+
+def test_the_time_limit(slurm: tuple[testbed.Host, dict], project: Path) -> None:
+    """Slurm's signal before the end: a checkpoint, queued again, and on from there."""
+    host, environment = slurm
+    (project / "logs").mkdir()
+    sbatch = ["sbatch", "--parsable", "--ntasks-per-node=1", f"--chdir={project}"]
+    job = ["cluster/slurm/horovod.sbatch", "trainer.max_epochs=30"]
+    job.append("callbacks.early_stopping.patience=1000")
+    submit = host.command("env", "-C", str(project), *sbatch, *job)
+    done = run(submit, **environment, PYTHON=sys.executable)
+    number = done.stdout.strip()
+    output = project / "logs" / f"slurm-{number}.out"
+    finished(host, environment, output, "epoch 3/30", 90)
+    # As at the end of the time: to the batch script alone.
+    signalled = run(host.command("scancel", "--batch", "--signal=USR1", number), **environment)
+    assert signalled.returncode == 0, signalled.stdout
+    finished(host, environment, output, "is queued again, to go on from", 60)
+    # Slurm lets a requeued job wait two minutes; nodes refuse it in the second it was revoked in.
+    now = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
+    deadline = time.monotonic() + 30
+    while run(now, **environment).returncode:
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    finished(host, environment, output, "start number 2", 60)
+    printed = finished(host, environment, output, "summary ", 240)
+    second = printed.partition("start number 2")[2]
+    assert "epoch 2/30" not in second and "epoch 60/30" in second

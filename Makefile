@@ -42,7 +42,7 @@ environment:
 
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
-	$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) template.py $(ARGS)
+	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun) $(WHERE) $(PYTHON) template.py $(ARGS)
 
 doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)

@@ -78,8 +78,10 @@ class Agent:
         if nic not in (name for _, name in socket.if_nameindex()):
             there = ", ".join(name for _, name in socket.if_nameindex())
             raise ValueError(f"no network interface {nic}; there are {there}: mend nic in HOSTFILE")
-        interface = {"HOROVOD_GLOO_IFACE": nic, "GLOO_SOCKET_IFNAME": nic}
-        return {**os.environ, "NCCL_SOCKET_IFNAME": nic, **interface, **job["environment"]}
+        names = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+        interface = dict.fromkeys(names, nic)
+        environment = {**interface, **os.environ, **job["environment"]}
+        return environment | interface if job["nic"] else environment
 
     def _take_gpus(self, job: dict[str, Any]) -> None:
         """Mark the GPUs as ours until we end; the lock of a file goes with its process."""
@@ -88,7 +90,9 @@ class Agent:
             gpus = [gpu for gpu in range(len(job["ranks"])) if Path(f"/dev/nvidia{gpu}").exists()]
         for gpu in gpus:
             name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{gpu}"
-            file = (Path(tempfile.gettempdir()) / name).open("a+")
+            # Not through a link that somebody else has put there.
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            file = os.fdopen(os.open(Path(tempfile.gettempdir()) / name, flags, 0o600), "r+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -98,7 +102,8 @@ class Agent:
                     f"GPU {gpu} is in use by run {owner}: wait for it, take others (gpus in "
                     f"HOSTFILE), or make stop RUN={owner}"
                 ) from None
-            file.truncate(0)
+            file.seek(0)
+            file.truncate()
             file.write(job["run"])
             file.flush()
             self._locks.append(file)

@@ -161,13 +161,15 @@ class Job:
         }
 
     def _environment(self, host: Host) -> dict[str, str]:
+        timeout = "HOROVOD_GLOO_TIMEOUT_SECONDS"
         ours = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            "HOROVOD_GLOO_TIMEOUT_SECONDS": str(30 + len(self.members)),
+            timeout: os.environ.get(timeout, str(30 + len(self.members))),
             "PYTHONUNBUFFERED": "1",
         }
-        return ours | ({} if host.is_here else forwarded(dict(os.environ)))
+        # The agent of this host inherits the rest.
+        return ours if host.is_here else ours | forwarded(dict(os.environ))
 
     def _step(self) -> None:
         """One event, and what is due."""
@@ -175,6 +177,8 @@ class Job:
             connection, event = self._events.get(timeout=0.2)
             self._take(connection, event)
         now = time.monotonic()
+        if not self._running:  # an agent may wait for a process that even SIGKILL does not end
+            self._deadlines.setdefault("kill", now + 10)
         for connection in self.connections:
             silent = connection.silent_for()
             if silent > self._silence and connection.process.poll() is None:
@@ -322,7 +326,7 @@ def main() -> int:
         members = ranks(chosen(arguments), arguments.np)
         with Record(arguments.record, members, arguments.command) as record:
             return Job(members, arguments.command, record, arguments.stop_seconds).run()
-    except Refusal as error:
+    except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -22,6 +22,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cluster.doctor import quick
 from cluster.hosts import Refusal, add_arguments, chosen, ranks
 from cluster.record import ALIVE, FOLDER, birth, new_folder, write
 
@@ -32,10 +33,7 @@ def launch(arguments: argparse.Namespace) -> int:
     """Start the job in a session of its own, and return."""
     start = _start(arguments.at)
     members = ranks(chosen(arguments), arguments.np)  # to refuse here what cannot run
-    if start is None:
-        from cluster.doctor import quick
-
-        quick(list(dict.fromkeys(member.host for member in members)))
+    quick(list(dict.fromkeys(member.host for member in members)))
     folder = new_folder()
     run = [sys.executable, "-m", "cluster.jobs", "run", "--record", str(folder)]
     run += ["--at", start.isoformat()] if start else []

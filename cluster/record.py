@@ -9,6 +9,7 @@ An attached job prints to the terminal instead, and its folder goes when it ends
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import itertools
 import json
@@ -88,7 +89,9 @@ class Record:
             file.close()
         if not self._detached:
             (self.folder / "run.json").unlink(missing_ok=True)
-            self.folder.rmdir()
+            with contextlib.suppress(OSError):  # other runs, or logs, are there
+                for folder in (self.folder, FOLDER, FOLDER.parent):
+                    folder.rmdir()
         elif error is not None:
             self.update(state="failed", reason=str(error))
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from cluster import testbed
 from runs.config import check
 from tests.conftest import ROOT, run
 
@@ -61,6 +62,23 @@ def test_command(copy: Path, command: str) -> None:
         summary = json.loads(new.pop().read_text())
         assert summary["world_size"] == 2 and summary["metrics"]["test/acc"] >= 0.97
         assert "horovodrun -np 2 -H localhost:2 .venv/bin/python template.py" in done.stdout
+
+
+def test_the_chapter_on_many_hosts(copy: Path) -> None:
+    """Its commands in their order, with a process a host, on hosts made of this one."""
+    if problem := testbed.missing():
+        pytest.skip(f"no test hosts: {problem}")
+    commands = [line for kind, text in BLOCKS if kind == "sh hosts" for line in text.splitlines()]
+    targets = [command.split()[1] for command in commands]
+    assert targets == ["doctor", "sync", "train", "launch", "status", "logs", "stop"]
+    with testbed.Testbed(2) as hosts:
+        for command in commands:
+            typed = command.replace("node1:2,node2:2", "node1:1,node2:1")
+            done = run(hosts[0].command("env", "-C", str(copy), "sh", "-c", typed))
+            assert done.returncode == 0, f"{typed}\n{done.stdout}"
+            if " train " in typed:
+                assert "ranks   2: 1 on node1, 1 on node2" in done.stdout
+    assert "stopped" in run(["make", "status"], cwd=copy).stdout
 
 
 def test_the_new_files_are_found_by_the_tests(copy: Path) -> None:

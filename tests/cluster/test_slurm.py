@@ -175,4 +175,4 @@ def test_the_time_limit(slurm: tuple[testbed.Host, dict], project: Path) -> None
     finished(host, environment, output, "start number 2", 60)
     printed = finished(host, environment, output, "summary ", 240)
     second = printed.partition("start number 2")[2]
-    assert "epoch 2/30" not in second and "epoch 60/30" in second
+    assert "epoch 2/30" not in second and "epoch 30/30" in second

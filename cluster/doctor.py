@@ -30,6 +30,7 @@ import yaml
 from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
+from cluster.sync import synced
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = (Path(__file__).parent / "probe.py").read_text()
@@ -158,7 +159,9 @@ def _here(quick: bool) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, asked], capture_output=True, text=True, input=""
     )
-    return json.loads(done.stdout.splitlines()[0])
+    facts = json.loads(done.stdout.splitlines()[0])
+    facts["synced"] = synced() or facts["code"].keys()
+    return facts
 
 
 def _one(host: Host) -> str:
@@ -173,7 +176,8 @@ def _checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[F
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
     if facts["identity"] == here["identity"]:
         return [Finding("ok", "code", host.name, "the same file system")]
-    names = facts["code"].keys() | here["code"].keys()
+    # What is not copied (.syncignore) may differ; what is gone here is to go there.
+    names = (here["code"].keys() & here["synced"]) | (facts["code"].keys() - here["code"].keys())
     other = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
     if other:
         told = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
@@ -419,11 +423,15 @@ def main() -> int:
     add_arguments(parser)
     parser.add_argument("-np", type=int)
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="what takes no time; only failures")
     arguments = parser.parse_args()
     os.chdir(ROOT)
     try:
         hosts = chosen(arguments)
         ranks(hosts, arguments.np)
+        if arguments.quick:
+            quick(hosts)
+            return 0
         findings = examine(hosts)
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)

@@ -69,6 +69,6 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
 
 def explain(host: Host, status: int, said: str) -> str:
     """In one line, for the end of a job."""
-    if status in (-9, 0, 1) and not said.strip():
+    if status not in (NO_FOLDER, 126, 127) and not said.strip():
         return "the connection to it was lost"
     return str(diagnose(host, status, said))

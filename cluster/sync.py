@@ -31,6 +31,7 @@ if [ -e template.py ] && [ -d strategies ]; then
 elif [ -z "$(ls -A)" ]; then echo empty; else echo other; fi
 command -v rsync >/dev/null || echo no-rsync
 """
+LEFT = ["--exclude-from=.syncignore", "--filter=:- .gitignore"]
 KINDS = {"+": "new", "*": "changed", "-": "deleted"}
 
 
@@ -55,13 +56,25 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
         raise Refusal(
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
-    changes = _rsync(host, ROOT, ["--exclude-from=.syncignore", "--filter=:- .gitignore"], dry_run)
+    changes = _rsync(host, ROOT, LEFT, dry_run)
     counted = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
     told = (["would be: "] if dry_run and counted else [""])[0] + (", ".join(counted) or "the same")
     lines = [told + (f" (there was no {ROOT})" if state == "missing" else "")]
     named = [f"  {sign} {name}" for sign, names in changes.items() for name in names]
     lines += named[:SHOWN] + ([f"  and {len(named) - SHOWN} more"] if len(named) > SHOWN else [])
     return lines + (_environment(host, dry_run) if env else [])
+
+
+def synced() -> set[str] | None:
+    """The files that are copied; None where rsync is missing."""
+    try:
+        done = subprocess.run(
+            ["rsync", "-r", "--list-only", *LEFT, "./"], cwd=ROOT, capture_output=True, text=True
+        )
+    except FileNotFoundError:
+        return None
+    # permissions, size, date, time, name
+    return {line.split(None, 4)[4] for line in done.stdout.splitlines() if line.startswith("-")}
 
 
 def _environment(host: Host, dry_run: bool) -> list[str]:

@@ -74,6 +74,7 @@ class Run:
             )
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        warnings.filterwarnings("ignore", ".*srun. command is available.*")  # others launch here
         warnings.filterwarnings("ignore", ".*Experiment logs directory.*is not empty.*")
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]

@@ -99,6 +99,7 @@ def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     shutil.copytree(project.parent, tmp_path / "stale")
     (tmp_path / "stale" / "project" / "models" / "classifier.py").write_text("# older")
+    (project / "secrets.yaml").write_text("token: dummy")  # is here only, and stays so
     metadata = importlib.metadata.distribution("hydra-core")
     file = Path(str(metadata.locate_file(f"hydra_core-{metadata.version}.dist-info/METADATA")))
     other = tmp_path / "METADATA"
@@ -123,6 +124,7 @@ def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     ):
         finding = found[f"node{number}"]
         assert finding["check"] == check and words in finding["text"], finding
+    assert found["node3"]["text"] == "other than here: models/classifier.py"
     assert found["node2"]["mend"] == "make sync HOSTS=node2:1"
     assert "make" in found["node4"]["mend"]
 

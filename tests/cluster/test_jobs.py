@@ -239,6 +239,13 @@ class TestEnd:
                 assert time.monotonic() - begun < 60
                 time.sleep(0.2)
 
+    def test_an_ssh_is_cut(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+        process = started(command, tmp_path / "log", 2)
+        subprocess.run(["pkill", "-P", str(process.pid), "-x", "ssh"], check=True)
+        assert process.wait(timeout=60) == 1
+        assert "node2: the connection to it was lost" in (tmp_path / "log").read_text()
+
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
     def test_the_launcher_is_stopped(
         self, hosts: list[testbed.Host], number: signal.Signals, tmp_path: Path

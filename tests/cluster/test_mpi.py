@@ -1,4 +1,7 @@
-"""The same job under mpirun. Needs a Horovod with MPI: make test MPI=1 ARGS="-k mpi"."""
+"""The same job under mpirun, where Horovod was built with MPI:
+
+make test MPI=1 ARGS=tests/cluster/test_mpi.py
+"""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ environment:
 
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
-	@$(if $(filter localhost:%,$(HOSTS)),,$(PYTHON) -m cluster.doctor --quick $(WHERE))
+	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun) $(WHERE) $(PYTHON) template.py $(ARGS)
 
 doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1

@@ -15,6 +15,12 @@ else
 endif
 endif
 
+# Seconds that ranks get for a checkpoint when told to stop:
+STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
+
+# Variables of these names in the environment mean other things there.
+$(foreach name,ENV RUN RANK AT KILL DRY JSON,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
   override PYTHON := .venv/bin/python
@@ -43,7 +49,7 @@ environment:
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
-	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun) $(WHERE) $(PYTHON) template.py $(ARGS)
+	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py $(ARGS)
 
 doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
@@ -53,7 +59,7 @@ sync: environment ## copy code to HOSTS, to the same path; ENV=1 the environment
 
 launch: environment ## train on HOSTS without this terminal; AT=02:00 later
 	@$(PYTHON) -m runs.config $(ARGS)
-	@$(PYTHON) -m cluster.jobs launch $(if $(AT),--at "$(AT)") $(WHERE) $(PYTHON) template.py $(ARGS)
+	@$(PYTHON) -m cluster.jobs launch $(if $(AT),--at "$(AT)")$(STOP) $(WHERE) $(PYTHON) template.py $(ARGS)
 
 status: ## list launched runs
 	@$(PYTHON) -m cluster.jobs status $(if $(JSON),--json)

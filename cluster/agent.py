@@ -54,8 +54,9 @@ class Agent:
         job = json.loads(line)
         try:
             environment = self._environment(job)
-            self._take_gpus(job)
-        except ValueError as error:
+            if "SLURM_JOB_ID" not in os.environ:  # which gives each job its own
+                self._take_gpus(job, environment.get("CUDA_VISIBLE_DEVICES"))
+        except (ValueError, OSError) as error:
             self._say(error=str(error))
             return
         self._prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -83,11 +84,14 @@ class Agent:
         environment = {**interface, **os.environ, **job["environment"]}
         return environment | interface if job["nic"] else environment
 
-    def _take_gpus(self, job: dict[str, Any]) -> None:
+    def _take_gpus(self, job: dict[str, Any], visible: str | None) -> None:
         """Mark the GPUs as ours until we end; the lock of a file goes with its process."""
+        count = len(job["ranks"])
         gpus = job["gpus"]
-        if gpus is None:  # those that HorovodStrategy takes by local rank
-            gpus = [gpu for gpu in range(len(job["ranks"])) if Path(f"/dev/nvidia{gpu}").exists()]
+        if gpus is None and visible is not None:
+            gpus = [gpu for gpu in visible.split(",") if gpu.isdecimal()][:count]
+        elif gpus is None:  # those that HorovodStrategy takes by local rank
+            gpus = [gpu for gpu in range(count) if Path(f"/dev/nvidia{gpu}").exists()]
         for gpu in gpus:
             name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{gpu}"
             # Not through a link that somebody else has put there.

@@ -27,14 +27,17 @@ from typing import Any
 
 import yaml
 
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks
+from cluster.horovodrun import addresses
+from cluster.hosts import Host, Refusal, add_arguments, as_dict, chosen, ranks
+from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
 from cluster.sync import synced
 
 ROOT = Path(__file__).resolve().parent.parent
 PROBE = (Path(__file__).parent / "probe.py").read_text()
-ANSWER_SECONDS = 90  # to import torch from a slow file system
+QUICK_SECONDS = 40  # an interpreter from a slow file system, nvidia-smi of many GPUs
+ANSWER_SECONDS = 100  # torch from there too
 PAIR_SECONDS = 90
 # What a host needs.
 FREE_DISK_MIB = 1024
@@ -62,13 +65,13 @@ class Finding:
 class Probe:
     """A host that is asked; `facts` when it has answered, else `trouble`."""
 
-    def __init__(self, host: Host, quick: bool) -> None:
+    def __init__(self, host: Host, launcher: str | None, quick: bool) -> None:
         self.host = host
         self.facts: dict[str, Any] | None = None
         self.trouble: Finding | None = None
         asked = {"root": str(ROOT), "python": sys.executable, "nic": host.nic, "quick": quick}
         try:
-            asked["launcher"] = own_address(host.address)
+            asked["launcher"] = launcher or own_address(host.address)
         except Refusal as error:
             self._fail(
                 str(error).partition(": ")[2], "write the name that ssh and the other hosts know"
@@ -83,16 +86,13 @@ class Probe:
             host.command(script), text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        self._timer = threading.Timer(
-            SSH_SECONDS + (0 if quick else ANSWER_SECONDS), self.process.kill
-        )
-        self._timer.start()
-        answer = self._line()
+        limit = QUICK_SECONDS if quick else ANSWER_SECONDS
+        answer = self._line(limit)
         self.answered_at = time.time()
         if answer is None:
             said = self.process.communicate()[1]
             if self.process.returncode == -9:
-                self._fail(f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}")
+                self._fail(f"no answer within {limit} s", f"look there: ssh {host.name} uptime")
             elif "python3: not found" in said or self.process.returncode == 127:
                 self._fail("there is no python3", f"on {host.name}: sudo apt-get install python3")
             else:
@@ -107,20 +107,27 @@ class Probe:
         with contextlib.suppress(OSError):
             self.process.stdin.write(json.dumps(peers) + "\n")
             self.process.stdin.flush()
-        return self._line() or {name: "no answer" for name, _, _ in peers}
+        limit = 5 + len(peers) * CONNECT_SECONDS
+        return self._line(limit) or {name: "no answer" for name, _, _ in peers}
 
     def close(self) -> None:
         if hasattr(self, "process"):
-            self._timer.cancel()
             self.process.kill()
             self.process.communicate()
 
-    def _line(self) -> dict[str, Any] | None:
+    def _line(self, seconds: float) -> dict[str, Any] | None:
+        """What the host says next; None, and it is given up, when that takes longer."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            if line.startswith("{"):  # a login shell may greet
-                return json.loads(line)
-        return None
+        timer = threading.Timer(seconds, self.process.kill)
+        timer.start()
+        try:
+            for line in self.process.stdout:
+                with contextlib.suppress(ValueError):  # a login shell may greet
+                    if line.startswith("{"):
+                        return json.loads(line)
+            return None
+        finally:
+            timer.cancel()
 
     def _fail(self, text: str, mend: str) -> None:
         self.trouble = Finding("FAIL", "ssh", self.host.name, text, mend)
@@ -129,7 +136,11 @@ class Probe:
 def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
     """All findings, good ones too, in the order in which they are to be mended."""
     with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
-        probes = list(pool.map(lambda host: Probe(host, quick), hosts))
+        # A name of this host may lead to its loopback: it is the one that the others reach.
+        reached: dict[Host, str] = {}
+        with contextlib.suppress(Refusal):
+            reached = addresses(hosts)
+        probes = list(pool.map(lambda host: Probe(host, reached.get(host), quick), hosts))
         try:
             findings = [probe.trouble for probe in probes if probe.trouble]
             found = {p.host: p.facts for p in probes if p.facts}
@@ -174,15 +185,18 @@ def _checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[F
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
-    if facts["identity"] == here["identity"]:
-        return [Finding("ok", "code", host.name, "the same file system")]
-    # What is not copied (.syncignore) may differ; what is gone here is to go there.
-    names = (here["code"].keys() & here["synced"]) | (facts["code"].keys() - here["code"].keys())
+    # What is not copied (.syncignore) may differ.
+    names = here["code"].keys() & here["synced"]
     other = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
     if other:
         told = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         return [Finding("FAIL", "code", host.name, f"other than here: {told}", sync)]
-    return [Finding("ok", "code", host.name, "a copy, the same")]
+    if gone := sorted(facts["code"].keys() - here["code"].keys()):
+        text = f"has what is not here: {', '.join(gone[:3])}"
+        return [Finding("warn", "code", host.name, text, f"if it is to go: {sync}")]
+    shared = facts["identity"] == here["identity"]
+    told = "the same file system" if shared else "a copy, the same"
+    return [Finding("ok", "code", host.name, told)]
 
 
 def _packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
@@ -361,7 +375,7 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
     for host in pair:
         said = {key: value for key, value in as_dict(host).items() if key != "name" and value}
         said = {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}
-        if first == second and len(host.gpus or [0, 0]) < 2:
+        if first == second and first.slots < 2:
             return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
         of[host.name] = said | of[host.name]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -438,6 +452,8 @@ def main() -> int:
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        os._exit(130)  # not waiting for hosts that do not answer
     fit = not any(finding.level == "FAIL" for finding in findings)
     if arguments.json:
         print(json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1))

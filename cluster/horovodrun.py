@@ -25,7 +25,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of
 from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks
@@ -73,6 +73,11 @@ class Connection:
             stdin.write(json.dumps(what).encode() + b"\n")
             stdin.flush()
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
     def silent_for(self) -> float:
         """Seconds since the agent was last heard, while we listened."""
         return time.monotonic() - self.listening_since
@@ -81,8 +86,9 @@ class Connection:
         assert self.process.stdout is not None
         for line in self.process.stdout:
             self.listening_since = float("inf")  # not listening: whoever prints takes his time
-            if line.startswith(b"{"):  # a login shell may greet
-                self._events.put((self, json.loads(line)))
+            if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
+                with contextlib.suppress(ValueError):
+                    self._events.put((self, json.loads(line)))
             self.listening_since = time.monotonic()
         self._threads[1].join(timeout=2)
         said = self._words.decode(errors="replace")
@@ -121,26 +127,33 @@ class Job:
     def run(self) -> int:
         """The exit status: 0, that of the first process that failed, or 128 + a signal."""
         hosts = list(dict.fromkeys(member.host for member in self.members))
-        addresses = _addresses(hosts)
-        rendezvous = Rendezvous(sorted(set(addresses.values())))
+        reached = addresses(hosts)
+        rendezvous = Rendezvous(sorted(set(reached.values())))
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
+        # Ctrl-Z would stop the signs of life too, and with them the job.
+        signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         threading.Thread(target=self._give_life, daemon=True).start()
         try:
             for host in hosts:
                 here = [member for member in self.members if member.host == host]
                 connection = Connection(host, here, self._events)
                 self.connections.append(connection)
-                environment = self._environment(host) | rendezvous.environment(addresses[host])
-                connection.send(**self._order(host, here, environment, addresses[host]))
+                environment = self._environment(host) | rendezvous.environment(reached[host])
+                connection.send(**self._order(host, here, environment, reached[host]))
             self.record.update(state="running")
             while self._running or any(c.process.poll() is None for c in self.connections):
                 self._step()
         finally:
+            # Also after an error of ours: an agent that is told nothing more ends what it started.
             for connection in self.connections:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(connection.process.pid, signal.SIGKILL)
+                with contextlib.suppress(OSError):
+                    connection.process.stdin.close()  # type: ignore[union-attr]
+            for connection in self.connections:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    connection.process.wait(timeout=END_SECONDS + 2)
+                connection.kill()
             rendezvous.close()
         return self._finish()
 
@@ -184,7 +197,7 @@ class Job:
             if silent > self._silence and connection.process.poll() is None:
                 text = f"{connection.host.name} has not been heard for {silent:.0f} s: is it down?"
                 self._fail(3, f"{text} Its agent ends what runs there", 1)
-                os.killpg(connection.process.pid, signal.SIGKILL)
+                connection.kill()
         for name, act in (("stop", self._end), ("end", self._end), ("kill", self._kill)):
             if now > self._deadlines.get(name, float("inf")):
                 self._deadlines[name] = float("inf")
@@ -230,11 +243,9 @@ class Job:
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
 
     def _ask_to_stop(self) -> None:
-        tell(
-            f"stopping: {self.stop_seconds:g} s for a checkpoint; a second signal ends all at once"
-        )
         for connection in self.connections:
             connection.send(signal="SIGUSR1")
+        tell(f"stopping: {self.stop_seconds:g} s for a checkpoint; a second signal ends it now")
 
     def _end(self) -> None:
         self._deadlines["kill"] = time.monotonic() + END_SECONDS + 2
@@ -245,7 +256,7 @@ class Job:
         for connection in self.connections:
             if connection.process.poll() is None:
                 tell(f"{connection.host.name} does not answer: its agent ends what runs there")
-                os.killpg(connection.process.pid, signal.SIGKILL)
+                connection.kill()
 
     def _give_life(self) -> None:
         while True:
@@ -278,8 +289,11 @@ def forwarded(environment: dict[str, str]) -> dict[str, str]:
     return found
 
 
-def _addresses(hosts: list[Host]) -> dict[Host, str]:
-    """The address of this host for each of them: on its network interface for the job, if named."""
+def addresses(hosts: list[Host]) -> dict[Host, str]:
+    """The address of this host for each of them: on its network interface for the job, if named.
+
+    This host itself may have a name that leads to its loopback only; it gets that for the others.
+    """
     try:
         named = next(host.nic for host in hosts if host.is_here and host.nic)
         address = address_of(named)
@@ -303,8 +317,9 @@ def _told(code: int) -> str:
     return f"was killed by {name}" + (" (out of memory? dmesg tells)" if code == -9 else "")
 
 
-def tell(text: str, stream: IO[str] | None = None) -> None:
-    print(f"horovodrun: {text}", file=stream or sys.stderr, flush=True)
+def tell(text: str) -> None:
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        print(f"horovodrun: {text}", file=sys.stderr, flush=True)
 
 
 def main() -> int:
@@ -324,11 +339,14 @@ def main() -> int:
         parser.error("the command is missing, as python template.py")
     try:
         members = ranks(chosen(arguments), arguments.np)
-        with Record(arguments.record, members, arguments.command) as record:
-            return Job(members, arguments.command, record, arguments.stop_seconds).run()
+        seconds = arguments.stop_seconds
+        with Record(arguments.record, members, arguments.command, seconds) as record:
+            return Job(members, arguments.command, record, seconds).run()
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

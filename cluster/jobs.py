@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from cluster.doctor import quick
+from cluster.horovodrun import STOP_SECONDS
 from cluster.hosts import Refusal, add_arguments, chosen, ranks
 from cluster.record import ALIVE, FOLDER, birth, new_folder, write
 
-STOP_SECONDS = 15  # for a checkpoint, and for the end of all processes on all hosts
+END_SECONDS = 7  # after the time for a checkpoint, until all processes on all hosts have ended
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -45,6 +46,7 @@ def launch(arguments: argparse.Namespace) -> int:
     write(folder, {
         "id": folder.name, "command": " ".join(arguments.command), "ranks": len(members),
         "hosts": {member.host.name: member.host.slots for member in members}, "detached": True,
+        "launcher": os.uname().nodename, "stop_seconds": arguments.stop_seconds,
         "state": "waiting" if start else "starting", "pid": process.pid,
         "birth": birth(process.pid), "at": start.isoformat(" ", "minutes") if start else None,
         "began": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -57,6 +59,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def _horovodrun(arguments: argparse.Namespace, folder: Path) -> list[str]:
     line = [sys.executable, "-m", "cluster.horovodrun", "--record", str(folder)]
+    line += ["--stop-seconds", str(arguments.stop_seconds)]
     line += ["-np", str(arguments.np)] if arguments.np else []
     line += ["-H", arguments.hosts] if arguments.hosts else []
     line += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
@@ -84,7 +87,7 @@ def _start(at: str) -> datetime.datetime | None:
             clock = datetime.datetime.strptime(at, "%H:%M").time()
             start = datetime.datetime.combine(now.date(), clock)
             return start if start > now else start + datetime.timedelta(days=1)
-        start = datetime.datetime.fromisoformat(at)
+        start = datetime.datetime.fromisoformat(at).replace(tzinfo=None)
         if start > now:
             return start
         raise Refusal(f"AT={at} is past; now it is {now.isoformat(' ', 'minutes')}")
@@ -99,7 +102,8 @@ def runs() -> list[dict[str, Any]]:
             state = json.loads(file.read_text())
         except (OSError, ValueError):
             continue  # gone just now
-        if state["state"] in ALIVE and birth(state["pid"]) != state["birth"]:
+        here = state["launcher"] == os.uname().nodename
+        if here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]:
             state |= {"state": "lost", "reason": "its launcher was killed, and with it the job"}
         found.append(state)
     return found
@@ -191,6 +195,8 @@ def logs(arguments: argparse.Namespace) -> int:
 def stop(arguments: argparse.Namespace) -> int:
     """End a run on all its hosts; first it is asked for a checkpoint."""
     state = _named(arguments.run, alive=True)
+    if state["launcher"] != os.uname().nodename:
+        raise Refusal(f"run {state['id']} was launched on {state['launcher']}: stop it there")
     pid, told = state["pid"], time.monotonic()
     if birth(pid) == state["birth"]:
         os.kill(pid, signal.SIGTERM)
@@ -199,7 +205,7 @@ def stop(arguments: argparse.Namespace) -> int:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
     while birth(pid) == state["birth"]:
-        if time.monotonic() - told > STOP_SECONDS:
+        if time.monotonic() - told > state["stop_seconds"] + END_SECONDS:
             # Its agents then end what runs on their hosts.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -223,6 +229,7 @@ def main() -> int:
         command.add_argument("--at", default="", help="start at this time, as 02:00")
         if name == "launch":
             command.add_argument("-np", type=int)
+            command.add_argument("--stop-seconds", type=float, default=STOP_SECONDS)
             add_arguments(command)
         else:
             command.add_argument("--record", type=Path)
@@ -246,6 +253,9 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # make logs | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python -m cluster.mpirun -np 8 -H node1:4,node2:4 python template.py
 
 Prints Open MPI's line and becomes it: one application a host, so that each has its own GPUs and
-variables. As with horovodrun here, only variables of an allow-list leave this host, by name. What
-ranks print, signals and the end of a job are then mpirun's affair.
+variables. As with horovodrun here, only variables of an allow-list leave this host, by name; those
+of the host file stand on the line. What ranks print, signals and the end of a job are mpirun's.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 
-from cluster.horovodrun import forwarded
+from cluster.horovodrun import SECRET, forwarded
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
 
 
@@ -30,6 +30,8 @@ def line(members: list[Rank], command: list[str]) -> list[str]:
         for transport in ("btl_tcp_if_include", "oob_tcp_if_include"):
             found += ["--mca", transport, ",".join(nics)]
     options = {" ".join(host.ssh_options()) for host in hosts if not host.is_here}
+    if any(" " in option for host in hosts for option in host.ssh):
+        raise Refusal("LAUNCHER=mpi: ssh options with spaces: put them in ~/.ssh/config")
     if len(options) > 1:
         raise Refusal("LAUNCHER=mpi: mpirun takes one user, port and ssh options for all hosts")
     if options:
@@ -40,6 +42,9 @@ def line(members: list[Rank], command: list[str]) -> list[str]:
         found += ["-np", str(count), "-H", f"{host.name}:{count}"]
         for name in sorted(forwarded(dict(os.environ))):
             found += ["-x", name]  # its value travels between mpirun and its daemons
+        for name in host.env:
+            if any(word in name for word in SECRET):
+                raise Refusal(f"{host.name}: env: {name}: mpirun would show it on its command line")
         variables = dict(host.env)
         if host.gpus is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.gpus[:count]))

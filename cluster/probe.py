@@ -50,8 +50,9 @@ def code(root: str) -> dict[str, str]:
             and not (here == "." and name in ("logs", "data"))
         ]  # fmt: skip
         for name in files:
-            if name.endswith(CODE) and not name.startswith("."):
-                with open(os.path.join(folder, name), "rb") as file:
+            path = os.path.join(folder, name)
+            if name.endswith(CODE) and not name.startswith(".") and os.path.isfile(path):
+                with open(path, "rb") as file:
                     digest = hashlib.sha256(file.read()).hexdigest()[:16]
                 found[os.path.normpath(os.path.join(here, name))] = digest
     return found
@@ -74,6 +75,10 @@ def ask(python: str, script: str) -> dict | str:
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def mib(text: str) -> int:
+    return int(text) if text.isdecimal() else 0  # [N/A] where GPU and CPU share memory
 
 
 def gpus() -> dict:
@@ -100,8 +105,8 @@ def gpus() -> dict:
             "index": int(index),
             "name": name,
             "driver": driver,
-            "total": int(total),
-            "free": int(free),
+            "total": mib(total),
+            "free": mib(free),
         }
         for index, _, name, driver, total, free in rows
     ]
@@ -145,7 +150,7 @@ def memory() -> dict[str, int]:
     """MiB that are free."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
-    return {"total": int(lines["MemTotal"].split()[0]) >> 10,
+    return {"total": mib(lines["MemTotal"].split()[0]) >> 10,
             "available": int(lines["MemAvailable"].split()[0]) >> 10}  # fmt: skip
 
 

@@ -58,9 +58,12 @@ class Record:
         folder: of a detached run, which `make launch` has made; None: attached to a terminal.
         members: the processes of the job.
         command: what each runs.
+        stop_seconds: that it is given for a checkpoint, when it is told to stop.
     """
 
-    def __init__(self, folder: Path | None, members: list[Rank], command: list[str]) -> None:
+    def __init__(
+        self, folder: Path | None, members: list[Rank], command: list[str], stop_seconds: float
+    ) -> None:
         self._detached = folder is not None
         self.folder = folder or new_folder()
         self.id = self.folder.name
@@ -72,6 +75,8 @@ class Record:
             "hosts": {host.name: host.slots for host in (m.host for m in members)},
             "ranks": len(members),
             "detached": self._detached,
+            "stop_seconds": stop_seconds,
+            "launcher": os.uname().nodename,
             "pid": os.getpid(),
             "birth": birth(os.getpid()),
             "began": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -106,7 +111,8 @@ class Record:
         """Something that a rank printed."""
         if not self._detached:
             out = sys.stdout if stream == "stdout" else sys.stderr
-            print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
+            with contextlib.suppress(OSError):  # who read it may be gone: `| tee`, a terminal
+                print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
             return
         if rank not in self._files:
             # Open for the whole run; one line, one write, so that it can be followed.

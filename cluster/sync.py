@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,15 +24,16 @@ from cluster.ssh import diagnose
 
 ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 20  # changes of a host
-# Says what is at the path: shared (by the file's identity), checkout, empty, missing or other.
+# Says what is at the path: shared (it has the file that we just made), checkout, empty, missing or
+# other.
 LOOK = """
 cd {root} 2>/dev/null || {{ [ -e {root} ] && echo other || echo missing; exit 0; }}
 if [ -e template.py ] && [ -d strategies ]; then
-  [ "$(stat -c %i:%Z template.py)" = {identity} ] && echo shared || echo checkout
+  [ -e {mark} ] && echo shared || echo checkout
 elif [ -z "$(ls -A)" ]; then echo empty; else echo other; fi
 command -v rsync >/dev/null || echo no-rsync
 """
-LEFT = ["--exclude-from=.syncignore", "--filter=:- .gitignore"]
+LEFT = ["--exclude=/.sync-*", "--exclude-from=.syncignore", "--filter=:- .gitignore"]
 KINDS = {"+": "new", "*": "changed", "-": "deleted"}
 
 
@@ -43,10 +45,9 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
     """
     if host.is_here:
         return ["this host"]
-    file = (ROOT / "template.py").stat()
-    identity = f"{file.st_ino}:{int(file.st_ctime)}"
-    script = LOOK.format(root=shlex.quote(str(ROOT)), identity=identity)
-    looked = _run(host.command(script), host)
+    with tempfile.NamedTemporaryFile(dir=ROOT, prefix=".sync-") as mark:
+        script = LOOK.format(root=shlex.quote(str(ROOT)), mark=Path(mark.name).name)
+        looked = _run(host.command(script), host)
     state, *rest = looked.split()[-2:] if "no-rsync" in looked else looked.split()[-1:]
     if state == "shared":
         return ["shares this file system: nothing to copy"]

@@ -256,6 +256,29 @@ class TestEnd:
         assert process.wait(timeout=15) == 128 + number
         assert f"stopped by {number.name}" in (tmp_path / "log").read_text()
 
+    def test_nobody_reads_any_more(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        """As with `| tee log`, which Ctrl-C ends first: the ranks still get their signal."""
+        told = tmp_path / "told"
+        tell = (
+            "import os, signal, sys, time\n"
+            "def ask(*_):\n    open(sys.argv[1] + os.environ['HOROVOD_RANK'], 'w'); os._exit(0)\n"
+            "signal.signal(signal.SIGUSR1, ask)\n"
+            "for _ in range(600): print('ready', flush=True); time.sleep(0.1)"
+        )
+        command = horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", tell, str(told))
+        process = subprocess.Popen(
+            hosts[0].command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
+        )
+        assert process.stdout is not None
+        assert {process.stdout.readline() for _ in range(9)} == {
+            f"[{rank}]<stdout>:ready\n".encode() for rank in range(2)
+        }
+        process.stdout.close()
+        time.sleep(0.5)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=15) == 143
+        assert sorted(path.name for path in tmp_path.glob("told*")) == ["told0", "told1"]
+
     def test_ranks_that_do_not_listen(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN))
         process = started(command, tmp_path / "log", 2)

@@ -150,7 +150,7 @@ def memory() -> dict[str, int]:
     """MiB that are free."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
-    return {"total": mib(lines["MemTotal"].split()[0]) >> 10,
+    return {"total": int(lines["MemTotal"].split()[0]) >> 10,
             "available": int(lines["MemAvailable"].split()[0]) >> 10}  # fmt: skip
 
 

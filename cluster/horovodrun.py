@@ -42,6 +42,8 @@ SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with 
 GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
 STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
 END_SECONDS = 3  # from SIGTERM to SIGKILL
+# What nobody does to himself because another rank is gone, as with an abort.
+KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -211,7 +213,8 @@ class Job:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)
             if code:
-                self._fail(2 if code < 0 else 1, f"rank {rank} on {host.name} {_told(code)}", code)
+                weight = 2 if code in KILLED else 1
+                self._fail(weight, f"rank {rank} on {host.name} {_told(code)}", code)
         elif "error" in event:
             self._fail(3, f"{host.name}: {event['error']}", 2)
         elif "gone" in event:

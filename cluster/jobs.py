@@ -68,8 +68,10 @@ def _horovodrun(arguments: argparse.Namespace, folder: Path) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """The detached process: wait for the time, then become the launcher."""
-    while not (arguments.record / "run.json").exists():
-        time.sleep(0.01)  # `launch` writes it, with the id of this process
+    for _ in range(3000):  # `launch` writes it, with the id of this process
+        if (arguments.record / "run.json").exists():
+            break
+        time.sleep(0.01)
     if arguments.at:
         start = datetime.datetime.fromisoformat(arguments.at)
         while (left := (start - datetime.datetime.now()).total_seconds()) > 0:

@@ -1,4 +1,4 @@
-"""Break the strategy in one place at a time, and see tests fail: a proof that they look.
+"""Break the engine in one place at a time, and see tests fail: a proof that they look.
 
     make test-mutations                 all, about 15 minutes on two cores
     make test-mutations ARGS="metrics"  those whose name has this in it
@@ -29,6 +29,7 @@ class Mutation:
     new: str
     tests: str
     module: str = "test_matrix"
+    folder: str = "strategies"
 
 
 MUTATIONS = [
@@ -211,21 +212,75 @@ MUTATIONS = [
         "all ranks work together, whatever set they are in", "environment.py",
         "    if not sets:\n", "    if True:\n", "process_sets", "test_strategy",
     ),
+    Mutation(
+        "the rendezvous serves everyone", "rendezvous.py",
+        "if hmac.compare_digest(secret.encode(), rendezvous.secret.encode()):", "if True:",
+        "refuses_others", "cluster/test_hosts", "cluster",
+    ),
+    Mutation(
+        "tokens are forwarded", "horovodrun.py",
+        "name.startswith(FORWARDED) and not any(word in name for word in SECRET)", "True",
+        "listed_variables", "cluster/test_hosts", "cluster",
+    ),
+    Mutation(
+        "a rank sees all GPUs of its host", "hosts.py",
+        'variables["CUDA_VISIBLE_DEVICES"] = self.host.gpus[self.local_rank]', "pass",
+        "is_read", "cluster/test_hosts", "cluster",
+    ),
+    Mutation(
+        "an agent outlives its launcher", "agent.py",
+        "        self._end_all(3)\n        os._exit(1)", "        time.sleep(600)",
+        "launcher_is_killed", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "ranks outlive their agent", "agent.py",
+        "self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)", "pass",
+        "agent_is_killed", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "nobody listens for signs of life", "horovodrun.py",
+        "if silent > self._silence and", "if False and",
+        "host_is_cut_off", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "nobody is asked for a checkpoint", "horovodrun.py",
+        'connection.send(signal="SIGUSR1")', "pass", "nobody_reads", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "what is gone here stays on other hosts", "sync.py",
+        '"--delete", ', "", "stale", "cluster/test_sync", "cluster",
+    ),
+    Mutation(
+        "secrets are copied", "sync.py",
+        '"--exclude-from=.syncignore", ', "", "stale", "cluster/test_sync", "cluster",
+    ),
+    Mutation(
+        "old code is good code", "doctor.py",
+        "    if other:\n        told", "    if False:\n        told",
+        "code_and_packages", "cluster/test_doctor", "cluster",
+    ),
+    Mutation(
+        "a stop writes nothing", "stopping.py",
+        "trainer.save_checkpoint(self.checkpoint)", "pass",
+        "stop_leaves", "cluster/test_jobs", "runs",
+    ),
 ]  # fmt: skip
+
+
+def _unneeded(folder: str, names: list[str]) -> list[str]:
+    top = {".git", ".venv", "logs", "data", ".hypothesis"} if Path(folder) == ROOT else set()
+    return [n for n in names if n in top or n == "__pycache__" or n.endswith("_cache")]
 
 
 def survives(mutation: Mutation) -> str | None:
     """What speaks against the tests; None if they fail, as they should."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "copy"
-        ignored = shutil.ignore_patterns(".git", ".venv", "logs", "data", ".*_cache", "__pycache__")
-        shutil.copytree(ROOT, copy, ignore=ignored)
-        file = copy / "strategies" / mutation.file
+        shutil.copytree(ROOT, copy, ignore=_unneeded)
+        file = copy / mutation.folder / mutation.file
         text = file.read_text()
         if text.count(mutation.old) != 1:
-            return (
-                f"strategies/{mutation.file} has {text.count(mutation.old)} times:\n{mutation.old}"
-            )
+            return f"{file.name} has {text.count(mutation.old)} times:\n{mutation.old}"
         file.write_text(text.replace(mutation.old, mutation.new))
         # A hang is a failure too, and one that takes a minute is enough.
         pytest = [

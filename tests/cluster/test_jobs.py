@@ -239,6 +239,14 @@ class TestEnd:
                 assert time.monotonic() - begun < 60
                 time.sleep(0.2)
 
+    def test_an_agent_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+        command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+        process = started(command, tmp_path / "log", 2)
+        agent = Path(f"/proc/{processes(SLEEP)[0]}/stat").read_text().rpartition(")")[2].split()[1]
+        os.kill(int(agent), signal.SIGKILL)
+        assert process.wait(timeout=60) == 1
+        assert "the connection to it was lost" in (tmp_path / "log").read_text()
+
     def test_an_ssh_is_cut(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)

@@ -230,7 +230,7 @@ MUTATIONS = [
     Mutation(
         "an agent outlives its launcher", "agent.py",
         "        self._end_all(3)\n        os._exit(1)", "        time.sleep(600)",
-        "launcher_is_killed", "cluster/test_jobs", "cluster",
+        "host_is_cut_off", "cluster/test_jobs", "cluster",
     ),
     Mutation(
         "ranks outlive their agent", "agent.py",

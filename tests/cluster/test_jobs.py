@@ -246,6 +246,7 @@ class TestEnd:
         os.kill(int(agent), signal.SIGKILL)
         assert process.wait(timeout=60) == 1
         assert "the connection to it was lost" in (tmp_path / "log").read_text()
+        assert not processes(SLEEP)
 
     def test_an_ssh_is_cut(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))

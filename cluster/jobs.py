@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -106,6 +107,9 @@ def runs() -> list[dict[str, Any]]:
             continue  # gone just now
         here = state["launcher"] == os.uname().nodename
         if here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]:
+            if not state["detached"]:  # its terminal has seen it; nothing else is kept of it
+                shutil.rmtree(file.parent, ignore_errors=True)
+                continue
             state |= {"state": "lost", "reason": "its launcher was killed, and with it the job"}
         found.append(state)
     return found

@@ -294,8 +294,11 @@ class TestEnd:
         process.terminate()
         assert process.wait(timeout=15) == 143
 
-    def test_the_launcher_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
-        command = hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", STUBBORN))
+    def test_the_launcher_is_killed(
+        self, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    ) -> None:
+        line = horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", STUBBORN)
+        command = hosts[0].command("env", "-C", str(project), *line)
         process = started(command, tmp_path / "log", 4)
         process.kill()
         process.wait(timeout=10)
@@ -303,6 +306,9 @@ class TestEnd:
         while processes(SLEEP):
             assert time.monotonic() < deadline
             time.sleep(0.1)
+        assert list(project.glob("logs/launches/*"))
+        status = ["env", "-C", str(project), PYTHON, "-m", "cluster.jobs", "status"]
+        assert "no runs" in run(hosts[0].command(*status)).stdout
 
 
 class TestDetached:

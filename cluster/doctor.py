@@ -287,7 +287,7 @@ def _room(host: Host, facts: dict[str, Any]) -> list[Finding]:
     if not findings:
         told = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
         findings.append(Finding("ok", "disk", host.name, told))
-    available, wanted = facts["memory"]["available"], FREE_MEMORY_MIB * host.slots
+    available, wanted = facts["memory"], FREE_MEMORY_MIB * host.slots
     if available < wanted:
         text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
         fit = max(1, available // FREE_MEMORY_MIB)

@@ -52,10 +52,11 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() and hvd.nccl_built() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    moved_by = "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
     small, large = seconds(1, SMALL, device), seconds(LARGE_BYTES // 4, LARGE, device)
     if rank == 0:
         told = {
-            "operations": "NCCL" if device == "cuda" else "Gloo",
+            "operations": "NCCL" if device == "cuda" else moved_by,
             "latency_us": round(small * 1e6),
             "bus_bandwidth_mb_s": round(LARGE_BYTES * 2 * (size - 1) / size / large / 1e6),
             "hosts": [answer[1] for answer in answers],

@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -45,7 +46,7 @@ def launch(arguments: argparse.Namespace) -> int:
             run, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
     write(folder, {
-        "id": folder.name, "command": " ".join(arguments.command), "ranks": len(members),
+        "id": folder.name, "command": shlex.join(arguments.command), "ranks": len(members),
         "hosts": {member.host.name: member.host.slots for member in members}, "detached": True,
         "launcher": os.uname().nodename, "stop_seconds": arguments.stop_seconds,
         "state": "waiting" if start else "starting", "pid": process.pid,

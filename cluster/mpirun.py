@@ -23,7 +23,7 @@ def line(members: list[Rank], command: list[str]) -> list[str]:
     """mpirun's command line for these processes."""
     hosts = list(dict.fromkeys(member.host for member in members))
     found = ["mpirun", "--tag-output", "--bind-to", "none", "--map-by", "slot"]
-    found += ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]  # as Horovod's documentation has it
+    found += ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]  # as horovodrun --mpi does
     if os.geteuid() == 0:
         found.append("--allow-run-as-root")
     if nics := sorted({host.nic for host in hosts if host.nic}):

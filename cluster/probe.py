@@ -17,7 +17,6 @@ import socket
 import struct
 import subprocess
 import sys
-import threading
 import time
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
@@ -146,12 +145,11 @@ def address_towards(host: str) -> str | None:
         return probe.getsockname()[0]
 
 
-def memory() -> dict[str, int]:
+def memory() -> int:
     """MiB that are free."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
-    return {"total": int(lines["MemTotal"].split()[0]) >> 10,
-            "available": int(lines["MemAvailable"].split()[0]) >> 10}  # fmt: skip
+    return int(lines["MemAvailable"].split()[0]) >> 10
 
 
 def free(path: str) -> int:
@@ -169,7 +167,6 @@ def facts(asked: dict) -> dict:
     own = address_towards(asked["launcher"])
     there = interfaces()
     found = {
-        "name": os.uname().nodename,
         "time": time.time(),
         "root": os.path.isdir(root),
         "code": code(root) if checkout else None,
@@ -181,11 +178,9 @@ def facts(asked: dict) -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
-        "shm": free("/dev/shm"),
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": os.path.isdir("/sys/class/infiniband")
-        and os.listdir("/sys/class/infiniband"),
+        "infiniband": os.path.isdir("/sys/class/infiniband"),
     }
     if not asked["quick"]:
         found["build"] = ask(python, BUILD)
@@ -207,22 +202,15 @@ def reach(peers: list) -> dict[str, str | None]:
 def main() -> None:
     asked = json.loads(sys.argv[1])
     found = facts(asked)
-    listener = None
     nic = asked["nic"] or found["towards"]
     if not asked["quick"] and nic in found["interfaces"]:
-        listener = socket.create_server((found["interfaces"][nic], 0), backlog=128)
+        # The kernel lets others connect; nobody has to accept them to be reached.
+        listener = socket.create_server((found["interfaces"][nic], 0), backlog=1024)
         found["listens"] = listener.getsockname()
-        # Accepted and closed by the kernel's queue alone; that is enough to be reached.
-        threading.Thread(target=_accept, args=[listener], daemon=True).start()
     print(json.dumps(found), flush=True)
     if not asked["quick"]:
         for line in sys.stdin:
             print(json.dumps(reach(json.loads(line))), flush=True)
-
-
-def _accept(listener: socket.socket) -> None:
-    while True:
-        listener.accept()[0].close()
 
 
 if __name__ == "__main__":

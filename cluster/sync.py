@@ -57,7 +57,8 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
         raise Refusal(
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
-    changes = _rsync(host, ROOT, LEFT, dry_run)
+    # By content: an edit may leave the size as it was.
+    changes = _rsync(host, ROOT, [*LEFT, "--checksum"], dry_run)
     counted = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
     told = (["would be: "] if dry_run and counted else [""])[0] + (", ".join(counted) or "the same")
     lines = [told + (f" (there was no {ROOT})" if state == "missing" else "")]

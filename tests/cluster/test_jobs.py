@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from cluster import testbed
+from cluster.record import birth
 from tests.cluster.conftest import NICS, PYTHON, made
 from tests.conftest import HOROVODRUN, ROOT, run
 
@@ -409,8 +410,9 @@ class TestDetached:
         run_id = self.launch(on, hosts[0], project, "--at", "2999-01-01 02:00", *line)
         assert self.state(on, hosts[0], project, run_id)["state"] == "waiting"
         stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
-        assert stopped.returncode == 0 and not processes("true")
-        assert self.state(on, hosts[0], project, run_id)["state"] == "stopped"
+        assert stopped.returncode == 0
+        state = self.state(on, hosts[0], project, run_id)
+        assert state["state"] == "stopped" and birth(state["pid"]) is None
         for at, words in (("25:00", "write a time as 02:00"), ("2001-01-01 02:00", "is past")):
             done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
             assert done.returncode == 2 and words in done.stdout

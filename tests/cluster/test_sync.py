@@ -58,12 +58,14 @@ def test_a_stale_checkout(on: On, apart: list[testbed.Host], project: Path, tmp_
         (folder / "login.pem").write_text(str(folder))
     (theirs / "models" / "gone.py").write_text("# removed here since")
     (theirs / "template.py").write_text("# an old one")
+    (theirs / "Makefile").write_text((theirs / "Makefile").read_text().replace("train", "brain"))
     (project / "models" / "mine.py").write_text("# new")
     (tmp_path / "theirs" / "beside").write_text("not ours")
     done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
     assert done.returncode == 0, done.stdout
-    assert "1 new, 1 changed, 1 deleted" in done.stdout
-    for line in ("+ models/mine.py", "* template.py", "- models/gone.py"):
+    assert "1 new, 2 changed, 1 deleted" in done.stdout
+    # Makefile: of the same size, and only its content tells
+    for line in ("+ models/mine.py", "* template.py", "* Makefile", "- models/gone.py"):
         assert line in done.stdout
     for name in ("logs/own", "data/own", ".git/own", ".venv/own", "login.pem"):
         assert (theirs / name).read_text() == str(theirs)

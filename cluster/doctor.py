@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from cluster.horovodrun import addresses
-from cluster.hosts import Host, Refusal, add_arguments, as_dict, chosen, ranks
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks
 from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
@@ -86,8 +86,11 @@ class Probe:
             host.command(script), text=True, start_new_session=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        limit = QUICK_SECONDS if quick else ANSWER_SECONDS
+        limit = SSH_SECONDS + 2  # after ssh's own, which says more
         answer = self._line(limit)
+        if answer is not None:
+            limit = QUICK_SECONDS if quick else ANSWER_SECONDS
+            answer = self._line(limit)
         self.answered_at = time.time()
         if answer is None:
             said = self.process.communicate()[1]
@@ -170,7 +173,7 @@ def _here(quick: bool) -> dict[str, Any]:
     done = subprocess.run(
         [sys.executable, "-c", PROBE, asked], capture_output=True, text=True, input=""
     )
-    facts = json.loads(done.stdout.splitlines()[0])
+    facts = json.loads(done.stdout.splitlines()[-1])
     facts["synced"] = synced() or facts["code"].keys()
     return facts
 

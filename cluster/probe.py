@@ -201,6 +201,7 @@ def reach(peers: list) -> dict[str, str | None]:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
+    print("{}", flush=True)  # we are in; what follows may take longer
     found = facts(asked)
     nic = asked["nic"] or found["towards"]
     if not asked["quick"] and nic in found["interfaces"]:

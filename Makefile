@@ -85,11 +85,11 @@ check: ## lint, format and types
 	@$(BIN)/mypy
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
-	@$(PYTHON) benchmarks/step.py --hosts $(HOSTS) $(ARGS)
+	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(ARGS)
 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
-	  $(abspath $(PYTHON)) benchmarks/step.py --hosts node1:1,node2:1 --network 500mbit $(ARGS)
+	  $(abspath $(PYTHON)) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

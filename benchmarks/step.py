@@ -16,10 +16,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
 import os
-import platform
 import re
 import signal
 import socket
@@ -29,11 +27,11 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug
+
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 # What strategies/environment.py sets for itself, so that it can be told from the rest.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
@@ -54,7 +52,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
     "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
 }
-PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
 # Stopped processes must not take each other for lost.
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
 
@@ -266,25 +263,6 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
     return "\n\n" + "\n".join(lines)
 
 
-def hardware() -> dict[str, Any]:
-    """What the figures hang on."""
-    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
-    return {
-        "cpu": cpu.group(1) if cpu else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
-        "load_before": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "versions": {package: version(package) for package in PACKAGES},
-        "commit": git.stdout.strip() or None,
-        "date": datetime.datetime.now().isoformat(timespec="seconds"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
@@ -293,7 +271,7 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:8], choices=list(VARIANTS))
     parser.add_argument("--repeats", type=int, default=7, help="blocks of each variant")
     parser.add_argument("--block-seconds", type=float, default=3)
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     results = {
         "hosts": arguments.hosts, "network": arguments.network, **hardware(),
@@ -301,9 +279,8 @@ def main() -> None:
         "repeats": arguments.repeats, "models": {},
     }  # fmt: skip
     arguments.out.mkdir(parents=True, exist_ok=True)
-    cpu = re.sub(r"\W+", "-", results["cpu"]).strip("-").lower()
     some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
-    name = f"step_{some}{arguments.network}_{cpu}_{results['date'][:10]}"
+    name = f"step_{some}{arguments.network}_{slug(results['cpu'])}_{results['date'][:10]}"
     started = time.monotonic()
     for model in arguments.models:
         results["models"][model] = measure(model, arguments.variants, arguments)

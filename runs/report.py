@@ -57,6 +57,7 @@ class Report(pl.Callback):
         self.metrics: dict[str, float] = {}
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self.seconds = 0.0
+        self.train_samples: int | None = None
         self._clock: float | None = None
 
     # ---------------------------------------------------------------- before the first batch
@@ -70,6 +71,7 @@ class Report(pl.Callback):
         if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
             return
         samples, ranks = len(loader.dataset), trainer.world_size
+        self.train_samples = samples
         if samples < ranks:
             raise Refusal(
                 f"data={self.choices['data']}: {samples} samples for {ranks} ranks; use at most "
@@ -189,6 +191,8 @@ class Report(pl.Callback):
             "global_batch_size": self.config.data.batch_size
             * trainer.world_size
             * trainer.accumulate_grad_batches,
+            "train_samples": self.train_samples,
+            "operations": getattr(trainer.strategy, "operations", None),
             "train_seconds": round(self.seconds, 3),
             "samples_per_second": round(rate, 1),
             "metrics": self.metrics,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks import step
-from tests.conftest import ROOT, run
+from tests.conftest import run
 
 OURS = "Lightning + HorovodStrategy"
 
@@ -54,7 +54,7 @@ def test_the_share_of_the_wire() -> None:
 
 
 def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--models", "mlp"]
+    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp"]
     variants = ["--variants", "no communication", "our buckets, raw loop", "Lightning DDP", OURS]
     few = ["--repeats", "2", "--block-seconds", "0.05", "--out", str(tmp_path)]
     done = run([*command, *variants, *few])
@@ -70,7 +70,7 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--models", "mlp"]
+    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp"]
     done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: ")
@@ -79,6 +79,6 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wrong", [["--models", "alexnet"], ["--variants", "magic"]])
 def test_unknown_names_are_refused(wrong: list[str]) -> None:
-    done = run([sys.executable, str(ROOT / "benchmarks" / "step.py"), *wrong])
+    done = run([sys.executable, "-m", "benchmarks.step", *wrong])
     assert done.returncode == 2
     assert "invalid choice" in done.stdout

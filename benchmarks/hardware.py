@@ -1,0 +1,124 @@
+"""What figures hang on: the machine, its network, the versions and the commit; and their names.
+
+    python -m benchmarks.hardware            this host, as JSON
+
+benchmarks/scaling.py asks each host of a job so.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
+
+
+def hardware() -> dict[str, Any]:
+    """Of this host, with the versions, the commit and the time."""
+    return {**machine(), "load_before": os.getloadavg()[0], **software()}
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores that may be used, memory, GPUs."""
+    cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
+    return {
+        "cpu": cpu.group(1) if cpu else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
+        "gpus": [row[0] for row in nvidia_smi("name")],
+    }
+
+
+def software() -> dict[str, Any]:
+    """Versions of Python and packages, the commit, and when."""
+    installed = {}
+    for package in PACKAGES:
+        try:
+            installed[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "versions": installed,
+        "commit": _git("describe", "--always", "--dirty").strip() or None,
+        "date": datetime.datetime.now().isoformat(timespec="seconds"),
+    }
+
+
+def changes() -> str | None:
+    """A digest of what differs from the commit in files that git knows; None if nothing does."""
+    difference = _git("diff", "HEAD")
+    return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None
+
+
+def _git(*arguments: str) -> str:
+    try:
+        return subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, errors="replace"
+        ).stdout
+    except OSError:
+        return ""
+
+
+def host() -> dict[str, Any]:
+    """`machine`, the network interfaces, and a number that only hosts made of one machine share."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return {**machine(), "nics": nics(), "boot": boot}
+
+
+def nics() -> dict[str, int | None]:
+    """Rate in Mbit/s (None: not told) of each interface that is up, without loopback."""
+    found = {}
+    for _, name in socket.if_nameindex():
+        folder = Path("/sys/class/net") / name
+        state = folder / "operstate"
+        if name != "lo" and state.exists() and state.read_text().strip() == "up":
+            found[name] = _number(folder / "speed")
+    for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
+        rate = _number(port)  # in Gbit/s
+        found[port.parts[-4]] = rate * 1000 if rate else None
+    return found
+
+
+def _number(file: Path) -> int | None:
+    """What a file of the kernel begins with; None where it has nothing to say."""
+    try:
+        said = re.match(r"\d+", file.read_text())
+    except OSError:
+        return None
+    return int(said.group()) if said else None
+
+
+def nvidia_smi(*fields: str) -> list[list[str]]:
+    """The fields of each GPU; nothing where there is none."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={','.join(fields)}"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=20)
+    except subprocess.TimeoutExpired:
+        return []
+    rows = done.stdout.splitlines() if done.returncode == 0 else []
+    return [[cell.strip() for cell in row.split(",")] for row in rows]
+
+
+def slug(text: str) -> str:
+    """A part of a file's name."""
+    return re.sub(r"\W+", "-", text).strip("-").lower()
+
+
+if __name__ == "__main__":
+    print(json.dumps(host()))

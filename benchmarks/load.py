@@ -1,0 +1,74 @@
+"""What else happens on a host around a measurement, and how fast its clock is.
+
+    python -m benchmarks.load            before a measurement: about 1.3 s, as JSON
+    python -m benchmarks.load --after    after it: only the counters
+
+Nothing of ours may run meanwhile. It reads /proc/stat (proc(5)) and nvidia-smi; it changes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware import nvidia_smi
+
+# From where on a disturbance is told beside the figures. An idle host is busy by 1 to 3 % and times
+# the arithmetic within 2 %; a job that takes a tenth of the cores slows ranks that use all of them
+# by about that much, which is the size of what a scaling table is read for.
+BUSY_SHARE = 0.10  # of all cores, or of a GPU's time, before a measurement
+STEAL_SHARE = 0.02  # of the time during it, that the hypervisor gave to other machines
+DRIFT = 0.05  # the arithmetic against the fastest in the same file
+
+PIECES, ADDITIONS = 20, 200_000  # about 0.2 s in all
+
+
+def before() -> dict[str, Any]:
+    """Busy share of the cores and GPUs, ms of the arithmetic, GPU temperature, the counters."""
+    first = counters()
+    time.sleep(1)
+    second = counters()
+    total = second["total"] - first["total"]
+    gpus = nvidia_smi("utilization.gpu", "temperature.gpu")
+    used, heat = ([int(row[i]) for row in gpus if row[i].isdecimal()] for i in (0, 1))
+    return {
+        "busy": round((second["busy"] - first["busy"]) / total, 3) if total else 0.0,
+        "gpu_busy": max(used) / 100 if used else None,
+        "gpu_celsius": max(heat) if heat else None,
+        "arithmetic_ms": round(arithmetic(), 3),
+        "counters": counters(),
+    }
+
+
+def counters() -> dict[str, int]:
+    """Ticks of all cores since boot: in all, busy, stolen by the hypervisor."""
+    line = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    user, nice, system, idle, iowait, irq, softirq, steal = map(int, line[:8])
+    busy = user + nice + system + irq + softirq + steal
+    return {"total": busy + idle + iowait, "busy": busy, "steal": steal}
+
+
+def arithmetic() -> float:
+    """The median time of some equal pieces of work, in ms: it follows the clock, and no memory."""
+    times = []
+    for _ in range(PIECES):
+        began = time.perf_counter()
+        total = 0
+        for number in range(ADDITIONS):
+            total += number
+        times.append(time.perf_counter() - began)
+    return statistics.median(times) * 1e3
+
+
+def stolen(earlier: dict[str, int], later: dict[str, int]) -> float:
+    """The share of the time between two readings that the hypervisor took."""
+    total = later["total"] - earlier["total"]
+    return round((later["steal"] - earlier["steal"]) / total, 4) if total > 0 else 0.0
+
+
+if __name__ == "__main__":
+    print(json.dumps({"counters": counters()} if "--after" in sys.argv else before()))

@@ -2,6 +2,8 @@
 
 # What to run on, how many processes, and with which changes to conf/:
 ARGS ?=
+# Sizes and hosts of make bench: as given, before they get their defaults.
+SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile $(HOSTFILE)) $(if $(HOSTS),-H $(HOSTS))
 ifdef HOSTFILE
   WHERE = $(if $(NP),-np $(NP)) --hostfile $(HOSTFILE) $(if $(HOSTS),-H $(HOSTS))
 else
@@ -19,7 +21,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS NETWORK OLD NEW,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -34,7 +36,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
-        check bench-step bench-step-slow tensorboard clean
+        check bench bench-check bench-readme bench-step bench-step-slow tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -83,6 +85,17 @@ check: ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+bench: environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
+	@$(PYTHON) -m benchmarks.scaling $(SIZES) $(if $(STRATEGY),--strategy $(STRATEGY)) \
+	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
+	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(NETWORK),--network $(NETWORK)) -- $(ARGS)
+
+bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
+	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
+
+bench-readme: environment ## write the README's table from the newest result of make bench
+	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
 	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(ARGS)

@@ -74,7 +74,7 @@ def _git(*arguments: str) -> str:
 
 
 def host() -> dict[str, Any]:
-    """`machine`, the network interfaces, and a number that only hosts made of one machine share."""
+    """`machine`, the network interfaces, and a text that only hosts made of one machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {**machine(), "nics": nics(), "boot": boot}
 

@@ -1,0 +1,178 @@
+"""From the runs of benchmarks/scaling.py to the rows of its table; arithmetic, nothing is started.
+
+A run's time of a step t is the mean over its measured steps, in ms; a row has one for each repeat.
+
+    samples/s    with d training samples, n processes and batches of b a process:
+                 d / (steps an epoch x t), where an epoch has ceil(ceil(d / n) / b) steps;
+                 n x b / t where the size of the data set is not known
+    speed-up     samples/s on n processes / samples/s on n0, the smallest size measured
+    efficiency   speed-up x n0 / n
+
+under weak scaling (b the same at each n) and strong scaling (n x b the same) alike. Speed-up and
+efficiency are formed within each repeat, whose runs are neighbours in time, and then their median
+is taken: what changes slowly on a machine cancels out. As noise stands half the range from the
+least to the greatest repeat: of three to seven values, quantiles are just some of them, and a
+standard deviation supposes a shape that nobody has seen.
+
+Where more ranks than cores are on a machine, these say nothing about communication. Such a size is
+marked "oversubscribed" and has a step with communication / without it instead: the same number of
+processes, each training alone, at the same time; medians of steps, as they do not start together.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.load import BUSY_SHARE, DRIFT, STEAL_SHARE
+
+MIN_REPEATS = 3  # two that happen to agree show no noise
+Results = dict[str, Any]
+Run = dict[str, Any]
+
+
+@dataclass
+class Row:
+    """What was measured at one size; lists have a value for each repeat.
+
+    Attributes:
+        mode: weak or strong.
+        batch: samples a process takes a step.
+        speedup, efficiency: empty at oversubscribed sizes.
+        over_alone: a step with communication / without; empty at all other sizes.
+        marks: what a reader must know before the figures are used.
+    """
+
+    mode: str
+    strategy: str
+    np: int
+    batch: int
+    step_ms: list[float]
+    samples_per_second: list[float]
+    epoch_seconds: list[float]
+    speedup: list[float] = field(default_factory=list)
+    efficiency: list[float] = field(default_factory=list)
+    over_alone: list[float] = field(default_factory=list)
+    marks: list[str] = field(default_factory=list)
+
+
+def noise(values: list[float]) -> float:
+    """Half the range; 0 for one value, which says nothing: see `MIN_REPEATS`."""
+    return (max(values) - min(values)) / 2
+
+
+def batch_of(mode: str, batch_size: int, np: int) -> int:
+    """Of a process: data.batch_size under weak scaling, its np-th part under strong scaling."""
+    return batch_size if mode == "weak" else batch_size // np
+
+
+def steps_per_epoch(samples: int, np: int, batch: int) -> int:
+    """Batches of each process, the last one perhaps smaller."""
+    return math.ceil(math.ceil(samples / np) / batch)
+
+
+def runs_of(results: Results, strategy: str, np: int, batch: int, alone: bool) -> dict[int, Run]:
+    """What was measured of one job, by repeat."""
+    wanted = (strategy, np, batch, alone)
+    return {
+        run["repeat"]: run
+        for run in results["runs"]
+        if (run["strategy"], run["np"], run["batch"], run["alone"]) == wanted
+    }
+
+
+def samples_per_second(results: Results, run: Run) -> float:
+    """See above."""
+    np, batch = run["np"], run["batch"]
+    samples = results["trial"]["train_samples"]
+    each = np * batch if samples is None else samples / steps_per_epoch(samples, np, batch)
+    return each / run["step_ms"] * 1e3
+
+
+def rows(results: Results) -> list[Row]:
+    """All rows that have a run, in the order of the table."""
+    settings, found = results["settings"], []
+    for mode in settings["modes"]:
+        for strategy in settings["strategies"]:
+            for np in settings["sizes"]:
+                row = _row(results, mode, strategy, np)
+                found += [row] if row else []
+    return found
+
+
+def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
+    settings = results["settings"]
+    batch = batch_of(mode, settings["batch_size"], np)
+    runs = runs_of(results, strategy, np, batch, alone=False)
+    if not runs:
+        return None
+    rates = {repeat: samples_per_second(results, run) for repeat, run in runs.items()}
+    samples = results["trial"]["train_samples"]
+    row = Row(
+        mode, strategy, np, batch,
+        [run["step_ms"] for run in runs.values()],
+        list(rates.values()),
+        [samples / rate for rate in rates.values()] if samples else [],
+    )  # fmt: skip
+    if np in results["oversubscribed"]:
+        alone = runs_of(results, "horovod", np, batch, alone=True)
+        row.over_alone = [runs[r]["median_ms"] / alone[r]["median_ms"] for r in runs if r in alone]
+    else:
+        least = settings["sizes"][0]
+        base = _rates(results, strategy, least, batch_of(mode, settings["batch_size"], least))
+        row.speedup = [rates[repeat] / base[repeat] for repeat in rates if repeat in base]
+        row.efficiency = [value * least / np for value in row.speedup]
+    first = settings["strategies"][0]
+    other = _rates(results, first, np, batch) if strategy != first else {}
+    against = [rates[repeat] / other[repeat] for repeat in rates if repeat in other]
+    row.marks = [*_marks(results, row, list(runs.values())), *_unclear(f"as {first}", against)]
+    return row
+
+
+def _rates(results: Results, strategy: str, np: int, batch: int) -> dict[int, float]:
+    runs = runs_of(results, strategy, np, batch, alone=False)
+    return {repeat: samples_per_second(results, run) for repeat, run in runs.items()}
+
+
+def _marks(results: Results, row: Row, runs: list[Run]) -> list[str]:
+    marks = ["oversubscribed"] if row.np in results["oversubscribed"] else []
+    if len(runs) < MIN_REPEATS:
+        marks.append(f"{len(runs)} repeat" + "s" * (len(runs) > 1))
+    busy = max(max(host["busy"], host["gpu_busy"] or 0) for run in runs for host in _hosts(run))
+    if busy > BUSY_SHARE:
+        marks.append(f"other load {busy:.0%}")
+    stolen = max(host["stolen"] for run in runs for host in _hosts(run))
+    if stolen > STEAL_SHARE:
+        marks.append(f"stolen {stolen:.0%}")
+    slower = max(_drift(results, run) for run in runs)
+    if slower > DRIFT:
+        marks.append(f"clock {slower:.0%} slower")
+    if row.np != results["settings"]["sizes"][0]:
+        marks += _unclear("as ideal", row.efficiency)
+    return marks + _unclear("as without communication", row.over_alone)
+
+
+def _hosts(run: Run) -> list[dict[str, Any]]:
+    return list(run["hosts"].values())
+
+
+def _drift(results: Results, run: Run) -> float:
+    """By how much the slowest host's arithmetic took longer than at its fastest."""
+    fastest = {
+        name: min(
+            each["hosts"][name]["arithmetic_ms"]
+            for each in results["runs"]
+            if name in each["hosts"]
+        )
+        for name in run["hosts"]
+    }
+    return max(host["arithmetic_ms"] / fastest[name] - 1 for name, host in run["hosts"].items())
+
+
+def _unclear(what: str, ratios: list[float]) -> list[str]:
+    """A mark where the difference from 1 is smaller than the noise."""
+    if ratios and abs(1 - statistics.median(ratios)) < noise(ratios):
+        return [f"{what} within noise"]
+    return []

@@ -1,0 +1,186 @@
+"""One run of a benchmark: template.py on some processes, what it measured, and what else ran there.
+
+Started by `cluster.horovodrun` as by `make train`; the result is read from the summary.json that a
+run leaves, on the host of rank 0, by ssh where that is another. Nothing stays behind on the hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import load
+from benchmarks.hardware import ROOT
+from cluster.hosts import Host, ranks
+
+# What makes a process one rank of several (cluster/hosts.py, Rank.environment); without it, it
+# trains alone.
+RANK_VARIABLES = [
+    f"HOROVOD_{name}"
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+]
+# For a measurement nothing is evaluated, saved or logged.
+MEASURED = [
+    "test=false", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
+    "trainer.limit_val_batches=0",
+]  # fmt: skip
+
+
+class Failed(Exception):
+    """Why a run gave no result: the last lines of its output, and a line."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one run measures.
+
+    Attributes:
+        np: processes.
+        batch: samples a process takes a step.
+        alone: each process trains by itself, all at the same time.
+    """
+
+    strategy: str
+    np: int
+    batch: int
+    alone: bool = False
+
+    def __str__(self) -> str:
+        alone = ", each alone" if self.alone else ""
+        return f"np={self.np} {self.strategy}{alone}, batch {self.batch} a process"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """How jobs are started.
+
+    Args:
+        hosts: filled in their order.
+        where: the launcher's arguments that name them.
+        arguments: the user's overrides.
+        threads: of a process.
+    """
+
+    hosts: list[Host]
+    where: list[str]
+    arguments: list[str]
+    threads: int
+
+    def run(self, job: Job, length: list[str]) -> dict[str, Any]:
+        """Train; what it measured, with the state of the hosts that took part before and after.
+
+        Args:
+            job: what to run.
+            length: overrides that say how long, and how much of it is warm-up.
+
+        Raises:
+            Failed: when it did not end well.
+        """
+        used = list(dict.fromkeys(member.host for member in ranks(self.hosts, job.np)))
+        before = ask(used, "benchmarks.load")
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            runs, writers = f"{folder}/runs", used if job.alone else used[:1]
+            try:
+                self._train(self.command(job, [*length, f"log_dir={runs}"]), job, Path(folder))
+            finally:
+                summaries = [summary for host in writers for summary in collect(host, runs)]
+        if len(summaries) != (job.np if job.alone else 1):
+            names = ", ".join(host.name for host in writers)
+            raise Failed(f"error: {job}: {len(summaries)} summary.json on {names}")
+        after = ask(used, "benchmarks.load", "--after")
+        for name, state in before.items():
+            state["stolen"] = load.stolen(state.pop("counters"), after[name]["counters"])
+        return {**_measured(job, summaries), "hosts": before}
+
+    def command(self, job: Job, overrides: list[str]) -> list[str]:
+        """The line that starts it. Of two equal keys Hydra takes the last: those of ours."""
+        launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(job.np), *self.where]
+        alone = ["env", *(f"-u{name}" for name in RANK_VARIABLES)] if job.alone else []
+        ours = [*MEASURED, f"strategy={job.strategy}", f"data.batch_size={job.batch}", *overrides]
+        return [*launcher, *alone, sys.executable, "template.py", *self.arguments, *ours]
+
+    def _train(self, command: list[str], job: Job, folder: Path) -> None:
+        log = folder / "output"
+        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
+        with log.open("w") as output:
+            # In a session of its own: Ctrl-C is for us, who end it.
+            process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=output, stderr=output,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            try:
+                status = process.wait()
+            except BaseException:
+                for number in (signal.SIGINT, signal.SIGTERM):  # the second ends it at once
+                    process.send_signal(number)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=30)
+                raise
+        if status:
+            lines = log.read_text(errors="replace").splitlines()[-15:]
+            raise Failed("\n".join([*lines, f"error: {job}: ended with status {status}"]))
+
+
+def collect(host: Host, folder: str) -> list[dict[str, Any]]:
+    """The summaries below a folder of a host, which is removed."""
+    place = shlex.quote(folder)
+    script = (
+        f"for f in {place}/*/runs/*/summary.json; do tr -d '\\n' < $f; echo; done; rm -r {place}"
+    )
+    done = subprocess.run(host.command(script), capture_output=True, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, Any]]:
+    """What a module of benchmarks/ prints on each host, all at the same time; by name.
+
+    Raises:
+        Failed: when one does not answer.
+    """
+    script = shlex.join([sys.executable, "-m", module, *arguments])
+    script = f"cd {shlex.quote(str(ROOT))} && exec {script}"
+    asked = {
+        host.name: subprocess.Popen(
+            host.command(script), text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )
+        for host in hosts
+    }  # fmt: skip
+    found = {}
+    for name, process in asked.items():
+        output, errors = process.communicate()
+        lines = [line for line in output.splitlines() if line.startswith("{")]
+        if process.returncode or not lines:
+            why = (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]
+            raise Failed(f"error: {name}: {module}: {why}; see make doctor HOSTS={name}")
+        found[name] = json.loads(lines[-1])
+    return found
+
+
+def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of several processes that were alone, the median."""
+    found = [summary["anatomy"] for summary in summaries if summary.get("anatomy")]
+    if len(found) < len(summaries):
+        raise Failed(f"error: {job}: no step was measured: more steps than warm-up are needed")
+    first = summaries[0]
+    return {
+        "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,
+        "step_ms": statistics.median(each["step_ms"]["mean"] for each in found),
+        "median_ms": statistics.median(each["step_ms"]["median"] for each in found),
+        "measured_steps": found[0]["steps"],
+        "phases_ms": None if job.alone else found[0].get("phases_ms"),
+        "wire": None if job.alone else found[0].get("wire"),
+        "model": first["model"],
+        "train_samples": first["train_samples"],
+        "operations": first["operations"],
+    }  # fmt: skip

@@ -1,0 +1,181 @@
+"""How training scales: the job itself at several sizes, and a table and a plot of it.
+
+    make bench                                          1 and 2 processes, the default job
+    make bench NP="1 2 4 8" HOSTS=node1:4,node2:4 ARGS="experiment=denoiser"
+    make bench STRATEGY="horovod ddp" MODE=both         beside DDP; weak and strong scaling
+    make bench REPEATS=7 STEPS=200                      or EPOCHS=2: whole epochs
+
+Each run is template.py under `python -m cluster.horovodrun`, as `make train` starts it, without
+evaluation, checkpoints and logs. Weak scaling: data.batch_size a process. Strong scaling:
+data.batch_size is that of all processes together. Runs take turns, repeats outermost, and the first
+steps of each are left out. One run of a few steps at the largest size comes first and does not
+count: it shows that the job works, fills caches, and tells how many steps take `SECONDS`.
+
+After each run the results are written to benchmarks/results/scaling_<model>_<hardware>_<date>.json.
+Ctrl-C keeps them, and the same command goes on; one with other settings, code or hardware writes a
+file of its own. What the columns mean: benchmarks/efficiency.py; what makes a mark: load.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks import scaling_report
+from benchmarks.efficiency import Results, runs_of
+from benchmarks.hardware import RESULTS, slug
+from benchmarks.launching import Failed, Job
+from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
+from cluster.hosts import Refusal, add_arguments
+
+SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
+MIN_STEPS, TRIAL_STEPS = 30, 20
+ABOUT = ("model", "train_samples", "operations")  # what the first run tells of all
+Measure = Callable[[Job, list[str]], dict[str, Any]]
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def try_out(results: Results, measure: Measure) -> None:
+    """A short run at the largest size; fills results["trial"]."""
+    settings = results["settings"]
+    job = jobs({**settings, "sizes": settings["sizes"][-1:]}, [])[0]
+    found = measure(job, steps_of(settings["warmup"], TRIAL_STEPS))
+    steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / found["step_ms"]))
+    results["trial"] = {
+        "steps": settings["steps"] or steps,
+        **{key: found[key] for key in ABOUT},
+    }
+
+
+def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
+    """All runs that are not there yet, in turns; `save` is called after each."""
+    settings = results["settings"]
+    if not results["trial"]:
+        say(f"a short run first, which does not count: np={settings['sizes'][-1]}")
+        try_out(results, measure)
+    planned = turns(jobs(settings, results["oversubscribed"]), settings["repeats"])
+    took: list[float] = []
+    for number, (repeat, job) in enumerate(planned, start=1):
+        if repeat in runs_of(results, job.strategy, job.np, job.batch, job.alone):
+            continue
+        began = time.monotonic()
+        found = measure(job, length(results, job.np, job.batch))
+        kept = {key: value for key, value in found.items() if key not in ABOUT}
+        results["runs"].append({"repeat": repeat, **kept})
+        save()
+        took.append(time.monotonic() - began)
+        left = (len(planned) - number) * sum(took) / len(took)
+        more = f", {scaling_report.duration(left)} left" if number < len(planned) else ""
+        say(f"run {number}/{len(planned)}  {job}: {found['step_ms']:.2f} ms a step{more}")
+    results["finished"] = True
+    save()
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------------------- the file
+
+
+def identity(results: Results) -> dict[str, Any]:
+    """What must be equal for runs to stand in one file."""
+    keys = ("settings", "config", "hosts", "oversubscribed", "python", "versions", "commit",
+            "changes", "environment")  # fmt: skip
+    return {key: results[key] for key in keys}
+
+
+def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
+    """The unfinished file of the same measurement with what is in it, or a new name."""
+    model = slug(results["config"]["task"] or results["config"]["model"]["_target_"].split(".")[-1])
+    hardware = slug(scaling_report.hardware_of(results))
+    for file in sorted(folder.glob(f"scaling_{model}_{hardware}_*.json")):
+        found = json.loads(file.read_text())
+        if not found["finished"] and identity(found) == json.loads(json.dumps(identity(results))):
+            return file, found
+    name = f"scaling_{model}_{hardware}_{results['date'][:10]}"
+    for number in itertools.count(1):
+        file = folder / (f"{name}_{number}.json" if number > 1 else f"{name}.json")
+        if not file.exists():
+            return file, results
+    raise AssertionError("unreachable")
+
+
+def write(results: Results, file: Path) -> None:
+    """All or nothing, whenever it is interrupted."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(file)
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def parse(line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling", description=__doc__.partition("\n")[0]
+    )
+    add_arguments(parser)
+    parser.add_argument("--np", type=int, nargs="+", help="processes: 1 2 4 ...")
+    parser.add_argument("--strategy", nargs="+", default=["horovod"], choices=["horovod", "ddp"])
+    parser.add_argument("--mode", default="weak", choices=["weak", "strong", "both"])
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, help=f"of a run; by default {SECONDS} s of them")
+    parser.add_argument("--epochs", type=int, help="whole epochs instead; the first is left out")
+    parser.add_argument("--warmup", type=int, default=10, help="steps that are left out")
+    parser.add_argument("--network", help="what to call it in the results, as 500mbit")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="*", help="of template.py, after --")
+    arguments = parser.parse_args(line)
+    for name in ("repeats", "steps", "epochs"):
+        value = getattr(arguments, name)
+        if value is not None and value < 1:
+            parser.error(f"{name.upper()}={value}: at least 1")
+    if arguments.steps and arguments.epochs:
+        parser.error("STEPS and EPOCHS both say how long a run is: give one of them")
+    return arguments
+
+
+def _kept(results: Results, file: Path) -> str:
+    count = len(results.get("runs", []))
+    return f"; {count} finished runs are in {file}: the same command goes on" if count else ""
+
+
+def main() -> int:
+    arguments = parse()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    results: Results = {}
+    file = arguments.out
+    try:
+        results, launcher = plan(arguments)
+        file, results = open_file(results, arguments.out)
+        if results["runs"]:
+            say(f"going on with {file}: {len(results['runs'])} runs are there")
+        run(results, launcher.run, functools.partial(write, results, file))
+        print(scaling_report.write(results, file))
+    except Refusal as refusal:
+        say(f"error: {refusal}")
+        return 2
+    except Failed as failed:
+        say(f"{failed}{_kept(results, file)}")
+        return 1
+    except KeyboardInterrupt:
+        say(f"\nstopped{_kept(results, file)}")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

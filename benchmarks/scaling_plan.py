@@ -1,0 +1,177 @@
+"""What benchmarks/scaling.py measures: sizes, jobs, their order and length; and what it refuses."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import subprocess
+import sys
+from collections import Counter
+from typing import Any
+
+import yaml
+
+from benchmarks.efficiency import Results, batch_of, steps_per_epoch
+from benchmarks.hardware import ROOT, changes, nvidia_smi, software
+from benchmarks.launching import MEASURED, Job, Launcher, ask
+from cluster.hosts import Host, Refusal, chosen, ranks
+
+# Set for the measurement; what a user gives for them would be lost without a word.
+OURS = {
+    "strategy": "STRATEGY=", "trainer.max_steps": "STEPS=", "trainer.max_epochs": "EPOCHS=",
+    "log_dir": "nothing", "callbacks.anatomy.warmup": "WARMUP=",
+    **{setting.partition("=")[0]: "nothing" for setting in MEASURED},
+}  # fmt: skip
+
+
+def sizes_of(asked: list[int] | None, hosts: list[Host] | None) -> list[int]:
+    """How many processes; by default 1, 2, 4, ... to all slots; without hosts to all GPUs, or 2."""
+    if asked:
+        return sorted(set(asked))
+    slots = sum(host.slots for host in hosts) if hosts else len(nvidia_smi("name")) or 2
+    return sorted({2**power for power in range(slots.bit_length())} | {slots})
+
+
+def jobs(settings: dict[str, Any], oversubscribed: list[int]) -> list[Job]:
+    """All that is measured in a repeat; what weak and strong scaling share, once."""
+    found = []
+    for mode, strategy, np in itertools.product(
+        settings["modes"], settings["strategies"], settings["sizes"]
+    ):
+        batch = batch_of(mode, settings["batch_size"], np)
+        found.append(Job(strategy, np, batch))
+        if np in oversubscribed:
+            found.append(Job("horovod", np, batch, alone=True))
+    return list(dict.fromkeys(found))
+
+
+def turns(planned: list[Job], repeats: int) -> list[tuple[int, Job]]:
+    """All runs in their order: repeats outermost, each beginning with another job."""
+    return [
+        (repeat, job)
+        for repeat in range(repeats)
+        for job in planned[repeat % len(planned) :] + planned[: repeat % len(planned)]
+    ]
+
+
+def check(settings: dict[str, Any]) -> None:
+    """Whether settings can be measured as they are asked for.
+
+    Raises:
+        Refusal: when not, before anything has run.
+    """
+    for argument in settings["arguments"]:
+        key = argument.partition("=")[0].lstrip("+~")
+        if key in OURS:
+            raise Refusal(f"{argument}: make bench sets {key} itself ({OURS[key]} changes it)")
+    batch = settings["batch_size"]
+    wrong = [str(np) for np in settings["sizes"] if batch % np]
+    if "strong" in settings["modes"] and wrong:
+        raise Refusal(
+            f"MODE={settings['mode']}: data.batch_size={batch} does not divide by NP="
+            f"{' '.join(wrong)}: under strong scaling it is shared; give another of the two"
+        )
+
+
+def cores_of_a_rank(
+    hosts: list[Host], facts: dict[str, dict[str, Any]], np: int, on_cpu: bool
+) -> int:
+    """Whole cores for each rank on the fullest machine, 0 where they do not suffice; hosts made of
+    one machine share its cores.
+
+    Raises:
+        Refusal: when ranks would have to share a GPU.
+    """
+    machines: Counter[int] = Counter()
+    cores = {}
+    for name, count in Counter(member.host.name for member in ranks(hosts, np)).items():
+        gpus = len(facts[name]["gpus"])
+        if gpus and count > gpus and not on_cpu:
+            raise Refusal(f"NP={np}: {count} ranks on the {gpus} GPUs of {name}: take fewer")
+        machines[facts[name]["machine"]] += count
+        cores[facts[name]["machine"]] = facts[name]["cores"]
+    return min(cores[machine] // count for machine, count in machines.items())
+
+
+def length(results: Results, np: int, batch: int) -> list[str]:
+    """Overrides that say how long a run is, and how much of it is warm-up."""
+    settings, trial = results["settings"], results["trial"]
+    if not settings["epochs"]:
+        return steps_of(settings["warmup"], trial["steps"])
+    if not trial["train_samples"]:
+        raise Refusal(f"EPOCHS={settings['epochs']}: this data set does not tell its size; STEPS=")
+    steps = steps_per_epoch(trial["train_samples"], np, batch)
+    limit = results["config"]["trainer"]["limit_train_batches"]
+    steps = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+    epochs = settings["epochs"] + 1
+    return [
+        f"trainer.max_epochs={epochs}", "trainer.max_steps=-1", f"callbacks.anatomy.warmup={steps}"
+    ]  # fmt: skip
+
+
+def steps_of(warmup: int, steps: int) -> list[str]:
+    return [
+        "trainer.max_epochs=-1",
+        f"trainer.max_steps={warmup + steps}",
+        f"callbacks.anatomy.warmup={warmup}",
+    ]
+
+
+def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]:
+    """The whole configuration of the job, as template.py has it.
+
+    Raises:
+        Refusal: for overrides that it would refuse.
+    """
+    for strategy in strategies:
+        all_of_them = [*arguments, *MEASURED, f"strategy={strategy}"]
+        _output([sys.executable, "-m", "runs.config", *all_of_them])
+    return yaml.safe_load(_output([sys.executable, "template.py", *arguments, "--cfg", "job"]))
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        lines = done.stderr.strip().splitlines() or [f"{command[1:3]}: status {done.returncode}"]
+        raise Refusal(lines[-1].removeprefix("error: "))
+    return done.stdout
+
+
+def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
+    """What is to be measured and with what, before anything has run."""
+    named = bool(arguments.hosts or arguments.hostfile)
+    hosts = chosen(arguments) if named else None
+    sizes = sizes_of(arguments.np, hosts)
+    hosts = hosts or [Host("localhost", max(1, sizes[-1]))]
+    for np in sizes:
+        ranks(hosts, np)
+    config = configuration(arguments.overrides, arguments.strategy)
+    settings = {
+        "arguments": arguments.overrides, "mode": arguments.mode, "strategies": arguments.strategy,
+        "modes": ["weak", "strong"] if arguments.mode == "both" else [arguments.mode],
+        "sizes": sizes, "repeats": arguments.repeats, "steps": arguments.steps,
+        "epochs": arguments.epochs, "warmup": arguments.warmup, "network": arguments.network,
+        "batch_size": config["data"]["batch_size"],
+        "hosts": {host.name: {"slots": host.slots, "gpus": host.gpus, "nic": host.nic}
+                  for host in hosts},
+    }  # fmt: skip
+    check(settings)
+    facts = ask(hosts, "benchmarks.hardware")
+    boots = [host.pop("boot") for host in facts.values()]
+    for host, boot in zip(facts.values(), boots):
+        host["machine"] = boots.index(boot)
+    on_cpu = config["trainer"]["accelerator"] == "cpu"
+    cores = {np: cores_of_a_rank(hosts, facts, np, on_cpu) for np in sizes}
+    # The same at each size, so that a rank is the same worker.
+    settings["threads"] = max(1, min(cores.values()))
+    environment = {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))}
+    results = {
+        "benchmark": "scaling", **software(), "changes": changes(), "settings": settings,
+        "config": config, "hosts": facts, "environment": environment,
+        "oversubscribed": [np for np in sizes if cores[np] < 1],
+        "trial": None, "finished": False, "runs": [],
+    }  # fmt: skip
+    where = ["--hostfile", arguments.hostfile] if arguments.hostfile else []
+    where = where or ["-H", ",".join(f"{host.name}:{host.slots}" for host in hosts)]
+    return results, Launcher(hosts, where, arguments.overrides, settings["threads"])

@@ -1,0 +1,129 @@
+"""The plot of benchmarks/scaling.py: speed-up and efficiency by number of processes.
+
+Measured points are medians, their bars go from the least to the greatest repeat. Dashed: what the
+results hold under "predicted", with its range. Hollow: sizes with more ranks than cores, whose
+efficiency is a step without communication over one with it. For print: 7 inches wide, colours that
+the colour-blind can tell apart (Okabe and Ito), another symbol for each strategy.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import matplotlib
+
+from benchmarks.efficiency import Results, Row, batch_of, rows
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
+FONTS = {
+    "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.spines.top": False,
+    "axes.spines.right": False, "svg.hashsalt": "scaling", "legend.frameon": False,
+}  # fmt: skip
+
+
+def draw(results: Results, hardware: str, files: list[Path]) -> None:
+    """A line of two panels for each mode, into each of the files."""
+    settings = results["settings"]
+    with plt.rc_context(FONTS):
+        figure, grid = plt.subplots(
+            len(settings["modes"]), 2, squeeze=False, layout="constrained",
+            figsize=(7, 0.3 + 2.6 * len(settings["modes"])),
+        )  # fmt: skip
+        figure.suptitle(f"{results['trial']['model']}, {hardware}", fontsize=9)
+        for mode, (left, right) in zip(settings["modes"], grid):
+            _panels(results, mode, left, right)
+        for file in files:
+            # Without the date: the same results give the same file.
+            kind = {".svg": {"Date": None}, ".png": {"Software": None}}[file.suffix]
+            figure.savefig(file, dpi=200, metadata=kind)
+        plt.close(figure)
+
+
+def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> None:
+    predicted = [each for each in results.get("predicted") or [] if each["mode"] == mode]
+    sizes = sorted({*results["settings"]["sizes"], *(each["np"] for each in predicted)})
+    ideal = [np / sizes[0] for np in sizes]
+    speedup.plot(sizes, ideal, color="0.5", linewidth=1, label="ideal")
+    efficiency.axhline(100, color="0.5", linewidth=1, label="ideal")
+    for number, strategy in enumerate(results["settings"]["strategies"]):
+        color, marker = STYLES[number]
+        here = [row for row in rows(results) if (row.mode, row.strategy) == (mode, strategy)]
+        style = {"color": color, "marker": marker, "label": strategy}
+        _points(speedup, [(row.np, row.speedup) for row in here], style)
+        _points(efficiency, [(row.np, _percent(row.efficiency)) for row in here], style)
+        crowded = [(row.np, _percent([1 / v for v in row.over_alone])) for row in here]
+        label = f"{strategy}, oversubscribed"
+        hollow = {**style, "markerfacecolor": "white", "linestyle": ":", "label": label}
+        _points(efficiency, crowded, hollow)
+        _predict(results, predicted, here, (speedup, efficiency), color)
+    against = f"{sizes[0]} process" + "es" * (sizes[0] > 1)
+    _finish(speedup, sizes, f"speed-up over {against}", mode)
+    _finish(efficiency, sizes, "efficiency, %", mode)
+    speedup.set_xscale("log", base=2)
+    speedup.set_yscale("log", base=2)
+    speedup.set_yticks(ideal, [f"{value:g}" for value in ideal])
+    efficiency.set_xscale("log", base=2)
+    for panel in (speedup, efficiency):
+        panel.set_xticks(sizes, [str(np) for np in sizes])
+        panel.minorticks_off()
+    efficiency.set_ylim(0, max(110, efficiency.get_ylim()[1]))
+
+
+def _percent(values: list[float]) -> list[float]:
+    return [100 * value for value in values]
+
+
+def _points(axes: Axes, points: list[tuple[int, list[float]]], style: dict[str, Any]) -> None:
+    """Medians, with bars over all values of each."""
+    found = [(np, values) for np, values in points if values]
+    if not found:
+        return
+    middle = [median(values) for _, values in found]
+    below = [at - min(values) for at, (_, values) in zip(middle, found)]
+    above = [max(values) - at for at, (_, values) in zip(middle, found)]
+    axes.errorbar(
+        [np for np, _ in found], middle, yerr=[below, above], capsize=3, linewidth=1.2,
+        markersize=5, **style,
+    )  # fmt: skip
+
+
+def _predict(
+    results: Results, predicted: list[dict[str, Any]], measured: list[Row],
+    panels: tuple[Axes, Axes], color: str,
+) -> None:  # fmt: skip
+    """Predicted steps against the measured one of the smallest size."""
+    batch_size, least = results["settings"]["batch_size"], results["settings"]["sizes"][0]
+    base = next((row for row in measured if row.np == least), None)
+    if base is None:
+        return
+    rate = base.np * base.batch / median(base.step_ms)
+    lines: dict[int, list[float]] = {}
+    for each in predicted:
+        if each["strategy"] == base.strategy:
+            samples = each["np"] * batch_of(base.mode, batch_size, each["np"])
+            steps = (each["step_ms"], each["high_ms"], each["low_ms"])
+            lines[each["np"]] = [samples / ms / rate for ms in steps]
+    if not lines:
+        return
+    sizes = sorted(lines)
+    for axes, percent in zip(panels, (False, True)):
+        factors = [100 * least / np if percent else 1.0 for np in sizes]
+        at, low, high = zip(*[[f * v for v in lines[np]] for np, f in zip(sizes, factors)])
+        axes.plot(sizes, at, "--", color=color, linewidth=1, label=f"{base.strategy}, predicted")
+        axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
+
+
+def _finish(axes: Axes, sizes: list[int], what: str, mode: str) -> None:
+    axes.set_title(f"{mode} scaling")
+    axes.set_xlabel("processes")
+    axes.set_ylabel(what)
+    axes.set_xlim(sizes[0] / 1.2, sizes[-1] * 1.2)
+    axes.grid(color="0.9", linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.legend()

@@ -1,0 +1,232 @@
+"""The results of benchmarks/scaling.py for readers: Markdown, CSV, a plot, the README's table.
+
+    python -m benchmarks.scaling_report benchmarks/results/scaling_....json    its files, again
+    make bench-readme                                  the README's table from the newest result
+
+Nothing is measured and no figure is typed here, but those that others have published, which stand
+beside ours with their hardware.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+import json
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks import scaling_plot
+from benchmarks.efficiency import Results, Row, noise, rows
+from benchmarks.hardware import RESULTS, ROOT
+
+README = ROOT / "README.md"
+BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"
+# Seconds an epoch by number of processes, of the first Lightning + Horovod template of this kind.
+ORIGINAL = {1: 45.48, 2: 23.9, 4: 12.1, 8: 6.16}
+PASCAL = "128 servers with 4 Pascal GPUs each, 25 Gbit/s with RoCE"
+HOROVOD_PAGE = "https://github.com/horovod/horovod/blob/master/docs/benchmarks.rst"
+HOROVOD = f"[Horovod]({HOROVOD_PAGE}), arXiv:1802.05799"
+
+
+def hardware_of(results: Results) -> str:
+    """As "2 x 4 NVIDIA H100" or "AMD EPYC, 2 cores"."""
+    machines = {host["machine"]: host for host in results["hosts"].values()}
+    kinds: Counter[str] = Counter()
+    for host in machines.values():
+        gpus = Counter(host["gpus"])
+        on_gpu = ", ".join(f"{count} {name}" for name, count in gpus.items())
+        kinds[on_gpu or f"{host['cpu']}, {host['cores']} cores"] += 1
+    return " + ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
+
+
+def duration(seconds: float) -> str:
+    """As "40 s", "12 min"."""
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+
+
+# ---------------------------------------------------------------------------- tables
+
+
+def _spread(
+    values: list[float], digits: int | None = None, factor: float = 1, unit: str = ""
+) -> str:
+    """The median, and half the range if there is one; empty for no values. By default 4 digits."""
+    if not values:
+        return ""
+    if digits is None:
+        digits = max(0, 3 - math.floor(math.log10(median(values))))
+    half = f" ± {factor * noise(values):,.{digits}f}" if len(set(values)) > 1 else ""
+    return f"{factor * median(values):,.{digits}f}{half}{unit}"
+
+
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "scaling": lambda row: row.mode,
+    "strategy": lambda row: row.strategy,
+    "processes": lambda row: str(row.np),
+    "batch a process": lambda row: str(row.batch),
+    "ms a step": lambda row: _spread(row.step_ms),
+    "samples/s": lambda row: f"{median(row.samples_per_second):,.0f}",
+    "s an epoch": lambda row: _spread(row.epoch_seconds),
+    "speed-up": lambda row: _spread(row.speedup, 2),
+    "efficiency": lambda row: _spread(row.efficiency, 1, 100, " %"),
+    "a step with / without communication": lambda row: _spread(row.over_alone, 2),
+    "take care": lambda row: ", ".join(row.marks),
+}
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table; columns in which nothing stands are left out."""
+    kept = [index for index in range(len(head)) if any(line[index] for line in lines)]
+    shown = [[line[index] for index in kept] for line in [head, ["---"] * len(head), *lines]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
+
+
+def table(results: Results) -> str:
+    """Ours, a line a row."""
+    return markdown(
+        list(COLUMNS), [[show(row) for show in COLUMNS.values()] for row in rows(results)]
+    )
+
+
+def published() -> str:
+    """What others have published, for context."""
+    base = min(ORIGINAL)
+    efficiency = [ORIGINAL[base] / (np * s) for np, s in ORIGINAL.items() if np != base]
+    lines = [
+        [
+            "DnCNN denoiser, Lightning 1.3 + Horovod 0.22", "two nodes, RTX 2080 Ti, InfiniBand",
+            ", ".join(map(str, ORIGINAL)), ", ".join(map(str, ORIGINAL.values())),
+            ", ".join(f"{value:.1%}".replace("%", " %") for value in efficiency),
+        ],
+        [f"Inception V3, ResNet-101, {HOROVOD}", PASCAL, "512", "", "90 %"],
+        ["VGG-16, the same", PASCAL, "512", "", "68 %"],
+    ]  # fmt: skip
+    return markdown(
+        ["published elsewhere", "hardware", "processes", "s an epoch", "efficiency"], lines
+    )
+
+
+def description(results: Results) -> str:
+    """What the figures hang on, in a paragraph."""
+    settings, trial = results["settings"], results["trial"]
+    hosts = ", ".join(f"{name}:{host['slots']}" for name, host in settings["hosts"].items())
+    machines = {host["machine"] for host in results["hosts"].values()}
+    made = " made of one machine" if len(machines) < len(results["hosts"]) else ""
+    network = settings["network"] or ("loopback" if len(results["hosts"]) == 1 else _nics(results))
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    measured = (
+        f"{settings['epochs']} whole epochs" if settings["epochs"] else f"{trial['steps']} steps"
+    )
+    changed = " ".join(settings["arguments"]) or "the default job"
+    smallest = settings["sizes"][0]
+    text = (
+        f"`{changed}` ({trial['model']}) on {hosts}{made}: {hardware_of(results)}; {network}, "
+        f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
+        f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
+        f"{versions}; commit {results['commit']}, {results['date'][:10]}. Medians of "
+        f"{settings['repeats']} interleaved repeats of {measured} after a warm-up, ± half their "
+        "range"
+    )
+    if smallest != 1:
+        text += f"; speed-up and efficiency against {smallest} processes"
+    return text + ("." if results["finished"] else "; not all runs are there yet.")
+
+
+def _nics(results: Results) -> str:
+    """The interfaces of all hosts, with their rates where they tell them."""
+    rates = {
+        f"{name} {rate / 1000:g} Gbit/s" if rate else name
+        for host in results["hosts"].values()
+        for name, rate in host["nics"].items()
+    }
+    return ", ".join(sorted(rates))
+
+
+def as_csv(results: Results) -> str:
+    """A line a row, nothing rounded: of each quantity the median, the least and the greatest."""
+    lists = [
+        "step_ms", "samples_per_second", "epoch_seconds", "speedup", "efficiency", "over_alone"
+    ]  # fmt: skip
+    head = ["mode", "strategy", "np", "batch", "repeats"]
+    output = io.StringIO()
+    writer = csv.writer(output, lineterminator="\n")
+    writer.writerow(
+        [*head, *(f"{n}_{s}" for n in lists for s in ("median", "min", "max")), "marks"]
+    )
+    for row in rows(results):
+        cells: list[Any] = [row.mode, row.strategy, row.np, row.batch, len(row.step_ms)]
+        for name in lists:
+            values = getattr(row, name)
+            cells += [median(values), min(values), max(values)] if values else ["", "", ""]
+        writer.writerow([*cells, "; ".join(row.marks)])
+    return output.getvalue()
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def write(results: Results, file: Path) -> str:
+    """The tables and the plot beside a result file; what to print of them."""
+    body = f"{description(results)}\n\n{table(results)}\n"
+    file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
+    file.with_suffix(".csv").write_text(as_csv(results))
+    scaling_plot.draw(
+        results, hardware_of(results), [file.with_suffix(s) for s in (".png", ".svg")]
+    )
+    return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"
+
+
+def newest(folder: Path = RESULTS) -> Path | None:
+    """The finished result that was begun last; None without any."""
+    found = {}
+    for file in folder.glob("scaling_*.json"):
+        results = json.loads(file.read_text())
+        if results["finished"]:
+            found[results["date"], file.name] = file
+    return found[max(found)] if found else None
+
+
+def readme_block(file: Path | None) -> str:
+    """What stands between the README's markers."""
+    if file is None:
+        return f"No result of `make bench` is in `benchmarks/results/` yet.\n\n{published()}"
+    results = json.loads(file.read_text())
+    image = file.with_suffix(".png").relative_to(ROOT)
+    return (
+        f"{description(results)}\n\n{table(results)}\n\n"
+        f"![Speed-up and efficiency by number of processes]({image})\n\n{published()}"
+    )
+
+
+def with_block(readme: str, block: str) -> str:
+    """The README's text with another block between the markers."""
+    between = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.S)
+    text, count = between.subn(lambda _: f"\n{block}\n\n", readme)
+    if count != 1:
+        raise SystemExit(f"error: README.md: the markers {BEGIN} and {END} must be there once")
+    return text
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scaling_report", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("files", type=Path, nargs="*")
+    parser.add_argument("--readme", action="store_true", help="write the README's table")
+    arguments = parser.parse_args()
+    for file in arguments.files:
+        print(write(json.loads(file.read_text()), file))
+    if arguments.readme:
+        README.write_text(with_block(README.read_text(), readme_block(newest())))
+        print(f"README.md: from {newest() or 'no result'}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,468 @@
+"""`make bench` counts right: known times must give known figures; one launch is real.
+
+No test asserts a time that was measured.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import check, load, scaling, scaling_plan, scaling_report
+from benchmarks.efficiency import Results, Row, rows, steps_per_epoch
+from benchmarks.launching import Failed, Job, Launcher
+from cluster.hosts import Refusal, parse
+from tests.conftest import ROOT, run
+
+QUIET = {"busy": 0.01, "gpu_busy": None, "arithmetic_ms": 8.0, "stolen": 0.0}
+MACHINE = {
+    "cpu": "Test CPU", "cores": 4, "memory_gib": 8, "gpus": [], "nics": {"eth0": 10000},
+    "machine": 0,
+}  # fmt: skip
+HERE = ["INSTALL=true", f"PYTHON={sys.executable}"]  # nothing is to be installed
+Time = Callable[[Job, int], float]
+
+
+def results(**settings: Any) -> Results:
+    """A benchmark of which nothing has run."""
+    asked = {
+        "arguments": [], "mode": "weak", "modes": ["weak"], "strategies": ["horovod"],
+        "sizes": [1, 2, 4], "repeats": 3, "steps": 100, "epochs": None, "warmup": 10,
+        "network": None, "threads": 1, "batch_size": 32,
+        "hosts": {"localhost": {"slots": 4, "gpus": None, "nic": None}}, **settings,
+    }  # fmt: skip
+    config = {"task": None, "model": {"_target_": "models.toy.Toy"}, "data": {"batch_size": 32}}
+    return {
+        "benchmark": "scaling", "settings": asked, "config": config,
+        "hosts": {"localhost": MACHINE}, "environment": {}, "python": "3.11", "changes": None,
+        "versions": {"torch": "2.11.0"}, "commit": "abc", "date": "2026-01-02T03:04:05",
+        "oversubscribed": [], "trial": None, "finished": False, "runs": [],
+    }  # fmt: skip
+
+
+class Source:
+    """Stands for the machine: gives times that are known, and keeps what was asked."""
+
+    def __init__(self, time: Time, samples: int | None = None, **host: Any) -> None:
+        self.time, self.samples, self.host = time, samples, {**QUIET, **host}
+        self.asked: list[tuple[Job, list[str]]] = []
+
+    def __call__(self, job: Job, length: list[str]) -> dict[str, Any]:
+        earlier = sum(one == job for one, _ in self.asked[1:])  # the first does not count
+        self.asked.append((job, length))
+        ms = self.time(job, earlier)
+        return {
+            "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,
+            "step_ms": ms, "median_ms": ms, "hosts": {"localhost": dict(self.host)},
+            "model": "toy", "train_samples": self.samples, "operations": "Gloo",
+        }  # fmt: skip
+
+
+def measured(source: Source, of: Results | None = None) -> Results:
+    made = of or results()
+    scaling.run(made, source, lambda: None)
+    return made
+
+
+def by_size(made: Results, **where: str) -> dict[int, Row]:
+    return {
+        row.np: row for row in rows(made) if all(getattr(row, k) == v for k, v in where.items())
+    }
+
+
+# ---------------------------------------------------------------------------- figures
+
+
+def test_weak_scaling_of_known_times() -> None:
+    """A step of 10 ms that gets 12.5 and 20: 4 processes train twice as fast as one."""
+    times = {1: 10.0, 2: 12.5, 4: 20.0}
+    row = by_size(measured(Source(lambda job, _: times[job.np])))
+    assert {np: each.speedup for np, each in row.items()} == {
+        1: [1, 1, 1], 2: [1.6, 1.6, 1.6], 4: [2, 2, 2],
+    }  # fmt: skip
+    assert row[2].efficiency == [0.8] * 3 and row[4].efficiency == [0.5] * 3
+    assert row[4].samples_per_second == [6400] * 3 and row[1].marks == []
+
+
+def test_strong_scaling_shares_the_batch() -> None:
+    made = results(mode="strong", modes=["strong"])
+    source = Source(lambda job, _: {1: 12.0, 2: 6.0, 4: 4.0}[job.np])
+    row = by_size(measured(source, made))
+    assert {np: each.batch for np, each in row.items()} == {1: 32, 2: 16, 4: 8}
+    assert row[2].speedup == [2] * 3 and row[4].speedup == [3] * 3
+    assert row[4].efficiency == [0.75] * 3
+
+
+def test_speedup_is_against_the_smallest_size() -> None:
+    row = by_size(measured(Source(lambda job, _: 5.0 * job.np), results(sizes=[2, 4])))
+    assert row[4].speedup == [1] * 3 and row[4].efficiency == [0.5] * 3
+    assert "against 2 processes" in scaling_report.description(
+        measured(Source(lambda job, _: 1.0), results(sizes=[2, 4]))
+    )
+
+
+def test_a_machine_that_gets_slower_all_the_time_has_the_same_speedup() -> None:
+    source = Source(lambda job, repeat: {1: 10, 2: 12.5, 4: 20}[job.np] * 2**repeat)
+    row = by_size(measured(source))
+    assert row[4].speedup == [2] * 3 and row[4].step_ms == [20, 40, 80]
+
+
+def test_seconds_an_epoch() -> None:
+    """100 samples on 3 ranks: 34 each, 5 batches of 8."""
+    assert [steps_per_epoch(100, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
+    made = results(sizes=[1, 4], batch_size=8)
+    row = by_size(measured(Source(lambda job, _: 50.0, samples=100), made))
+    assert row[1].epoch_seconds == pytest.approx([0.65] * 3)
+    assert row[4].epoch_seconds == pytest.approx([0.2] * 3)
+    assert row[4].speedup == pytest.approx([3.25] * 3)
+
+
+def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None:
+    made = results(strategies=["horovod", "ddp"]) | {"oversubscribed": [4]}
+    source = Source(lambda job, _: 40.0 if job.alone else 50.0)
+    row = by_size(measured(source, made), strategy="ddp")
+    assert row[4].over_alone == [1.25] * 3 and row[4].marks[0] == "oversubscribed"
+    assert row[4].speedup == [] and row[4].efficiency == [] and row[2].over_alone == []
+    alone = [job for job, _ in source.asked if job.alone]
+    assert alone == [Job("horovod", 4, 32, alone=True)] * 3  # one for both strategies
+
+
+# ---------------------------------------------------------------------------- marks
+
+
+@pytest.mark.parametrize(
+    "host, mark",
+    [
+        ({"busy": 2 * load.BUSY_SHARE}, "other load 20%"),
+        ({"gpu_busy": 0.5}, "other load 50%"),
+        ({"stolen": 0.04}, "stolen 4%"),
+    ],
+)
+def test_a_disturbed_host_is_marked(host: dict[str, float], mark: str) -> None:
+    made = measured(Source(lambda job, _: 1.0, **host))
+    assert all(row.marks == [mark] for row in rows(made))
+
+
+def test_a_slower_clock_is_marked_where_it_was() -> None:
+    made = measured(Source(lambda job, _: 1.0))
+    made["runs"][-1]["hosts"]["localhost"]["arithmetic_ms"] = 10.0
+    slow = made["runs"][-1]["np"]
+    assert {row.np for row in rows(made) if row.marks == ["clock 25% slower"]} == {slow}
+
+
+def test_too_few_repeats_are_marked() -> None:
+    made = measured(Source(lambda job, _: 1.0), results(repeats=2))
+    assert all(row.marks == ["2 repeats"] for row in rows(made))
+
+
+def test_a_difference_smaller_than_the_noise_is_marked() -> None:
+    """2 processes lose 1 % with a noise of 5 %, 4 processes lose half."""
+    factor = {1: 1.0, 2: 1.01, 4: 2.0}
+
+    def time(job: Job, repeat: int) -> float:
+        noisy = [0.95, 1.0, 1.05][repeat] if job.np > 1 else 1.0
+        return 10 * factor[job.np] * noisy
+
+    row = by_size(measured(Source(time)))
+    assert row[2].marks == ["as ideal within noise"] and row[4].marks == []
+
+
+def test_strategies_that_differ_by_less_than_the_noise_are_marked() -> None:
+    def time(job: Job, repeat: int) -> float:
+        return 10 * ([0.95, 1.01, 1.05][repeat] if job.strategy == "ddp" and job.np == 2 else 1)
+
+    made = measured(Source(time), results(strategies=["horovod", "ddp"]))
+    assert "as horovod within noise" in by_size(made, strategy="ddp")[2].marks
+    assert by_size(made, strategy="ddp")[4].marks == []
+
+
+# ---------------------------------------------------------------------------- the plan
+
+
+def test_repeats_are_interleaved() -> None:
+    source = Source(lambda job, _: 1.0)
+    measured(source)
+    assert [job.np for job, _ in source.asked] == [4, 1, 2, 4, 2, 4, 1, 4, 1, 2]
+    steps = {tuple(length) for _, length in source.asked[1:]}
+    assert steps == {
+        ("trainer.max_epochs=-1", "trainer.max_steps=110", "callbacks.anatomy.warmup=10")
+    }
+
+
+def test_what_weak_and_strong_scaling_share_is_measured_once() -> None:
+    made = results(mode="both", modes=["weak", "strong"], sizes=[1, 2])
+    planned = scaling_plan.jobs(made["settings"], [])
+    assert planned == [Job("horovod", 1, 32), Job("horovod", 2, 32), Job("horovod", 2, 16)]
+
+
+def test_a_run_has_enough_steps_for_some_seconds() -> None:
+    made = results(steps=None)
+    scaling.try_out(made, Source(lambda job, _: 2.0))
+    assert made["trial"]["steps"] == 500 * scaling.SECONDS
+    scaling.try_out(made, Source(lambda job, _: 1e6))
+    assert made["trial"]["steps"] == scaling.MIN_STEPS
+
+
+def test_whole_epochs_leave_the_first_one_out() -> None:
+    made = results(epochs=2, batch_size=8)
+    made["trial"] = {"train_samples": 100}
+    made["config"]["trainer"] = {"limit_train_batches": 1.0}
+    wanted = ["trainer.max_epochs=3", "trainer.max_steps=-1", "callbacks.anatomy.warmup=5"]
+    assert scaling_plan.length(made, 3, 8) == wanted
+    made["config"]["trainer"] = {"limit_train_batches": 4}
+    assert scaling_plan.length(made, 3, 8)[-1] == "callbacks.anatomy.warmup=4"
+
+
+def test_sizes_by_default() -> None:
+    assert scaling_plan.sizes_of(None, parse("node1:4,node2:2")) == [1, 2, 4, 6]
+    assert scaling_plan.sizes_of([4, 1, 4], None) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"mode": "strong", "modes": ["strong"], "sizes": [1, 3, 5]}, "does not divide by NP=3 5"),
+        ({"arguments": ["trainer.max_steps=5"]}, "STEPS="),
+        ({"arguments": ["strategy=ddp"]}, "STRATEGY="),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(Refusal, match=words):
+        scaling_plan.check(results(**settings)["settings"])
+
+
+def test_cores_are_counted_on_machines_not_on_hosts() -> None:
+    """Two hosts made of one machine share its 4 cores; on two machines there are 8."""
+    hosts = parse("node1:4,node2:4")
+    one = {"node1": MACHINE, "node2": MACHINE}
+    two = {"node1": MACHINE, "node2": {**MACHINE, "machine": 1}}
+    cores = scaling_plan.cores_of_a_rank
+    assert [cores(hosts, one, np, False) for np in (1, 2, 4, 8)] == [4, 2, 1, 0]
+    assert cores(hosts, two, 8, False) == 1
+    gpu = {"node1": {**MACHINE, "gpus": ["GPU"]}, "node2": MACHINE}
+    with pytest.raises(Refusal, match="NP=2: 2 ranks on the 1 GPUs of node1"):
+        cores(hosts, gpu, 2, False)
+    assert cores(hosts, gpu, 2, True) == 2
+
+
+# ---------------------------------------------------------------------------- the file
+
+
+def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) -> None:
+    """Interrupted in the 5th run; the same command has 5 left, another one its own file."""
+    source = Source(lambda job, _: float(job.np))
+
+    def interrupted(job: Job, length: list[str]) -> dict[str, Any]:
+        if len(source.asked) == 5:
+            raise KeyboardInterrupt
+        return source(job, length)
+
+    file, made = scaling.open_file(results(), tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        scaling.run(made, interrupted, lambda: scaling.write(made, file))
+    assert len(json.loads(file.read_text())["runs"]) == 4
+
+    other, _ = scaling.open_file(results(repeats=5), tmp_path)
+    assert other.name == file.stem + "_2.json"
+    again, found = scaling.open_file(results() | {"date": "2026-01-03T00:00:00"}, tmp_path)
+    assert again == file
+    rest = Source(lambda job, _: float(job.np))
+    scaling.run(found, rest, lambda: scaling.write(found, file))
+    assert len(rest.asked) == 5 and found["finished"]
+    done = {(each["np"], each["repeat"]) for each in json.loads(file.read_text())["runs"]}
+    assert len(done) == 9
+    assert scaling.open_file(results(), tmp_path)[0] == other, "finished files are not overwritten"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"commit": "other"},
+        {"changes": "some"},
+        {"config": {**results()["config"], "seed": 1}},
+        {"hosts": {"localhost": {**MACHINE, "memory_gib": 16}}},
+        {"versions": {"torch": "2.12.0"}},
+    ],
+)
+def test_other_code_or_hardware_does_not_continue_a_file(
+    tmp_path: Path, changed: dict[str, Any]
+) -> None:
+    file, made = scaling.open_file(results(), tmp_path)
+    scaling.write(made, file)
+    assert scaling.open_file(results(), tmp_path)[0] == file
+    other, _ = scaling.open_file(results() | changed, tmp_path)
+    assert other.name == f"{file.stem}_2.json"
+
+
+# ---------------------------------------------------------------------------- reports
+
+
+def both(tmp_path: Path) -> tuple[Results, Path]:
+    times = {1: 10.0, 2: 11.0, 4: 14.0}
+    made = results(mode="both", modes=["weak", "strong"], strategies=["horovod", "ddp"])
+    made["oversubscribed"] = [4]
+    source = Source(lambda job, repeat: times[job.np] * (1 + 0.01 * repeat), samples=1024)
+    file, made = scaling.open_file(measured(source, made), tmp_path)
+    made["predicted"] = [
+        {
+            "mode": "weak",
+            "strategy": "horovod",
+            "np": np,
+            "step_ms": 11,
+            "low_ms": 10,
+            "high_ms": 12,
+        }
+        for np in (1, 2, 4)
+    ]
+    scaling.write(made, file)
+    return made, file
+
+
+def test_tables_and_plots_are_written(tmp_path: Path) -> None:
+    made, file = both(tmp_path)
+    assert "scaling_toy_test-cpu-4-cores_2026-01-02" in scaling_report.write(made, file)
+    text = file.with_suffix(".md").read_text()
+    assert (
+        "| weak | horovod | 2 | 32 | 11.11 ± 0.11 | 5,761 | 0.1778 ± 0.0018 | 1.82 ± 0.00 |" in text
+    )
+    assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
+    with file.with_suffix(".csv").open() as lines:
+        table = list(csv.DictReader(lines))
+    assert len(table) == 12 and table[1]["mode"] == "weak" and float(table[1]["step_ms_min"]) == 11
+    assert table[2]["speedup_median"] == "" and float(table[2]["over_alone_median"]) == 1
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    drawn = file.with_suffix(".svg").read_text()
+    scaling_report.write(made, file)
+    assert file.with_suffix(".svg").read_text() == drawn
+
+
+def test_the_published_efficiency_is_that_of_the_published_times() -> None:
+    assert "95.1 %, 94.0 %, 92.3 %" in scaling_report.published()
+
+
+def test_the_readme_has_the_newest_result() -> None:
+    readme = (ROOT / "README.md").read_text()
+    block = scaling_report.readme_block(scaling_report.newest())
+    assert scaling_report.with_block(readme, block) == readme, "make bench-readme writes it"
+
+
+def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
+    assert scaling_report.newest(tmp_path) is None
+    made, file = both(tmp_path)
+    unfinished = {**made, "finished": False, "date": "2027-01-01T00:00:00"}
+    (tmp_path / "scaling_later.json").write_text(json.dumps(unfinished))
+    assert scaling_report.newest(tmp_path) == file
+    readme = f"before\n{scaling_report.BEGIN}\nold \\1\n{scaling_report.END}\nafter\n"
+    changed = scaling_report.with_block(readme, "new \\1")
+    assert changed == f"before\n{scaling_report.BEGIN}\n\nnew \\1\n\n{scaling_report.END}\nafter\n"
+
+
+# ---------------------------------------------------------------------------- bench-check
+
+
+def compared(tmp_path: Path, old: Results, new: Results) -> subprocess.CompletedProcess[str]:
+    for name, made in (("old", old), ("new", new)):
+        (tmp_path / name).write_text(json.dumps(made))
+    paths = [str(tmp_path / "old"), str(tmp_path / "new")]
+    make = ["make", "-s", "bench-check", f"OLD={paths[0]}", f"NEW={paths[1]}"]
+    return run([*make, *HERE])
+
+
+def noisy(factor: float = 1.0, spread: float = 0.02) -> Results:
+    """4 processes are slower by `factor`; repeats differ by twice `spread`."""
+
+    def time(job: Job, repeat: int) -> float:
+        return 10 * (1 + spread * (repeat - 1)) * (factor if job.np == 4 else 1)
+
+    return measured(Source(time))
+
+
+def test_a_regression_beyond_the_noise_fails_and_is_named(tmp_path: Path) -> None:
+    done = compared(tmp_path, noisy(), noisy(1.10))
+    assert done.returncode == 2, done.stdout  # that of make, when a command ended with 1
+    assert "Error 1" in done.stdout
+    last = done.stdout.split("regressed, 1 of 3 rows:\n")[1]
+    assert last.startswith("weak horovod np=4: 10.00 -> 11.00 ms a step, +10.0%")
+    assert done.stdout.count("as before") == 2
+
+
+@pytest.mark.parametrize("factor, spread", [(1.10, 0.06), (1.02, 0.0), (0.8, 0.01)])
+def test_what_the_noise_or_the_floor_hides_is_no_regression(factor: float, spread: float) -> None:
+    told, regressed = check.compare(noisy(1.0, spread), noisy(factor, spread))
+    assert len(told) == 3 and regressed == []
+
+
+def test_files_that_cannot_be_compared_are_refused() -> None:
+    for place, key, value, words in [
+        ("config", "data", {"batch_size": 64}, "data.batch_size was 32 and is 64"),
+        ("hosts", "localhost", {**MACHINE, "cpu": "Other"}, "cpu of localhost was Test CPU"),
+        ("settings", "threads", 2, "threads was 1 and is 2"),
+    ]:
+        new = noisy()
+        new[place] = {**new[place], key: value}
+        with pytest.raises(check.Refusal, match=words):
+            check.compare(noisy(), new)
+    few = measured(Source(lambda job, _: 1.0), results(repeats=2))
+    with pytest.raises(check.Refusal, match="2 of the 3 repeats"):
+        check.compare(noisy(), few)
+    with pytest.raises(check.Refusal, match="np=4 was not measured in NEW"):
+        check.compare(noisy(), measured(Source(lambda job, _: 1.0), results(sizes=[1, 2])))
+
+
+@pytest.mark.parametrize("text, words", [(None, "No such file"), ("{", "no JSON"), ("[]", "bench")])
+def test_what_is_no_result_is_told(tmp_path: Path, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / "result.json").write_text(text)
+    with pytest.raises(check.Refusal, match=words):
+        check.read(tmp_path / "result.json")
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def test_the_line_of_make() -> None:
+    asked = ["NP=1 2 4", "HOSTS=a:2,b:2", "STRATEGY=horovod ddp", "MODE=both", "ARGS=model.lr=1"]
+    line = run(["make", "-n", "-s", "bench", *asked]).stdout.replace("\\\n", " ").split()
+    parsed = scaling.parse(line[line.index("benchmarks.scaling") + 1 :])
+    assert (parsed.np, parsed.hosts, parsed.strategy) == ([1, 2, 4], "a:2,b:2", ["horovod", "ddp"])
+    assert (parsed.mode, parsed.overrides) == ("both", ["model.lr=1"])
+    line = run(["make", "-n", "-s", "bench"]).stdout.replace("\\\n", " ").split()
+    parsed = scaling.parse(line[line.index("benchmarks.scaling") + 1 :])
+    assert (parsed.np, parsed.hosts, parsed.overrides) == (None, "", [])
+
+
+def test_a_mistake_is_told_in_a_line_before_anything_runs() -> None:
+    done = run(["make", "-s", "bench", "ARGS=data.batchsize=3", *HERE])
+    assert done.returncode == 2
+    assert re.match("error: data.batchsize: data has no key 'batchsize'", done.stdout)
+
+
+@pytest.fixture(scope="module")
+def launched() -> list[dict[str, Any]]:
+    """Two ranks, and two processes that are alone, on this host."""
+    hosts = parse("localhost:2")
+    launcher = Launcher(hosts, ["-H", "localhost:2"], ["data.num_workers=0"], threads=1)
+    length = scaling_plan.steps_of(2, 5)
+    return [launcher.run(Job("horovod", 2, 16, alone), length) for alone in (False, True)]
+
+
+def test_a_run_is_the_job_itself(launched: list[dict[str, Any]]) -> None:
+    together, alone = launched
+    assert together["measured_steps"] == alone["measured_steps"] == 5
+    assert together["operations"] == "Gloo" and together["train_samples"] == 1257
+    assert together["step_ms"] > 0 and together["phases_ms"] and alone["phases_ms"] is None
+    assert set(together["hosts"]["localhost"]) >= set(QUIET)
+
+
+def test_a_job_that_fails_tells_its_last_words() -> None:
+    launcher = Launcher(parse("localhost:1"), ["-H", "localhost:1"], ["model.width=-1"], threads=1)
+    with pytest.raises(Failed, match="(?s)width.*error: np=1 horovod.*: ended with status"):
+        launcher.run(Job("horovod", 1, 16), scaling_plan.steps_of(2, 5))

@@ -148,7 +148,7 @@ def _marks(results: Results, row: Row, runs: list[Run]) -> list[str]:
         marks.append(f"stolen {stolen:.0%}")
     slower = max(_drift(results, run) for run in runs)
     if slower > DRIFT:
-        marks.append(f"clock {slower:.0%} slower")
+        marks.append(f"cores {slower:.0%} slower")
     if row.np != results["settings"]["sizes"][0]:
         marks += _unclear("as ideal", row.efficiency)
     return marks + _unclear("as without communication", row.over_alone)

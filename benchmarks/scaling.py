@@ -150,7 +150,7 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
 
 def _kept(results: Results, file: Path) -> str:
     count = len(results.get("runs", []))
-    return f"; {count} finished runs are in {file}: the same command goes on" if count else ""
+    return f"; runs that are kept in {file}: {count}; the same command goes on" if count else ""
 
 
 def main() -> int:

@@ -151,11 +151,11 @@ def test_a_disturbed_host_is_marked(host: dict[str, float], mark: str) -> None:
     assert all(row.marks == [mark] for row in rows(made))
 
 
-def test_a_slower_clock_is_marked_where_it_was() -> None:
+def test_slower_cores_are_marked_where_they_were() -> None:
     made = measured(Source(lambda job, _: 1.0))
     made["runs"][-1]["hosts"]["localhost"]["arithmetic_ms"] = 10.0
     slow = made["runs"][-1]["np"]
-    assert {row.np for row in rows(made) if row.marks == ["clock 25% slower"]} == {slow}
+    assert {row.np for row in rows(made) if row.marks == ["cores 25% slower"]} == {slow}
 
 
 def test_too_few_repeats_are_marked() -> None:

@@ -15,27 +15,16 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
-from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
+from runs.anatomy import Anatomy
 from runs.config import ROOT
+from runs.ranks import gather_texts
 from runs.refusal import Refusal
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
-
-
-def gather_texts(strategy: Strategy, text: str) -> list[str]:
-    """The text of every rank, in order, under any strategy. All ranks must call it."""
-    raw = torch.tensor(list(text.encode()), dtype=torch.uint8, device=strategy.root_device)
-    longest = torch.tensor(len(raw), device=strategy.root_device)
-    most = int(strategy.reduce(longest, reduce_op="max"))
-    padded = torch.nn.functional.pad(raw, (0, most - len(raw)))
-    if most == 0:
-        return []
-    rows = strategy.all_gather(padded).reshape(-1, most).tolist()
-    return [bytes(row).rstrip(b"\0").decode() for row in rows]
 
 
 class Report(pl.Callback):
@@ -59,6 +48,7 @@ class Report(pl.Callback):
         self.seconds = 0.0
         self.train_samples: int | None = None
         self._clock: float | None = None
+        self._epoch_began = (0, 0.0)  # samples and seconds until then
 
     # ---------------------------------------------------------------- before the first batch
 
@@ -133,6 +123,7 @@ class Report(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._clock = time.monotonic()
+        self._epoch_began = self.samples, self.seconds
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
         batch = arguments[2]
@@ -148,6 +139,10 @@ class Report(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()
+        samples, seconds = self.samples - self._epoch_began[0], self.seconds - self._epoch_began[1]
+        for logger in trainer.loggers:
+            rate = {"samples_per_second": samples * trainer.world_size / seconds}
+            logger.log_metrics(rate, step=trainer.global_step)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:
@@ -180,6 +175,9 @@ class Report(pl.Callback):
             return
         rate = self.samples / self.seconds if self.seconds else 0.0
         checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        timed = [callback.found for callback in callbacks if isinstance(callback, Anatomy)]
+        anatomy = timed[0] if timed else None
         summary = {
             "world_size": trainer.world_size,
             "hosts": self.hosts,
@@ -195,6 +193,7 @@ class Report(pl.Callback):
             "operations": getattr(trainer.strategy, "operations", None),
             "train_seconds": round(self.seconds, 3),
             "samples_per_second": round(rate, 1),
+            "anatomy": anatomy,
             "metrics": self.metrics,
             "checkpoint": checkpoint or self.config.ckpt_path,
             "versions": _versions(),
@@ -214,6 +213,13 @@ class Report(pl.Callback):
                 f"{trainer.world_size} ranks",
                 flush=True,
             )
+        if anatomy:
+            parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
+            milliseconds = anatomy["step_ms"]["median"]
+            print(
+                f"step    {milliseconds:.1f} ms: {', '.join(parts)}".replace("_", "-"), flush=True
+            )
+            print(f"limit   {anatomy['verdict']}", flush=True)
         print(f"summary {shown(file)}", flush=True)
 
 

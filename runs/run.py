@@ -33,8 +33,9 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from runs.config import ROOT
+from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, refuse
-from runs.report import Report, gather_texts
+from runs.report import Report
 from runs.stopping import SIGNAL, Stopped
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)

@@ -19,6 +19,7 @@ checkpointing), which is refused with an error.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -28,6 +29,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from strategies.clock import Moment, moment
 from strategies.collectives import World, wait
 from strategies.reductions import InFlight, Reduction
 
@@ -60,6 +62,17 @@ class Bucket:
         return self.buffer[-len(self.parameters) - 2 :]
 
 
+@dataclass
+class Exchange:
+    """What it took to combine the gradients of one backward."""
+
+    calls: int  # buckets
+    bytes: int  # of gradients in them
+    first: Moment  # when the first bucket was started,
+    backward: Moment  # when backward was done,
+    end: Moment  # and when all gradients were those of the global batch
+
+
 class GradientBuckets:
     """Combines the gradients of a module over all ranks, between `start` and `finish`.
 
@@ -71,6 +84,9 @@ class GradientBuckets:
             starts earlier. The first is of 1 MiB at most. 0: each parameter by itself.
         before: what the loss is multiplied with in `prepare`, and so its gradients.
         after: what they are multiplied with after the reduction.
+
+    Attributes:
+        exchanges: the last ones; who wants to count all takes them from here in time.
     """
 
     def __init__(
@@ -101,6 +117,8 @@ class GradientBuckets:
         self._layouts = 0
         self._active = False
         self._last_batch = False
+        self.exchanges: deque[Exchange] = deque(maxlen=100)
+        self._first: Moment | None = None
 
     def prepare(self, loss: Tensor) -> None:
         """Before every backward, also one whose gradients stay local."""
@@ -124,7 +142,7 @@ class GradientBuckets:
         trained = [parameter.requires_grad for parameter in self.parameters]
         if trained != self._trained:
             self._lay_out(trained)
-        self._active, self._last_batch = True, last_batch
+        self._active, self._last_batch, self._first = True, last_batch, None
         for bucket in self.buckets:
             bucket.missing, bucket.unused, bucket.work = len(bucket.parameters), [], None
         self._seen.clear()
@@ -139,6 +157,7 @@ class GradientBuckets:
         if self._loss_hook is not None:
             self._loss_hook.remove()
         trained = [bucket for bucket in self.buckets if bucket.trained]
+        backward = moment(self.parameters[0].device)
         for bucket in trained:
             if bucket.work is None:
                 self._launch(bucket)
@@ -149,6 +168,10 @@ class GradientBuckets:
             assert bucket.work is not None
             bucket.work.advance(wait=True)
             self._unpack(bucket)
+        if trained and self._first is not None:
+            size = sum(bucket.buffer.nbytes for bucket in trained)
+            end = moment(self.parameters[0].device)
+            self.exchanges.append(Exchange(len(trained), size, self._first, backward, end))
         return not trained or bool((trained[0].flags[-2:] == 0).any())
 
     def remove(self) -> None:
@@ -223,6 +246,7 @@ class GradientBuckets:
         if gradients:
             torch._foreach_copy_(views, gradients)
         bucket.flags[-1 if self._last_batch else -2] = 0
+        self._first = self._first or moment(bucket.buffer.device)
         steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
         bucket.work = InFlight(steps)
         for earlier in self.buckets:

@@ -25,11 +25,12 @@ from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
-from strategies.buckets import GradientBuckets
+from strategies.buckets import Exchange, GradientBuckets
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
 from strategies.reductions import Reduction, adasum, add, add_in_16_bits
 from strategies.samplers import EvenBatches, WithoutFirst, replace_batches
@@ -156,6 +157,22 @@ class HorovodStrategy(ParallelStrategy):
         if self.root_device.type == "cuda" and hvd.nccl_built():
             return "NCCL"
         return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
+
+    def take_exchanges(self) -> list[Exchange]:
+        """What combining gradients took, in each backward since this was last asked."""
+        if self._buckets is None:
+            return []
+        taken = list(self._buckets.exchanges)
+        self._buckets.exchanges.clear()
+        return taken
+
+    def sent_bytes(self, size: int) -> float:
+        """What each rank sends to combine `size` bytes of gradients."""
+        ranks = self.world.size
+        if self.op == "adasum":
+            return size * (ranks.bit_length() - 1)
+        halved = 1 if self.compression == "none" else 2
+        return 2 * (ranks - 1) / ranks * size / halved
 
     @override
     def setup_environment(self) -> None:
@@ -394,6 +411,19 @@ class HorovodStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
             self._buckets.start(last_batch=progress.is_last_batch)
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        # Horovod: as the Trainer's, but that hooks named on_after_backward see, as under DDP, the
+        # gradients of all ranks; there they are averaged within backward.
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+        self.post_backward(loss)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

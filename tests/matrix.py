@@ -166,6 +166,19 @@ def clip_by_value(strategy: str) -> dict[str, Any]:
     return fit(strategy, gradient_clip_val=0.01, gradient_clip_algorithm="value")
 
 
+class Rescaled(Net):
+    def on_after_backward(self) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.mul_(parameter.grad.norm())
+
+
+@case()
+def gradients_changed_after_backward(strategy: str) -> dict[str, Any]:
+    """What on_after_backward sees is the average: its norm is not the average of the norms."""
+    return fit(strategy, Rescaled())
+
+
 def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
     """Gradients are reduced once a step, not once a batch."""
     if strategy != "horovod":

@@ -72,6 +72,8 @@ class TestDefaultRun:
         rate = found["epochs"] * 1258 / found["train_seconds"]  # 629 on each rank
         assert found["samples_per_second"] == pytest.approx(rate, rel=0.01)
         assert found["versions"]["horovod"].startswith("0.28.1")
+        assert found["anatomy"]["steps"] == found["steps"] - 10  # the first ones warm up
+        assert [rank["rank"] for rank in found["anatomy"]["ranks"]] == [0, 1]
 
     def test_one_folder_with_all_in_it(self, default: tuple[Path, str]) -> None:
         (folder,) = folders(default[0])
@@ -82,7 +84,8 @@ class TestDefaultRun:
             assert (folder / name).is_file(), name
         assert list(folder.glob("events.out.tfevents.*"))
         header = (folder / "metrics.csv").read_text().splitlines()[0].split(",")
-        assert {"train/loss", "val/loss", "val/acc", "test/acc"} <= set(header)
+        curves = {"lr", "grad_norm", "samples_per_second", "time/step_ms", "time/all_reduce_ms"}
+        assert {"train/loss", "val/loss", "val/acc", "test/acc"} | curves <= set(header)
 
     def test_rank_0_tells_it_in_readable_lines(self, default: tuple[Path, str]) -> None:
         logs, output = default
@@ -94,7 +97,8 @@ class TestDefaultRun:
             "model   classifier, ", "data    digits", "ranks   2: 2 on ", "over Gloo",
             "precision 32-true", "batch   32 a process x 2 ranks = 64 global",
             f"run     {folders(logs)[0]}", "look    make tensorboard", "epoch 1/30  ",
-            "stopped early: val/loss", "test    ", "test/acc 0.9", " samples/s: ", "summary ",
+            "stopped early: val/loss", "test    ", "test/acc 0.9", " samples/s: ", "step    ",
+            "limit   ", "summary ",
         ):  # fmt: skip
             assert expected in text, expected
 

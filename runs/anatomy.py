@@ -1,0 +1,316 @@
+"""Where the time of a training step goes, on every rank, and what that means.
+
+Each moment from the end of a batch to the end of the next belongs to one phase:
+
+    data         the loader, the transfer to the device, the Trainer between two batches
+    forward      training_step, until it calls backward
+    backward     with as much of the gradients' all-reduce as runs beside it
+    all_reduce   what is left of it when backward is done
+    optimizer    clipping and the optimizer's step
+    rest         hooks, callbacks, logging
+
+A rank that comes late keeps all others in their all-reduce. So what the rank that waits least
+spends there is the network's, and what others wait longer is counted as "straggler". Under
+strategy=ddp the all-reduce is a part of backward and not told apart.
+
+The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
+costs two readings of the clock a hook, and a gather of some kilobytes every 200 steps. On a GPU
+moments are events in its stream: phases are those of the GPU, not of the program that runs ahead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections import deque
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import Strategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from runs.config import ROOT
+from runs.ranks import gather_texts
+from strategies.clock import Moment, moment, seconds
+
+PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
+ALL_REDUCE = PHASES.index("all_reduce")
+WINDOW = 200  # steps between two looks at all ranks
+KEPT = 1000  # steps, the last ones, that medians are made of
+BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
+# A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
+SLOWER, PERSISTENT = 1.15, 0.75
+# The share of a step from which on a phase is what the verdict names.
+BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}
+LATENCY_BOUND = 2**20  # bytes of gradients: fewer take the time of negotiation, not of the wire
+
+
+class Anatomy(Callback):
+    """Times the phases of each training step.
+
+    Args:
+        warmup: so many steps at the start are left out.
+
+    Attributes:
+        found: what summary.json shows under "anatomy"; None until training has ended.
+    """
+
+    def __init__(self, warmup: int = 10) -> None:
+        self.warmup = warmup
+        self.found: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.found = None
+        self._device = trainer.strategy.root_device
+        self._hosts = gather_texts(trainer.strategy, socket.gethostname())
+        self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
+        self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
+        self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
+        self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes, seconds
+        self._count = self._logged = 0
+        self._total = 0.0
+        self._told: set[int] = set()
+        after = "rest" if pl_module.automatic_optimization else "forward"
+        self._hooks = [
+            optimizer.register_step_post_hook(lambda *_: self._begin(after))
+            for optimizer in trainer.optimizers
+            if isinstance(optimizer, Optimizer)
+        ]
+
+    # ---------------------------------------------------------------- noting moments
+
+    def _begin(self, phase: str) -> None:
+        self._marks.append((phase, moment(self._device)))
+
+    def _begin_anew(self) -> None:
+        """What was since the last batch is not the next one's: an evaluation, a checkpoint."""
+        self._marks = []
+        self._begin("data")
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_anew()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._begin_anew()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._begin("forward")
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._begin("backward")
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A training_step that calls backward itself may go on after it.
+        self._begin("rest" if pl_module.automatic_optimization else "forward")
+
+    def on_before_optimizer_step(self, *_: Any) -> None:
+        self._begin("optimizer")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._begin("data")
+        take = getattr(trainer.strategy, "take_exchanges", list)
+        self._unread.append((self._marks, take()))
+        self._marks = self._marks[-1:]
+        while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
+            self._read()
+        if self._count - self._logged >= WINDOW:
+            self._log(trainer)
+            self._tell_stragglers(trainer)
+
+    def _read(self) -> None:
+        """Turn the moments of the oldest unread step into seconds."""
+        marks, exchanges = self._unread.popleft()
+        self._count += 1
+        if self._count <= self.warmup:
+            return
+        spent = dict.fromkeys(PHASES, 0.0)
+        for (phase, begun), (_, ended) in pairwise(marks):
+            spent[phase] += seconds(begun, ended)
+        waited = sum(seconds(exchange.backward, exchange.end) for exchange in exchanges)
+        spent["backward"], spent["all_reduce"] = max(0.0, spent["backward"] - waited), waited
+        self._steps.append(list(spent.values()))
+        self._total += sum(spent.values())
+        busy = sum(seconds(exchange.first, exchange.end) for exchange in exchanges)
+        calls, size = (sum(getattr(e, name) for e in exchanges) for name in ("calls", "bytes"))
+        self._wire.append([calls, size, busy])
+
+    # ---------------------------------------------------------------- telling
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._log(trainer)
+
+    def _log(self, trainer: pl.Trainer) -> None:
+        """This rank's phases since the last time, to the loggers; those of rank 0 write."""
+        steps = list(self._steps)[-(self._count - self._logged) :]
+        self._logged = self._count
+        if not steps or not trainer.loggers:
+            return
+        mine = 1e3 * torch.tensor(steps).mean(0)
+        told = {f"time/{phase}_ms": float(mean) for phase, mean in zip(PHASES, mine)}
+        told["time/step_ms"] = float(mine.sum())
+        for logger in trainer.loggers:
+            logger.log_metrics(told, step=trainer.global_step)
+
+    def _gather(self, strategy: Strategy, last: int) -> Tensor:
+        """Shape (ranks, steps, phases), in seconds: the last steps of all ranks."""
+        mine = torch.tensor(list(self._steps)[-last:], device=self._device)
+        return strategy.all_gather(mine).reshape(-1, *mine.shape).cpu()
+
+    def _tell_stragglers(self, trainer: pl.Trainer) -> None:
+        steps = self._gather(trainer.strategy, WINDOW)
+        slow = straggler(steps)
+        if slow and slow["rank"] not in self._told:
+            self._told.add(slow["rank"])
+            if trainer.is_global_zero:
+                print(f"slow    {_name(slow, self._hosts)}", flush=True)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        while self._unread:
+            self._read()
+        if not self._steps:
+            return
+        steps = self._gather(trainer.strategy, KEPT)
+        wire = self._on_the_wire(trainer.strategy)
+        share, slow = shares(steps), straggler(steps)
+        totals = 1e3 * steps.sum(2).mean(0)
+        p10, median, p90 = (round(float(totals.quantile(q)), 4) for q in (0.1, 0.5, 0.9))
+        mean = 1e3 * self._total / (self._count - self.warmup)
+        self.found = {
+            "steps": self._count - self.warmup,
+            "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
+            "phases_ms": {k: round(1e3 * float(x.median()), 4) for k, x in phases(steps).items()},
+            "shares": {phase: round(value, 4) for phase, value in share.items()},
+            "ranks": [
+                {"rank": rank, "host": self._hosts[rank]}
+                | {k: round(1e3 * float(x), 4) for k, x in zip(PHASES, rows.median(0).values)}
+                for rank, rows in enumerate(steps)
+            ],
+            "straggler": slow,
+            "wire": wire,
+            "verdict": verdict(share, median, wire, _name(slow, self._hosts) if slow else ""),
+        }
+
+    def _on_the_wire(self, strategy: Strategy) -> dict[str, Any] | None:
+        """Of a step that sends, in the median; None without an all-reduce that can be seen."""
+        sent = [step for step in self._wire if step[0]]
+        if not sent or not hasattr(strategy, "sent_bytes"):
+            return None
+        calls, size, busy = torch.tensor(sent, dtype=torch.float64).median(0).values.tolist()
+        bytes_ = strategy.sent_bytes(size)
+        of_all = bytes_ / busy / 1e6
+        known = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
+        return {
+            "calls": calls, "payload_bytes": size, "bytes": bytes_, "busy_ms": round(1e3 * busy, 4),
+            "bus_bandwidth_mb_s": round(of_all, 1), "allreduce_mb_s": known,
+        }  # fmt: skip
+
+
+def phases(steps: Tensor) -> dict[str, Tensor]:
+    """Seconds of each phase in each step, the mean over ranks; waiting for a slower rank apart.
+
+    Args:
+        steps: seconds, of shape (ranks, steps, phases).
+    """
+    found = dict(zip(PHASES, steps.mean(0).unbind(1)))
+    found["all_reduce"] = steps[:, :, ALL_REDUCE].min(0).values
+    found["straggler"] = steps[:, :, ALL_REDUCE].mean(0) - found["all_reduce"]
+    return found
+
+
+def shares(steps: Tensor) -> dict[str, float]:
+    """Of the whole time of all steps; they add up to 1. Of means, as a loader's waits are rare."""
+    found = {phase: float(spent.sum()) for phase, spent in phases(steps).items()}
+    return {phase: spent / sum(found.values()) for phase, spent in found.items()}
+
+
+def straggler(steps: Tensor) -> dict[str, Any] | None:
+    """The rank whose own work takes longer than that of all others in nearly every step, if any.
+
+    Args:
+        steps: seconds, of shape (ranks, steps, phases).
+    """
+    if len(steps) < 2:
+        return None
+    work = steps.sum(2) - steps[:, :, ALL_REDUCE]
+    slow = int(work.median(1).values.argmax())
+    others = [rank for rank in range(len(steps)) if rank != slow]
+    times = work[slow] / work[others].quantile(0.5, dim=0)
+    if times.median() < SLOWER or (times > SLOWER).float().mean() < PERSISTENT:
+        return None
+    more = (steps[slow] - steps[others].mean(0)).median(0).values
+    more[ALL_REDUCE] = -math.inf
+    phase = PHASES[int(more.argmax())]
+    return {"rank": slow, "times": round(float(times.median()), 2), "phase": phase}
+
+
+def _name(slow: dict[str, Any], hosts: list[str]) -> str:
+    return (
+        f"rank {slow['rank']} on {hosts[slow['rank']]} works {slow['times']} times as long as the "
+        f"others, most of it more in {slow['phase']}"
+    )
+
+
+def verdict(
+    share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = ""
+) -> str:
+    """What limits the speed, and what to try: the largest of the phases that take too much.
+
+    Args:
+        share: of the step, by phase, as `shares` gives it.
+        step_ms: how long it takes.
+        wire: as in summary.json.
+        slow: the straggler, in words.
+    """
+    much = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
+    name = max(much, key=lambda phase: much[phase], default="compute")
+    part = f"{much.get(name, share['forward'] + share['backward']):.0%} of the step"
+    if name == "compute":
+        return f"compute: forward and backward are {part}: try a lower precision or more ranks"
+    if name == "data":
+        return f"data: {part} is waiting for batches: try data.num_workers, or less work a sample"
+    if name == "straggler" and slow:
+        return f"straggler: {slow}; ranks wait {part}: see its load, clock rate and data"
+    if name == "straggler":
+        return (
+            f"uneven: ranks wait {part} for now one, now another: look for other load on the "
+            "hosts, more ranks than cores, batches of unequal cost"
+        )
+    if name == "optimizer":
+        return f"optimizer: {part}: try a fused one, or a larger data.batch_size"
+    if name == "rest":
+        return (
+            f"overhead: {part} of {step_ms:.1f} ms is hooks and logging: try a larger "
+            "data.batch_size, a larger trainer.log_every_n_steps"
+        )
+    rate, less = "", ""
+    if wire:
+        known, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
+        of = f", {reached / known:.0%} of what bench-allreduce measured" if known else ""
+        rate = f" at {reached:,.0f} MB/s{of}"
+        less = "strategy.compression=bf16, " if wire["payload_bytes"] > LATENCY_BOUND else ""
+    return (
+        f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
+        "data.batch_size or trainer.accumulate_grad_batches"
+    )
+
+
+def measured(hosts: list[str], operations: str, size: float) -> float | None:
+    """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
+    was run: that of the size nearest to `size` bytes."""
+    for file in sorted(
+        Path(ROOT / "benchmarks" / "results").glob("allreduce_*.json"), reverse=True
+    ):
+        found = json.loads(file.read_text())
+        if found.get("ranks") == hosts and found.get("operations") == operations:
+            nearest = min(found["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
+            return float(nearest["bus_mb_s"])
+    return None

@@ -1,0 +1,32 @@
+"""Curves of any training, beside its own metrics: learning rate and norm of the gradient."""
+
+from __future__ import annotations
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Callback
+from torch.optim import Optimizer
+
+
+class Curves(Callback):
+    """Gives the loggers `lr` and `grad_norm` every trainer.log_every_n_steps.
+
+    The norm is that of all gradients of an optimizer, averaged over the ranks, before clipping (and
+    with precision=16-mixed as the scaler left it). A second optimizer has `lr_1`, `grad_norm_1`.
+    """
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not trainer.loggers or not every or (trainer.global_step + 1) % every:
+            return
+        index = [getattr(o, "_optimizer", o) for o in trainer.optimizers].index(optimizer)
+        which = f"_{index}" if index else ""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        told = {f"lr{which}": optimizer.param_groups[0]["lr"]}
+        if not any(gradient.is_sparse for gradient in gradients):
+            told[f"grad_norm{which}"] = float(torch.nn.utils.get_total_norm(gradients))
+        for logger in trainer.loggers:
+            logger.log_metrics(told, step=trainer.global_step)

@@ -1,0 +1,235 @@
+"""The anatomy of a step finds what was planted: a slow rank or loader, a thin link, or nothing.
+
+No test asserts how long something took, only which part of a step took most of it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from cluster import testbed
+from runs import anatomy
+from runs.anatomy import PHASES, Anatomy, phases, shares, straggler, verdict
+from runs.curves import Curves
+from strategies import clock
+from tests.conftest import HOROVODRUN, ROOT, run
+from tests.matrix import CLASSES, FEATURES, RANK, Net, loader, samples, trainer
+
+# ------------------------------------------------------------------------------ planted figures
+
+
+def steps(*ranks: dict[str, float], count: int = 50) -> Tensor:
+    """The same step so many times, in which each rank spends the given seconds on each phase."""
+    rows = [[spent.get(phase, 0.0) for phase in PHASES] for spent in ranks]
+    return torch.tensor(rows).unsqueeze(1).repeat(1, count, 1)
+
+
+def test_who_waits_least_shows_what_the_network_takes() -> None:
+    found = phases(steps({"forward": 3, "all_reduce": 1}, {"forward": 1, "all_reduce": 3}))
+    assert {phase: float(x.median()) for phase, x in found.items()} == {
+        "data": 0, "forward": 2, "backward": 0, "all_reduce": 1, "straggler": 1, "optimizer": 0,
+        "rest": 0,
+    }  # fmt: skip
+
+
+def test_a_loader_that_is_slow_now_and_then_counts() -> None:
+    """With 4 workers, three batches are there at once and the fourth is waited for."""
+    measured = steps({"forward": 1}, count=40)
+    measured[:, ::4, PHASES.index("data")] = 4
+    assert shares(measured)["data"] == 0.5
+    assert float(phases(measured)["data"].median()) == 0
+
+
+def test_a_straggler_is_persistent() -> None:
+    ranks = [{"forward": 1, "all_reduce": 2}] * 3 + [{"forward": 1, "backward": 1}]
+    assert straggler(steps(*ranks)) == {"rank": 3, "times": 2.0, "phase": "backward"}
+    each_in_turn = steps(*[{"forward": 1.0}] * 4)
+    for rank in range(4):
+        each_in_turn[rank, rank::4] *= 2
+    assert straggler(each_in_turn) is None
+    assert straggler(steps({"forward": 1}, {"forward": 1.1})) is None
+    assert straggler(steps({"forward": 1})) is None
+
+
+def said(slow: str = "", wire: dict[str, Any] | None = None, **seconds: float) -> str:
+    share = dict.fromkeys([*PHASES, "straggler"], 0.0) | seconds
+    return verdict({k: v / sum(share.values()) for k, v in share.items()}, 10.0, wire, slow)
+
+
+def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
+    assert said(forward=6, backward=3, data=1).startswith("compute: forward and backward are 90%")
+    assert said(forward=6, data=2, all_reduce=1.9).startswith("data: 20% of the step")
+    assert said(forward=6, straggler=2, slow="rank 1 on b").startswith("straggler: rank 1 on b")
+    assert said(forward=6, straggler=2).startswith("uneven: ranks wait 25%")
+    assert said(forward=6, optimizer=4).startswith("optimizer: 40%")
+    assert said(forward=6, rest=4).startswith("overhead: 40% of the step of 10.0 ms")
+    wire = {"payload_bytes": 8e6, "bus_bandwidth_mb_s": 93.0, "allreduce_mb_s": 100.0}
+    network = said(forward=39, all_reduce=61, wire=wire)
+    assert network.startswith("network: 61% of the step is all-reduce at 93 MB/s, 93% of what")
+    assert "compression=bf16" in network
+    assert "compression" not in said(forward=1, all_reduce=1, wire=wire | {"payload_bytes": 1e5})
+
+
+def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(anatomy, "ROOT", tmp_path)
+    assert anatomy.measured(["a", "b"], "Gloo", 1e6) is None
+    folder = tmp_path / "benchmarks" / "results"
+    folder.mkdir(parents=True)
+    sizes = [{"bytes": size, "bus_mb_s": size / 1e4} for size in (2**12, 2**20, 2**26)]
+    found = {"ranks": ["a", "b"], "operations": "Gloo", "sizes": sizes}
+    (folder / "allreduce_a.json").write_text(json.dumps(found))
+    assert anatomy.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
+    assert anatomy.measured(["a", "b"], "NCCL", 3e6) is None
+    assert anatomy.measured(["a", "a"], "Gloo", 3e6) is None
+
+
+class Event:
+    """Stands for torch's, which needs a GPU: each is a millisecond after the one before."""
+
+    made = 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.passed = False
+
+    def record(self) -> None:
+        Event.made += 1
+        self.time = Event.made
+
+    def synchronize(self) -> None:
+        self.passed = True
+
+    def elapsed_time(self, other: Event) -> float:
+        assert other.passed, "asked before the GPU was there"
+        return float(other.time - self.time)
+
+
+def test_on_a_gpu_moments_are_events_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    first, _, third = (clock.moment(torch.device("cuda", 0)) for _ in range(3))
+    assert clock.seconds(first, third) == 0.002
+    now = clock.moment(torch.device("cpu"))
+    assert clock.seconds(now, clock.moment(torch.device("cpu"))) >= 0
+
+
+# ------------------------------------------------------------------------------ planted faults
+
+
+class Sleeps(Net):
+    """Each rank's forward takes so many milliseconds, without a core."""
+
+    def __init__(self, *milliseconds: float) -> None:
+        super().__init__()
+        self.milliseconds = milliseconds[RANK]
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.milliseconds / 1e3)
+        return super().training_step(batch, batch_idx)
+
+
+class Slow(Dataset):
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        time.sleep(0.02)
+        return samples()[index]
+
+
+class Late(Callback):
+    """Validation, checkpoints and the like take time that is no step's."""
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        time.sleep(0.5)
+
+
+def found(model: Net, data: DataLoader | None = None, **arguments: Any) -> dict[str, Any]:
+    timed = Anatomy(warmup=2)
+    run = trainer("horovod", callbacks=[timed, Late(), Curves()], max_epochs=2, **arguments)
+    run.fit(model, data or loader())
+    assert timed.found is not None
+    return timed.found
+
+
+def planted(folder: str) -> dict[str, Any]:
+    logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
+    slow = DataLoader(Slow(), batch_size=4)
+    return {
+        "nothing": found(Sleeps(40, 40), logger=logger, log_every_n_steps=2),
+        "rank": found(Sleeps(40, 80)),
+        "loader": found(Sleeps(5, 5), slow),
+        "accumulated": found(Sleeps(40, 40), accumulate_grad_batches=2),
+    }
+
+
+def test_planted_faults_are_named(launch: Callable, tmp_path: Path) -> None:
+    first, second = launch(planted, 2, folder=str(tmp_path / "csv"))
+    for name in first:  # all ranks have looked at all ranks
+        assert first[name]["ranks"] == second[name]["ranks"]
+
+    nothing = first["nothing"]
+    assert nothing["verdict"].startswith("compute: forward and backward are")
+    assert nothing["straggler"] is None
+    batches = 2 * len(loader())
+    assert nothing["steps"] == batches - 2
+    assert sum(nothing["shares"].values()) == pytest.approx(1, abs=1e-3)
+    # Half a second between epochs is in no step.
+    assert nothing["step_ms"]["mean"] < 250
+    parameters = 4 * (
+        sum(p.numel() for p in Net().parameters()) + len(list(Net().parameters())) + 2
+    )
+    wire = nothing["wire"]
+    assert (wire["calls"], wire["payload_bytes"]) == (1, parameters)
+    assert wire["bytes"] == parameters  # of 2 ranks each sends all of it, in two halves
+    assert [rank["rank"] for rank in nothing["ranks"]] == [0, 1]
+
+    assert first["rank"]["straggler"]["rank"] == 1
+    assert first["rank"]["straggler"]["phase"] == "forward"
+    assert first["rank"]["verdict"].startswith("straggler: rank 1 on ")
+    assert first["loader"]["verdict"].startswith("data: ")
+    assert first["accumulated"]["wire"]["calls"] == 1
+    assert first["accumulated"]["phases_ms"]["forward"] > 40
+
+    rows = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
+    columns = rows[0].split(",")
+    assert {"lr", "grad_norm", "time/step_ms", "time/forward_ms"} <= set(columns)
+    logged = [float(x) for row in rows[1:] if (x := row.split(",")[columns.index("grad_norm")])]
+    assert len(logged) == batches // 2
+    assert all(norm > 0 for norm in logged)
+
+
+def thin_link(folder: str) -> None:
+    model = Sleeps(10, 10)
+    model.net = nn.Sequential(nn.Linear(FEATURES, 2**17), nn.Linear(2**17, CLASSES))
+    (Path(folder) / f"{RANK}.json").write_text(json.dumps(found(model)))
+
+
+def test_a_thin_link_is_named(tmp_path: Path) -> None:
+    """9 MB of gradients over 200 Mbit/s."""
+    if problem := testbed.missing():
+        pytest.skip(f"no test hosts: {problem}")
+    code = f"import tests.test_anatomy as t; t.thin_link({str(tmp_path)!r})"
+    horovodrun = [HOROVODRUN, "-np", "2", "-H", "node1:1,node2:1", sys.executable, "-c", code]
+    with testbed.Testbed(2, rate="200mbit") as hosts:
+        command = hosts[0].command(*horovodrun)
+        done = run(command, cwd=ROOT)
+    assert done.returncode == 0, done.stdout
+    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert told[0]["ranks"] == told[1]["ranks"]
+    assert told[0]["verdict"].startswith("network: ")
+    assert [rank["host"] for rank in told[0]["ranks"]] == ["node1", "node2"]
+    assert told[0]["wire"]["bus_bandwidth_mb_s"] < 25  # 200 Mbit/s

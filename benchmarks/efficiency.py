@@ -1,6 +1,7 @@
 """From the runs of benchmarks/scaling.py to the rows of its table; arithmetic, nothing is started.
 
-A run's time of a step t is the mean over its measured steps, in ms; a row has one for each repeat.
+A run's time of a step t is the mean over its measured steps, in ms, without what is between two
+epochs (runs/anatomy.py); a row has one for each repeat.
 
     samples/s    with d training samples, n processes and batches of b a process:
                  d / (steps an epoch x t), where an epoch has ceil(ceil(d / n) / b) steps;

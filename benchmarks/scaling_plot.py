@@ -67,7 +67,8 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
     _finish(efficiency, sizes, "efficiency, %", mode)
     speedup.set_xscale("log", base=2)
     speedup.set_yscale("log", base=2)
-    speedup.set_yticks(ideal, [f"{value:g}" for value in ideal])
+    lost = [half for half in (0.125, 0.25, 0.5) if half > speedup.get_ylim()[0]]
+    speedup.set_yticks([*lost, *ideal], [f"{value:g}" for value in [*lost, *ideal]])
     efficiency.set_xscale("log", base=2)
     for panel in (speedup, efficiency):
         panel.set_xticks(sizes, [str(np) for np in sizes])

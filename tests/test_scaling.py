@@ -463,6 +463,8 @@ def test_a_run_is_the_job_itself(launched: list[dict[str, Any]]) -> None:
 
 
 def test_a_job_that_fails_tells_its_last_words() -> None:
-    launcher = Launcher(parse("localhost:1"), ["-H", "localhost:1"], ["model.width=-1"], threads=1)
-    with pytest.raises(Failed, match="(?s)width.*error: np=1 horovod.*: ended with status"):
-        launcher.run(Job("horovod", 1, 16), scaling_plan.steps_of(2, 5))
+    """The hosts that the launcher is given have too few slots."""
+    launcher = Launcher(parse("localhost:2"), ["-H", "localhost:1"], [], threads=1)
+    words = "(?s)NP=2 processes on 1 slots.*\nerror: np=2 horovod, batch 16 a process: ended with"
+    with pytest.raises(Failed, match=words):
+        launcher.run(Job("horovod", 2, 16), scaling_plan.steps_of(2, 5))

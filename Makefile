@@ -21,7 +21,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS NETWORK OLD NEW,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -89,7 +89,8 @@ check: ## lint, format and types
 bench: environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
 	@$(PYTHON) -m benchmarks.scaling $(SIZES) $(if $(STRATEGY),--strategy $(STRATEGY)) \
 	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
-	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(NETWORK),--network $(NETWORK)) -- $(ARGS)
+	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WARMUP),--warmup $(WARMUP)) \
+	  $(if $(NETWORK),--network "$(NETWORK)") -- $(ARGS)
 
 bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)

@@ -99,7 +99,8 @@ def identity(results: Results) -> dict[str, Any]:
 def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
     """The unfinished file of the same measurement with what is in it, or a new name."""
     model = slug(results["config"]["task"] or results["config"]["model"]["_target_"].split(".")[-1])
-    hardware = slug(scaling_report.hardware_of(results))
+    network = results["settings"]["network"] or ""
+    hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
     for file in sorted(folder.glob(f"scaling_{model}_{hardware}_*.json")):
         found = json.loads(file.read_text())
         if not found["finished"] and identity(found) == json.loads(json.dumps(identity(results))):

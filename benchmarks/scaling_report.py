@@ -17,7 +17,7 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -183,10 +183,10 @@ def write(results: Results, file: Path) -> str:
     return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"
 
 
-def newest(folder: Path = RESULTS) -> Path | None:
+def newest(files: Iterable[Path]) -> Path | None:
     """The finished result that was begun last; None without any."""
     found = {}
-    for file in folder.glob("scaling_*.json"):
+    for file in files:
         results = json.loads(file.read_text())
         if results["finished"]:
             found[results["date"], file.name] = file
@@ -224,8 +224,9 @@ def main() -> None:
     for file in arguments.files:
         print(write(json.loads(file.read_text()), file))
     if arguments.readme:
-        README.write_text(with_block(README.read_text(), readme_block(newest())))
-        print(f"README.md: from {newest() or 'no result'}", file=sys.stderr)
+        file = newest(RESULTS.glob("scaling_*.json"))
+        README.write_text(with_block(README.read_text(), readme_block(file)))
+        print(f"README.md: from {file.name if file else 'no result'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

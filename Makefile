@@ -86,7 +86,8 @@ check: ## lint, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
+bench: ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
+	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.scaling $(SIZES) $(if $(STRATEGY),--strategy $(STRATEGY)) \
 	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WARMUP),--warmup $(WARMUP)) \
@@ -95,7 +96,8 @@ bench: environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MOD
 bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
 
-bench-readme: environment ## write the README's table from the newest result of make bench
+bench-readme: ## write the README's table from the newest result of make bench
+	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"

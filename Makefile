@@ -36,7 +36,8 @@ MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
-        check bench bench-check bench-readme bench-step bench-step-slow tensorboard clean
+        check bench bench-check bench-overheads bench-readme bench-step bench-step-slow \
+        tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -106,6 +107,9 @@ bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
 	  $(abspath $(PYTHON)) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit $(ARGS)
+
+bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
+	@$(PYTHON) -m benchmarks.overheads $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

@@ -1,0 +1,211 @@
+"""What our own tools and collectives cost as ranks grow, and by which law.
+
+    make bench-overheads                        2, 4, 8, 16, 32 ranks on this host
+    make bench-overheads ARGS="--ranks 2 4 8"
+
+A stub stands for the job: it imports what each rank needs, and makes the strategy's collectives
+with little in them. Each quantity gets the law that fits it best of: constant, log p, p, p log p,
+p^2, each with a constant beside it. All ranks share this host's cores, so what each rank computes
+(its imports) grows with p here, and would not on hosts of their own.
+Results go to benchmarks/results/ as JSON and as a Markdown table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug
+
+LAWS: dict[str, Callable[[float], float]] = {
+    "constant": lambda p: 0.0,
+    "log p": math.log2,
+    "p": lambda p: p,
+    "p log p": lambda p: p * math.log2(p),
+    "p^2": lambda p: p * p,
+}
+WHAT = {
+    "launch": "start and end of p processes that do nothing",
+    "lines": "collecting 1,000 lines of output from each rank",
+    "import": "torch, Lightning, Horovod and Hydra, until the last rank has them",
+    "init": "hvd.init()",
+    "negotiation": "an all-reduce of 4 bytes",
+    "models": "comparing the models of all ranks by a hash",
+    "metric": "gathering the state of a metric, 100 numbers a rank",
+    "anatomy": "gathering 200 steps of 6 phases",
+    "checkpoint": "broadcast of a checkpoint of 16 MiB",
+    "barrier": "a barrier",
+}
+BEGUN = "OVERHEADS_BEGUN"
+
+
+def law(ranks: list[int], seconds: list[float]) -> str:
+    """The one of LAWS whose curve a + b f(p), b >= 0, is nearest in relative error.
+
+    A steeper law must halve the squared error of a flatter one to be taken: noise always fits a
+    little better with another.
+    """
+    best, least = "constant", math.inf
+    for name, f in LAWS.items():
+        error = _error([f(p) for p in ranks], seconds)
+        if error < least * (0.5 if best != name and least < math.inf else 1):
+            best, least = name, error
+    return best
+
+
+def _error(x: list[float], y: list[float]) -> float:
+    """Squared relative error of the best a + b x with a, b >= 0, weighted by 1 / y^2."""
+    w = [1 / value**2 for value in y]
+    total = sum(w)
+    mean_x = sum(a * b for a, b in zip(w, x)) / total
+    mean_y = sum(a * b for a, b in zip(w, y)) / total
+    spread = sum(a * (b - mean_x) ** 2 for a, b in zip(w, x))
+    slope = (
+        sum(a * (b - mean_x) * (c - mean_y) for a, b, c in zip(w, x, y)) / spread if spread else 0
+    )
+    slope = max(0.0, slope)
+    start = mean_y - slope * mean_x
+    if start < 0:
+        start = 0.0
+        squares = sum(a * b * b for a, b in zip(w, x))
+        slope = sum(a * b * c for a, b, c in zip(w, x, y)) / squares
+    return sum(((start + slope * b) / c - 1) ** 2 for b, c in zip(x, y))
+
+
+# ------------------------------------------------------------------------------ on each rank
+
+
+def worker() -> None:
+    began = float(os.environ[BEGUN])
+    import horovod.torch as hvd
+    import hydra  # noqa: F401
+    import pytorch_lightning  # noqa: F401
+    import torch
+
+    from strategies import HorovodStrategy
+
+    imported = time.time()
+    torch.set_num_threads(1)
+    hvd.init()
+    initialized = time.time()
+    strategy = HorovodStrategy()
+    world = strategy.world
+    moments = world.gather_objects((imported, initialized))
+    last = max(moment for moment, _ in moments)
+    found = {
+        "import": last - began,
+        # Nobody can be ready before the last has come.
+        "init": max(moment for _, moment in moments) - last,
+    }
+    numbers, small = torch.ones(100), torch.ones(1)
+    checkpoint = {"state": torch.ones(4 * 2**20)}
+    tasks: dict[str, tuple[int, Callable[[], Any]]] = {
+        "negotiation": (50, lambda: strategy.reduce(small, reduce_op="sum")),
+        "models": (10, lambda: world.gather_objects(b"0" * 32)),
+        "metric": (10, lambda: world.gather(numbers)),
+        "anatomy": (10, lambda: strategy.all_gather(torch.ones(200, 6))),
+        "checkpoint": (3, lambda: strategy.broadcast(checkpoint)),
+        "barrier": (50, strategy.barrier),
+    }
+    for name, (repeats, task) in tasks.items():
+        seconds = []
+        for _ in range(repeats + 1):
+            strategy.barrier()
+            start = time.perf_counter()
+            task()
+            seconds.append(time.perf_counter() - start)
+        # The slowest rank's: the others wait for it sooner or later.
+        mine = torch.tensor(statistics.median(seconds[1:]))
+        found[name] = float(strategy.reduce(mine, reduce_op="max"))
+    if hvd.rank() == 0:
+        print(json.dumps({"ranks": hvd.size(), "seconds": found}), flush=True)
+    hvd.shutdown()
+
+
+# ------------------------------------------------------------------------------ for all sizes
+
+
+def launched(ranks: int, *command: str) -> tuple[float, str]:
+    """Seconds that the launcher ran, and what it printed."""
+    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
+    began = time.time()
+    done = subprocess.run(
+        [*launcher, "-H", f"localhost:{ranks}", *command], cwd=ROOT, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, BEGUN: str(began), "FORWARD": "OVERHEADS_", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        tail = "\n".join(done.stdout.splitlines()[-15:])
+        raise SystemExit(f"{tail}\nerror: {ranks} ranks: {' '.join(command)} failed")
+    return time.time() - began, done.stdout
+
+
+def measure(ranks: int) -> dict[str, float]:
+    launch, _ = launched(ranks, "true")
+    printing, output = launched(ranks, "sh", "-c", "yes $(printf %080d 0) | head -1000")
+    assert output.count("0" * 80) == 1000 * ranks
+    _, output = launched(ranks, sys.executable, "-m", "benchmarks.overheads", "--worker")
+    line = next(line for line in output.splitlines() if '"seconds"' in line)
+    found = json.loads(line[line.index("{") :])
+    assert found["ranks"] == ranks
+    return {"launch": launch, "lines": max(printing - launch, 1e-3), **found["seconds"]}
+
+
+def table(results: dict[str, Any]) -> str:
+    sizes = results["ranks"]
+    lines = [
+        f"| ms, at ranks | {' | '.join(map(str, sizes))} | grows as |",
+        "| --- " * (len(sizes) + 2) + "|",
+    ]
+    for name, what in WHAT.items():
+        medians = [statistics.median(run[name] for run in results["runs"][str(p)]) for p in sizes]
+        told = " | ".join(f"{1e3 * seconds:,.1f}" for seconds in medians)
+        lines.append(f"| {what} | {told} | {law(sizes, medians)} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        return worker()
+    if arguments.repeats < 1 or min(arguments.ranks) < 1:
+        parser.error("--ranks and --repeats are counted from 1")
+    results: dict[str, Any] = {
+        "ranks": sorted(set(arguments.ranks)), "repeats": arguments.repeats, **hardware(),
+    }  # fmt: skip
+    results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
+    for repeat in range(arguments.repeats):
+        for ranks in results["ranks"]:
+            print(f"  {ranks} ranks, {repeat + 1} of {arguments.repeats}", file=sys.stderr)
+            results["runs"][str(ranks)].append(measure(ranks))
+    shown = table(results)
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    head = (
+        f"What our own tools cost, all ranks on one host: {results['cpu']}, {results['cores']} "
+        f"cores; {versions}; commit {results['commit']}; medians of {results['repeats']} "
+        "interleaved repeats.\n\n"
+    )
+    name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}"
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    (arguments.out / f"{name}.md").write_text(head + shown + "\n")
+    print(shown)
+    print(f"written to {arguments.out / name}.json and .md")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""The law by which a cost grows is the one that was planted; a real run asks all ranks."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import overheads
+from tests.conftest import run
+
+RANKS = [2, 4, 8, 16, 32]
+
+
+@pytest.mark.parametrize("name", overheads.LAWS)
+def test_the_planted_law_is_found_under_noise(name: str) -> None:
+    noise = random.Random(7)
+    f = overheads.LAWS[name]
+    costs = [(0.01 + 0.003 * f(p)) * noise.uniform(0.95, 1.05) for p in RANKS]
+    assert overheads.law(RANKS, costs) == name
+
+
+def test_all_costs_are_measured_on_all_ranks(tmp_path: Path) -> None:
+    few = ["--ranks", "2", "1", "--repeats", "1", "--out", str(tmp_path)]
+    done = run([sys.executable, "-m", "benchmarks.overheads", *few])
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("overheads_*.json")
+    found = json.loads(file.read_text())
+    assert found["ranks"] == [1, 2]
+    for ranks in ("1", "2"):
+        assert set(found["runs"][ranks][0]) == set(overheads.WHAT)
+    assert file.with_suffix(".md").read_text().count(" | ") > 2 * len(overheads.WHAT)

@@ -19,6 +19,7 @@ checkpointing), which is refused with an error.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -27,6 +28,7 @@ import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.profiler import record_function
 
 from strategies.collectives import World, wait
 from strategies.reductions import InFlight, Reduction
@@ -147,7 +149,8 @@ class GradientBuckets:
                 self._gather(parameter, name)
         for bucket in trained:
             assert bucket.work is not None
-            bucket.work.advance(wait=True)
+            with shown_as(f"all-reduce {bucket.name}: wait"):
+                bucket.work.advance(wait=True)
             self._unpack(bucket)
         return not trained or bool((trained[0].flags[-2:] == 0).any())
 
@@ -223,8 +226,9 @@ class GradientBuckets:
         if gradients:
             torch._foreach_copy_(views, gradients)
         bucket.flags[-1 if self._last_batch else -2] = 0
-        steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
-        bucket.work = InFlight(steps)
+        with shown_as(f"all-reduce {bucket.name}: start"):
+            steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
+            bucket.work = InFlight(steps)
         for earlier in self.buckets:
             if earlier.work is not None:
                 earlier.work.advance(wait=False)
@@ -258,6 +262,12 @@ class GradientBuckets:
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
         self._reduced.append(parameter)
+
+
+def shown_as(name: str) -> contextlib.AbstractContextManager:
+    """A range in the trace of torch's profiler, where one runs; it costs 7 µs, asking less."""
+    running = torch.autograd._profiler_enabled()
+    return record_function(name) if running else contextlib.nullcontext()
 
 
 def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:

@@ -19,7 +19,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON STEPS,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -33,7 +33,7 @@ endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
+.PHONY: help install environment train doctor sync launch status logs stop profile test test-mutations \
         check bench-step bench-step-slow tensorboard clean
 
 help: ## show this
@@ -69,6 +69,9 @@ logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
 
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
+
+profile: environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
+	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev

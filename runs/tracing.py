@@ -27,7 +27,7 @@ from pytorch_lightning.profilers import Profiler
 from pytorch_lightning.strategies import Strategy
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
-from runs.report import shown
+from runs.report import gather_texts, shown
 
 NEXT_BATCH = ".train_dataloader_next"  # the action of Lightning's that a step begins with
 ROUNDS = 40  # of the measurement of clocks, 2 ms each
@@ -68,11 +68,14 @@ class StepTrace(Profiler):
         """All ranks come here before each batch, in the order of batches."""
         self._batches += 1
         if self._batches == 0:
+            # It would say on each rank of a host without a GPU that it found none, as an error.
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             steps = schedule(wait=self.warmup - 1, warmup=1, active=self.steps, repeat=1)
             self._profile = profile(
-                activities=[ProfilerActivity.CPU, *cuda], schedule=steps, on_trace_ready=self._write
-            )
+                activities=[ProfilerActivity.CPU, *cuda], schedule=steps,
+                on_trace_ready=self._write, acc_events=True,  # without it, a warning
+            )  # fmt: skip
             self._profile.start()
             return
         if self._profile is None:
@@ -148,9 +151,11 @@ def clock(strategy: Strategy) -> tuple[int, int]:
     all have come. So rank 0's "before" comes before this rank's "after", and the other way round:
     each round bounds the difference from both sides, and the narrowest bounds hold. It is the
     shortest round trip of Cristian (1989, https://doi.org/10.1007/BF01784024), with all ranks at
-    once. A bound is narrowest when the one that comes last comes late, so they take turns.
+    once. A bound is narrowest when the one that comes last comes late, so they take turns. Ranks of
+    rank 0's host share its clock: nothing to measure.
     """
-    if strategy.world_size == 1:  # type: ignore[attr-defined]
+    hosts = gather_texts(strategy, os.uname().nodename)
+    if len(set(hosts)) == 1:
         return 0, 0
     rank = strategy.global_rank  # type: ignore[attr-defined]
     noted = []
@@ -164,4 +169,5 @@ def clock(strategy: Strategy) -> tuple[int, int]:
     first = strategy.all_gather(mine)[0]
     least = int((mine[:, 0] - first[:, 1]).max())
     most = int((mine[:, 1] - first[:, 0]).min())
-    return (0, 0) if rank == 0 else ((least + most) // 2, abs(most - least + 1) // 2)
+    same = hosts[rank] == hosts[0]
+    return (0, 0) if same else ((least + most) // 2, abs(most - least + 1) // 2)

@@ -11,7 +11,7 @@ not.
 from __future__ import annotations
 
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -32,6 +32,7 @@ EPOCH = ".on_train_epoch_start"
 OPERATIONS, HOROVOD_PHASES = 8, 4  # in the table
 MOST_RANKS = 6  # in the table: with more, the slowest and the fastest
 Segment = tuple[float, float, str]
+Amounts = defaultdict[str, float]
 
 
 def phase(name: str) -> str | None:
@@ -88,15 +89,15 @@ def inside(events: Iterable[Event], steps: list[Event]) -> list[Event]:
     return [e for e in events if "dur" in e and any(a <= e["ts"] < b for a, b in windows)]
 
 
-def self_times(events: list[Event]) -> tuple[Counter[str], Counter[str]]:
+def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
     """µs by operation without those inside it, and calls: of kernels where there are some."""
     kernels = [e for e in events if e.get("cat") == "kernel"]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
     for event in kernels or events:
         if event.get("cat") in ("cpu_op", "kernel"):
             threads[_place(event)].append(event)
-    spent: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
+    spent: Amounts = defaultdict(float)
+    calls: Amounts = defaultdict(float)
     for found in threads.values():
         around: list[Event] = []
         for event in sorted(found, key=lambda e: (e["ts"], -e["dur"])):
@@ -115,8 +116,8 @@ def table(traces: list[Trace], horovod: Timeline) -> str:
     count = min(len(plain_steps(trace)) for trace in traces)
     worst = max(trace.uncertainty_us for trace in traces)
     lines = [
-        f"{count} steps of {len(traces)} rank{'s'[: len(traces) - 1]}, ms a step as traced; clocks "
-        + (f"aligned to {worst / 1e3:.2f} ms" if worst else "are one")
+        f"{_counted(count, 'step')} of {_counted(len(traces), 'rank')}, ms a step as traced; "
+        + (f"clocks aligned to {worst / 1e3:.2f} ms" if worst else "one clock")
     ]
     spent = [shares(trace) for trace in traces]
     own = [sum(ms for name, ms in each.items() if name != "all-reduce") for each in spent]
@@ -143,35 +144,39 @@ def table(traces: list[Trace], horovod: Timeline) -> str:
     return "\n".join([*lines, *_operations(traces), *_horovod(traces, horovod)])
 
 
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
 def _share(part: float, whole: float) -> str:
     return f"{100 * part / whole:2.0f}%" if whole else ""
 
 
 def _operations(traces: list[Trace]) -> list[str]:
-    spent: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
+    spent: Amounts = defaultdict(float)
+    calls: Amounts = defaultdict(float)
     for trace in traces:
         steps = plain_steps(trace)
         for total, found in zip((spent, calls), self_times(inside(trace.events, steps))):
             for name, number in found.items():
-                total[name] += number / len(steps) / len(traces)  # type: ignore[assignment]
+                total[name] += number / len(steps) / len(traces)
     return _ranked("OPERATION, itself, mean of ranks", spent, calls, OPERATIONS)
 
 
 def _horovod(traces: list[Trace], horovod: Timeline) -> list[str]:
     """Horovod's phases in rank 0's steps; some lie in others, as GLOO_ALLREDUCE in ALLREDUCE."""
     steps = plain_steps(traces[0])
-    spent: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
+    spent: Amounts = defaultdict(float)
+    calls: Amounts = defaultdict(float)
     for found in inside(horovod.ranges, steps):
         spent[found["name"]] += found["dur"] / len(steps)
-        calls[found["name"]] += 1 / len(steps)  # type: ignore[assignment]
+        calls[found["name"]] += 1 / len(steps)
     return _ranked("HOROVOD, as seen by rank 0", spent, calls, HOROVOD_PHASES)
 
 
-def _ranked(title: str, spent: Counter[str], calls: Counter[str], most: int) -> list[str]:
+def _ranked(title: str, spent: Amounts, calls: Amounts, most: int) -> list[str]:
     lines = [f"{title:<56}{'MS A STEP':>12}{'CALLS':>10}"]
-    for name, us in spent.most_common(most):
+    for name, us in sorted(spent.items(), key=lambda item: -item[1])[:most]:
         lines.append(f"{name[:54]:<56}{us / 1e3:12.3f}{calls[name]:10.1f}")
     return lines if spent else []
 

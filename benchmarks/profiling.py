@@ -117,7 +117,7 @@ def fetch(folder: Path, job: list[Rank]) -> int:
     return count
 
 
-def main() -> int:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiling", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("-np", type=int, help="number of processes; all slots by default")
@@ -125,7 +125,11 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=10, help="batches traced (%(default)s)")
     parser.add_argument("--merge", type=Path, help="the trace folder of a run that has ended")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to conf/")
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    arguments = parser().parse_args()
     try:
         job = members(arguments)
         folder = arguments.merge or train(arguments)
@@ -141,7 +145,7 @@ def main() -> int:
         return 130
     print()
     print(phases.table(found, horovod))
-    told = f" ({fetched} files fetched)" if fetched else ""
+    told = f" ({fetched} fetched)" if fetched else ""
     print(f"trace   {files[0]}{told}: open it in https://ui.perfetto.dev")
     print(f"picture {files[1]}")
     return 0

@@ -167,7 +167,11 @@ def clock(strategy: Strategy) -> tuple[int, int]:
         noted.append([begun, time.time_ns()])
     mine = torch.tensor(noted, device=strategy.root_device)
     first = strategy.all_gather(mine)[0]
+    return (0, 0) if hosts[rank] == hosts[0] else difference(mine, first)
+
+
+def difference(mine: torch.Tensor, first: torch.Tensor) -> tuple[int, int]:
+    """Of what this rank and rank 0 noted, (rounds, 2) each: the middle of the bounds, and half."""
     least = int((mine[:, 0] - first[:, 1]).max())
     most = int((mine[:, 1] - first[:, 0]).min())
-    same = hosts[rank] == hosts[0]
-    return (0, 0) if same else ((least + most) // 2, abs(most - least + 1) // 2)
+    return (least + most) // 2, abs(most - least + 1) // 2

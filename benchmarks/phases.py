@@ -19,8 +19,8 @@ from benchmarks.traces import Event, Timeline, Trace, _place
 
 PHASES = {
     "data": (".train_dataloader_next", ".batch_to_device"),
-    "forward": ("Strategy.training_step",),
-    "backward": ("Strategy.backward",),
+    "forward": (".training_step",),
+    "backward": (".backward",),
     "all-reduce": (": wait",),
     "optimizer": (".optimizer_step", "optimizer_step", ".optimizer_zero_grad"),
 }

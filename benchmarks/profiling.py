@@ -34,13 +34,15 @@ def job(arguments: argparse.Namespace) -> list[str]:
     """The changes to conf/ that make the job end when it is traced.
 
     Raises:
-        Refusal: for one that the job is to decide.
+        Refusal: for one that is not the user's to make.
     """
     for change in arguments.overrides:
         if change.startswith("profiler="):
             raise Refusal(
-                f"{change}: make profile takes its own; make train ARGS={change} that one"
+                f"{change}: make profile has its own; for this one: make train ARGS={change}"
             )
+    if arguments.steps < 1:
+        raise Refusal(f"STEPS={arguments.steps}: trace at least 1 step")
     return [
         "profiler=trace", *arguments.overrides, f"profiler.steps={arguments.steps}",
         "profiler.stop=true", "train=true", "test=false", f"trainer.max_epochs={MANY}",

@@ -44,13 +44,14 @@ class StepTrace(Profiler):
         stop: end the training when they are.
     """
 
+    _profile: profile | None = None
+
     def __init__(self, dirpath: str, warmup: int = 10, steps: int = 10, stop: bool = False) -> None:
         super().__init__(dirpath=dirpath)
         if warmup < 1 or steps < 1:
             raise ValueError(f"warmup={warmup}, steps={steps}: at least 1 batch of each is needed")
         self.warmup, self.steps, self._stop_training = warmup, steps, stop
         self._batches = -1  # begun so far, less one
-        self._profile: profile | None = None
         self._ranges: dict[str, record_function] = {}
 
     def start(self, action_name: str) -> None:

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
-from benchmarks.traces import Event, Timeline, Trace, _place
+from benchmarks.traces import Event, Timeline, Trace, place
 
 PHASES = {
     "data": (".train_dataloader_next", ".batch_to_device"),
@@ -54,7 +54,7 @@ def segments(trace: Trace, step: Event) -> list[Segment]:
     ranges = [
         (max(e["ts"], begin), min(e["ts"] + e["dur"], end), found)
         for e in trace.events
-        if "dur" in e and e["ts"] < end and e["ts"] + e["dur"] > begin and _place(e) == trace.main
+        if "dur" in e and e["ts"] < end and e["ts"] + e["dur"] > begin and place(e) == trace.main
         and (found := phase(str(e["name"])))
     ]  # fmt: skip
     ranges.sort(key=lambda r: (r[0], -r[1]))
@@ -95,7 +95,7 @@ def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
     threads: defaultdict[object, list[Event]] = defaultdict(list)
     for event in kernels or events:
         if event.get("cat") in ("cpu_op", "kernel"):
-            threads[_place(event)].append(event)
+            threads[place(event)].append(event)
     spent: Amounts = defaultdict(float)
     calls: Amounts = defaultdict(float)
     for found in threads.values():

@@ -13,6 +13,7 @@ A table tells what the steps were spent on. Validation is cut to a batch at the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -145,11 +146,11 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    print()
-    print(phases.table(found, horovod))
     told = f" ({fetched} fetched)" if fetched else ""
-    print(f"trace   {files[0]}{told}: open it in https://ui.perfetto.dev")
-    print(f"picture {files[1]}")
+    with contextlib.suppress(BrokenPipeError):  # make profile | head
+        print(f"\n{phases.table(found, horovod)}")
+        print(f"trace   {files[0]}{told}: open it in https://ui.perfetto.dev")
+        print(f"picture {files[1]}", flush=True)
     return 0
 
 

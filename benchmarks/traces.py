@@ -39,7 +39,7 @@ class Trace:
     @property
     def steps(self) -> list[Event]:
         found = [e for e in self.events if str(e.get("name", "")).startswith(STEP) and "dur" in e]
-        return sorted((e for e in found if _place(e) == self.main), key=lambda e: e["ts"])
+        return sorted((e for e in found if place(e) == self.main), key=lambda e: e["ts"])
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Timeline:
     moments: list[Event] = field(default_factory=list)
 
 
-def _place(event: Event) -> tuple[Any, Any]:
+def place(event: Event) -> tuple[Any, Any]:
     return event["pid"], event["tid"]
 
 
@@ -73,7 +73,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
             first = min((e for e in events if str(e["name"]).startswith(STEP)), key=_start)
         except (KeyError, TypeError, ValueError):
             raise Unreadable(f"{file}: no trace of a rank's steps: trace anew") from None
-        trace.main = _place(first)
+        trace.main = place(first)
         base_ns -= who["clock_ahead_ns"]
         if rank == 0:
             zero_ns = base_ns + round(first["ts"] * 1e3)

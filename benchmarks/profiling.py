@@ -134,10 +134,10 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     try:
-        job = members(arguments)
+        placed = members(arguments)
         folder = arguments.merge or train(arguments)
-        fetched = fetch(folder, job)
-        found, horovod = traces.read(folder, len(job))
+        fetched = fetch(folder, placed)
+        found, horovod = traces.read(folder, len(placed))
         files = [folder.parent / "trace.json.gz", folder.parent / "trace.png"]
         traces.write(traces.merge(found, horovod), files[0])
         phases.draw(found, horovod, files[1])

@@ -36,7 +36,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
-        check bench bench-check bench-overheads bench-readme bench-step bench-step-slow \
+        check bench bench-check bench-overheads bench-readme bench-step bench-step-slow profile \
         tensorboard clean
 
 help: ## show this
@@ -72,6 +72,9 @@ logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
 
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
+
+profile: environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
+	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev

@@ -24,11 +24,13 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from runs.refusal import Refusal, refuse
+from runs.refusal import Refusal, launched_rank, refuse
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
+# ${rank:} in a file: for what each rank writes for itself.
+OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
 
 
 def check(arguments: list[str]) -> None:

@@ -54,6 +54,9 @@ class Report(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse a batch that a rank's share of the data cannot fill."""
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        if profiler.dirpath:  # under DDP it is only now that ranks hear of the run's folder
+            profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if stage != "fit" or data is None:
             return

@@ -19,6 +19,7 @@ checkpointing), which is refused with an error.
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.profiler import record_function
 
 from strategies.clock import Moment, moment
 from strategies.collectives import World, wait
@@ -166,7 +168,8 @@ class GradientBuckets:
                 self._gather(parameter, name)
         for bucket in trained:
             assert bucket.work is not None
-            bucket.work.advance(wait=True)
+            with shown_as(f"all-reduce {bucket.name}: wait"):
+                bucket.work.advance(wait=True)
             self._unpack(bucket)
         if trained and self._first is not None:
             size = sum(bucket.buffer.nbytes for bucket in trained)
@@ -247,8 +250,9 @@ class GradientBuckets:
             torch._foreach_copy_(views, gradients)
         bucket.flags[-1 if self._last_batch else -2] = 0
         self._first = self._first or moment(bucket.buffer.device)
-        steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
-        bucket.work = InFlight(steps)
+        with shown_as(f"all-reduce {bucket.name}: start"):
+            steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
+            bucket.work = InFlight(steps)
         for earlier in self.buckets:
             if earlier.work is not None:
                 earlier.work.advance(wait=False)
@@ -282,6 +286,12 @@ class GradientBuckets:
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
         self._reduced.append(parameter)
+
+
+def shown_as(name: str) -> contextlib.AbstractContextManager:
+    """A range in the trace of torch's profiler, where one runs; else nothing, which costs less."""
+    running = torch.autograd._profiler_enabled()
+    return record_function(name) if running else contextlib.nullcontext()
 
 
 def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:

@@ -123,7 +123,8 @@ class TestOtherRuns:
         assert found["steps"] == 20 * (epochs + 2)
         seen = found["samples_per_second"] * found["train_seconds"]
         assert seen == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
-        assert list(folders(tmp_path)[0].glob("*profile*"))
+        reports = folders(tmp_path)[0].glob("fit-profile*")
+        assert sorted(f.name for f in reports) == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
 
         relative = os.path.relpath(summary(default[0])["checkpoint"], tmp_path)
         done = job(0, tmp_path, "train=false", f"ckpt_path={relative}", cwd=tmp_path)

@@ -15,8 +15,8 @@ from tests.conftest import ROOT, run
 
 PYTHON = sys.executable
 NICS = ["enp2s0f1", "enp1s0f0", "ib0", "wan7"]  # no two hosts have one of the same name
-CODE = ["cluster", "conf", "datamodules", "models", "runs", "strategies", "template.py", "Makefile"]
-CODE += [".syncignore", ".gitignore"]
+CODE = ["benchmarks", "cluster", "conf", "datamodules", "models", "runs", "strategies"]
+CODE += ["template.py", "Makefile", ".syncignore", ".gitignore"]
 
 
 @pytest.fixture(scope="module")

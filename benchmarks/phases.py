@@ -1,0 +1,235 @@
+"""What the traced steps were spent on: a table for the terminal, a picture of one step.
+
+A moment counts for the innermost of Lightning's actions around it, in the thread that trains:
+`[Strategy]....training_step` is forward, and so on (PHASES). "all-reduce" is the wait for gradients
+after backward, for slower ranks too; what backward hides is in Horovod's row. Under strategy=ddp
+the wait is in backward. On GPUs these are the host's times, which runs ahead of the GPU; operations
+are then the GPU's kernels. The profiler itself takes time: shares are to be trusted, step times are
+not.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+
+from benchmarks.traces import Event, Timeline, Trace, place
+
+PHASES = {
+    "data": (".train_dataloader_next", ".batch_to_device"),
+    "forward": (".training_step",),
+    "backward": (".backward",),
+    "all-reduce": (": wait",),
+    "optimizer": (".optimizer_step", "optimizer_step", ".optimizer_zero_grad"),
+}
+COLOURS = {
+    "data": "#e69f00", "forward": "#56b4e9", "backward": "#0072b2", "all-reduce": "#d55e00",
+    "optimizer": "#009e73", "rest": "#dddddd", "negotiation": "#999999",
+}  # fmt: skip
+EPOCH = ".on_train_epoch_start"
+OPERATIONS, HOROVOD_PHASES = 8, 4  # in the table
+MOST_RANKS = 6  # in the table: with more, the slowest and the fastest
+Segment = tuple[float, float, str]
+Amounts = defaultdict[str, float]
+
+
+def phase(name: str) -> str | None:
+    """Of an action of Lightning's, or of the strategy's wait; None for all others."""
+    return next((phase for phase, ends in PHASES.items() if name.endswith(ends)), None)
+
+
+def plain_steps(trace: Trace) -> list[Event]:
+    """Steps without the end of an epoch, whose validation and checkpoint are no part of a step."""
+    epochs = [e["ts"] for e in trace.events if str(e["name"]).endswith(EPOCH)]
+    steps = trace.steps
+    plain = [s for s in steps if not any(s["ts"] <= t < s["ts"] + s["dur"] for t in epochs)]
+    return plain or steps
+
+
+def segments(trace: Trace, step: Event) -> list[Segment]:
+    """The step cut at each change of phase: (start, end, phase), in µs, without gaps."""
+    begin, end = step["ts"], step["ts"] + step["dur"]
+    ranges = [
+        (max(e["ts"], begin), min(e["ts"] + e["dur"], end), found)
+        for e in trace.events
+        if "dur" in e and e["ts"] < end and e["ts"] + e["dur"] > begin and place(e) == trace.main
+        and (found := phase(str(e["name"])))
+    ]  # fmt: skip
+    ranges.sort(key=lambda r: (r[0], -r[1]))
+    cut: list[Segment] = []
+    open_: list[tuple[float, str]] = [(end, "rest")]
+    now = begin
+    for start, stop, name in [*ranges, (end, end, "rest")]:
+        while open_ and open_[-1][0] <= start:
+            until, inner = open_.pop()
+            cut.append((now, until, inner))
+            now = until
+        if open_:
+            cut.append((now, start, open_[-1][1]))
+        now = start
+        open_.append((stop, name))
+    return [segment for segment in cut if segment[1] > segment[0]]
+
+
+def shares(trace: Trace) -> dict[str, float]:
+    """ms a step, by phase."""
+    steps = plain_steps(trace)
+    found = dict.fromkeys([*PHASES, "rest"], 0.0)
+    for step in steps:
+        for start, end, name in segments(trace, step):
+            found[name] += (end - start) / 1e3 / len(steps)
+    return found
+
+
+def inside(events: Iterable[Event], steps: list[Event]) -> list[Event]:
+    """Those with a duration that begin in one of the steps."""
+    windows = [(step["ts"], step["ts"] + step["dur"]) for step in steps]
+    return [e for e in events if "dur" in e and any(a <= e["ts"] < b for a, b in windows)]
+
+
+def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
+    """µs by operation without those inside it, and calls: of kernels where there are some."""
+    kernels = [e for e in events if e.get("cat") == "kernel"]
+    threads: defaultdict[object, list[Event]] = defaultdict(list)
+    for event in kernels or events:
+        if event.get("cat") in ("cpu_op", "kernel"):
+            threads[place(event)].append(event)
+    spent: Amounts = defaultdict(float)
+    calls: Amounts = defaultdict(float)
+    for found in threads.values():
+        around: list[Event] = []
+        for event in sorted(found, key=lambda e: (e["ts"], -e["dur"])):
+            while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
+                around.pop()
+            if around and not kernels:
+                spent[around[-1]["name"]] -= event["dur"]
+            spent[event["name"]] += event["dur"]
+            calls[event["name"]] += 1
+            around.append(event)
+    return spent, calls
+
+
+def table(traces: list[Trace], horovod: Timeline) -> str:
+    """At most 25 lines: phases a rank, the slowest, operations, Horovod's phases."""
+    count = min(len(plain_steps(trace)) for trace in traces)
+    worst = max(trace.uncertainty_us for trace in traces)
+    lines = [
+        f"{_counted(count, 'step')} of {_counted(len(traces), 'rank')}, ms a step as traced; "
+        + (f"clocks aligned to {worst / 1e3:.2f} ms" if worst else "one clock")
+    ]
+    spent = [shares(trace) for trace in traces]
+    own = [sum(ms for name, ms in each.items() if name != "all-reduce") for each in spent]
+    order = sorted(range(len(traces)), key=lambda index: -own[index])
+    half = MOST_RANKS // 2
+    told = order[:half] + order[-half:] if len(traces) > MOST_RANKS else range(len(traces))
+    if len(traces) > MOST_RANKS:
+        lines[0] += f"; the {half} slowest and the {half} fastest"
+    width = max(len(trace.host) for trace in traces)
+    names = list(spent[0])
+    lines.append(
+        f"RANK  {'HOST':<{width}}  {'STEP':>8}" + "".join(f"{n.upper():>12}" for n in names)
+    )
+    for index in told:
+        total, trace = sum(spent[index].values()), traces[index]
+        cells = [f"{spent[index][name]:6.1f} {_share(spent[index][name], total)}" for name in names]
+        lines.append(f"{trace.rank:>4}  {trace.host:<{width}}  {total:8.1f}  " + "  ".join(cells))
+    if len(traces) > 1:
+        first = traces[order[0]]
+        lines.append(
+            f"slowest: rank {first.rank} on {first.host}, {own[order[0]]:.1f} ms of its own work, "
+            f"the median rank {statistics.median(own):.1f} ms"
+        )
+    return "\n".join([*lines, *_operations(traces), *_horovod(traces, horovod)])
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{100 * part / whole:2.0f}%" if whole else ""
+
+
+def _operations(traces: list[Trace]) -> list[str]:
+    spent: Amounts = defaultdict(float)
+    calls: Amounts = defaultdict(float)
+    for trace in traces:
+        steps = plain_steps(trace)
+        for total, found in zip((spent, calls), self_times(inside(trace.events, steps))):
+            for name, number in found.items():
+                total[name] += number / len(steps) / len(traces)
+    return _ranked("OPERATION, itself, mean of ranks", spent, calls, OPERATIONS)
+
+
+def _horovod(traces: list[Trace], horovod: Timeline) -> list[str]:
+    """Horovod's phases in rank 0's steps; some lie in others, as GLOO_ALLREDUCE in ALLREDUCE."""
+    steps = plain_steps(traces[0])
+    spent: Amounts = defaultdict(float)
+    calls: Amounts = defaultdict(float)
+    for found in inside(horovod.ranges, steps):
+        spent[found["name"]] += found["dur"] / len(steps)
+        calls[found["name"]] += 1 / len(steps)
+    return _ranked("HOROVOD, as seen by rank 0", spent, calls, HOROVOD_PHASES)
+
+
+def _ranked(title: str, spent: Amounts, calls: Amounts, most: int) -> list[str]:
+    lines = [f"{title:<56}{'MS A STEP':>12}{'CALLS':>10}"]
+    for name, us in sorted(spent.items(), key=lambda item: -item[1])[:most]:
+        lines.append(f"{name[:54]:<56}{us / 1e3:12.3f}{calls[name]:10.1f}")
+    return lines if spent else []
+
+
+def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
+    """The step of rank 0 with the median time as a PNG: a row a rank, Horovod's tensors below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.patches import Patch
+
+    plain = sorted(plain_steps(traces[0]), key=lambda step: step["dur"])
+    chosen = plain[len(plain) // 2]
+    same = [
+        step for trace in traces for step in trace.steps if step["name"] == chosen["name"]
+    ]  # of each rank
+    begin = min(step["ts"] for step in same)
+    end = max(step["ts"] + step["dur"] for step in same)
+    outer = [
+        e for e in horovod.ranges
+        if e["ts"] < end and e["ts"] + e["dur"] > begin
+        and (e["args"] or e["name"].startswith("NEGOTIATE_"))  # args: only of whole operations
+    ]  # fmt: skip
+    rows = [(f"rank {trace.rank} on {trace.host}", trace) for trace in traces]
+    tensors = list(dict.fromkeys(e["tensor"] for e in sorted(outer, key=lambda e: e["ts"])))
+    height = 0.32 * (len(rows) + len(tensors)) + 1.3
+    figure, axes = pyplot.subplots(figsize=(9, height), dpi=110)
+    for number, (_, trace) in enumerate(rows):
+        for step in trace.steps:
+            if step["ts"] >= end or step["ts"] + step["dur"] <= begin:
+                continue
+            for start, stop, name in segments(trace, step):
+                axes.barh(
+                    number, (stop - start) / 1e3, left=(start - begin) / 1e3, height=0.8,
+                    color=COLOURS[name],
+                )  # fmt: skip
+    for event in outer:
+        name = "negotiation" if event["name"].startswith("NEGOTIATE_") else "all-reduce"
+        axes.barh(
+            len(rows) + tensors.index(event["tensor"]), event["dur"] / 1e3,
+            left=(event["ts"] - begin) / 1e3, height=0.6, color=COLOURS[name],
+        )  # fmt: skip
+    labels = [label for label, _ in rows] + [f"Horovod: {tensor}" for tensor in tensors]
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_xlim(0, (end - begin) / 1e3)
+    axes.invert_yaxis()
+    axes.set_xlabel("ms")
+    axes.spines[["top", "right"]].set_visible(False)
+    used = [name for name in COLOURS if name != "negotiation" or tensors]
+    axes.legend(
+        handles=[Patch(color=COLOURS[name], label=name) for name in used], ncols=len(used),
+        loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8,
+    )  # fmt: skip
+    figure.savefig(file, bbox_inches="tight")
+    pyplot.close(figure)

@@ -1,0 +1,158 @@
+"""Where the time of a training step goes, on all ranks: `make profile`.
+
+    make profile HOSTS=node1:4,node2:4 ARGS="model=denoiser data=noise" STEPS=20
+    python -m benchmarks.profiling -np 2 -H localhost:2 model.lr=0.01
+    python -m benchmarks.profiling -H node1:4,node2:4 --merge logs/.../trace    of a run that was
+
+Trains for some batches with `profiler=trace` (runs/tracing.py), fetches the traces of ranks whose
+files are not seen here, and writes into the run's folder trace.json.gz, all ranks on one clock with
+Horovod's timeline, for https://ui.perfetto.dev or chrome://tracing, and trace.png, one step of it.
+A table tells what the steps were spent on. Validation is cut to a batch at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks import phases, traces
+from cluster.doctor import quick
+from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
+from cluster.ssh import diagnose
+
+SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): (\d+) steps after \d+$")
+MANY = 1_000_000  # epochs: the profiler ends the training
+
+
+def job(arguments: argparse.Namespace) -> list[str]:
+    """The changes to conf/ that make the job end when it is traced.
+
+    Raises:
+        Refusal: for one that is not the user's to make.
+    """
+    for change in arguments.overrides:
+        if change.startswith("profiler="):
+            raise Refusal(
+                f"{change}: make profile has its own; for this one: make train ARGS={change}"
+            )
+    if arguments.steps < 1:
+        raise Refusal(f"STEPS={arguments.steps}: trace at least 1 step")
+    return [
+        "profiler=trace", *arguments.overrides, f"profiler.steps={arguments.steps}",
+        "profiler.stop=true", "train=true", "test=false", f"trainer.max_epochs={MANY}",
+        "trainer.max_steps=-1", "trainer.limit_val_batches=1",
+    ]  # fmt: skip
+
+
+def train(arguments: argparse.Namespace) -> Path:
+    """Run the job, with its output shown; the folder that rank 0 wrote its trace to.
+
+    Raises:
+        Refusal: when there is none.
+    """
+    overrides = job(arguments)
+    if subprocess.run([sys.executable, "-m", "runs.config", *overrides]).returncode:
+        raise SystemExit(2)  # it has told why
+    quick(list(dict.fromkeys(member.host for member in members(arguments))))
+    command = [sys.executable, "-m", "cluster.horovodrun"]
+    command += ["-np", str(arguments.np)] if arguments.np else []
+    command += ["-H", arguments.hosts] if arguments.hosts else []
+    command += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
+    command += [sys.executable, "template.py", *overrides]
+    print(shlex.join(command), flush=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"},
+    )  # fmt: skip
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job ends by it, and tells
+    assert process.stdout is not None
+    folder = None
+    for line in process.stdout:
+        print(line, end="", flush=True)
+        if match := SAID.match(line):
+            folder = Path(match[1])
+    status = process.wait()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if status:
+        raise Refusal(f"nothing to show: the job ended with {status}; its last lines tell why")
+    if folder is None:
+        raise Refusal(
+            "nothing to show: training ended before the first traced batch; lower profiler.warmup"
+        )
+    return folder
+
+
+def members(arguments: argparse.Namespace) -> list[Rank]:
+    return ranks(chosen(arguments), arguments.np)
+
+
+def fetch(folder: Path, job: list[Rank]) -> int:
+    """Copy what other hosts have, and this one has not; how many files that were.
+
+    Raises:
+        Refusal: when a host does not hand out a rank's trace.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    count = 0
+    wanted = [(member.host, f"rank-{member.rank}.json.gz", True) for member in job]
+    wanted.append((job[0].host, "horovod.json.gz", False))  # none under strategy=ddp
+    for host, name, needed in wanted:
+        file = folder / name
+        if file.exists() or host.is_here:
+            continue
+        path = shlex.quote(str(file.absolute()))
+        done = subprocess.run(host.command(f"cat {path}"), capture_output=True)
+        if done.returncode == 0:
+            staged = file.with_name(f".{name}")
+            staged.write_bytes(done.stdout)
+            staged.replace(file)
+            count += 1
+        elif needed:
+            told = diagnose(host, done.returncode, done.stderr.decode(errors="replace"))
+            raise Refusal(f"{host.name}: {path} cannot be fetched: {told}")
+    return count
+
+
+def parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.profiling", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
+    add_arguments(parser)
+    parser.add_argument("--steps", type=int, default=10, help="batches traced (%(default)s)")
+    parser.add_argument("--merge", type=Path, help="the trace folder of a run that has ended")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="changes to conf/")
+    return parser
+
+
+def main() -> int:
+    arguments = parser().parse_args()
+    try:
+        placed = members(arguments)
+        folder = arguments.merge or train(arguments)
+        fetched = fetch(folder, placed)
+        found, horovod = traces.read(folder, len(placed))
+        files = [folder.parent / "trace.json.gz", folder.parent / "trace.png"]
+        traces.write(traces.merge(found, horovod), files[0])
+        phases.draw(found, horovod, files[1])
+    except (Refusal, traces.Unreadable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    told = f" ({fetched} fetched)" if fetched else ""
+    with contextlib.suppress(BrokenPipeError):  # make profile | head
+        print(f"\n{phases.table(found, horovod)}")
+        print(f"trace   {files[0]}{told}: open it in https://ui.perfetto.dev")
+        print(f"picture {files[1]}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

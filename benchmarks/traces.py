@@ -1,0 +1,190 @@
+"""Traces of ranks, made one: their clocks aligned, a row a rank, Horovod's timeline below.
+
+What runs/tracing.py left is read; what is written opens in https://ui.perfetto.dev and
+chrome://tracing. How exact it is: all ranks of rank 0's host and Horovod's timeline are on one
+clock; ranks of other hosts are off by `uncertainty_us` at most, and by what their clocks drift from
+rank 0's within the traced steps (1 ppm of a second is a microsecond). Horovod notes when its
+timeline's zero was, in microseconds of the system's clock, once at its start: setting the clock
+after it shifts the row.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Event = dict[str, Any]
+STEP = "ProfilerStep#"  # torch's name for the range of a step
+ROWS = 1000  # process ids of the merged trace: rank x ROWS + a running number
+
+
+class Unreadable(Exception):
+    """A file that is no trace of ours: which, and why."""
+
+
+@dataclass
+class Trace:
+    """What one rank recorded; `ts` of all events in µs of rank 0's clock since its first step."""
+
+    rank: int
+    host: str
+    uncertainty_us: float
+    events: list[Event]
+    main: tuple[Any, Any] = (0, 0)  # process and thread that train
+
+    @property
+    def steps(self) -> list[Event]:
+        found = [e for e in self.events if str(e.get("name", "")).startswith(STEP) and "dur" in e]
+        return sorted((e for e in found if place(e) == self.main), key=lambda e: e["ts"])
+
+
+@dataclass
+class Timeline:
+    """Horovod's, as rank 0 saw it: ranges with the tensor that they are of, and moments."""
+
+    ranges: list[Event] = field(default_factory=list)
+    moments: list[Event] = field(default_factory=list)
+
+
+def place(event: Event) -> tuple[Any, Any]:
+    return event["pid"], event["tid"]
+
+
+def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
+    """All ranks' traces and Horovod's timeline (empty where there is none), on one clock.
+
+    Raises:
+        Unreadable: for a file that is missing, cut, or of another program.
+    """
+    found = []
+    zero_ns = 0
+    for rank in range(ranks):
+        file = folder / f"rank-{rank}.json.gz"
+        content = _content(file)
+        try:
+            who, base_ns, events = (
+                content["rank"], content["baseTimeNanoseconds"], content["traceEvents"]
+            )  # fmt: skip
+            trace = Trace(who["rank"], who["host"], who["clock_uncertainty_ns"] / 1e3, events)
+            first = min((e for e in events if str(e["name"]).startswith(STEP)), key=_start)
+        except (KeyError, TypeError, ValueError):
+            raise Unreadable(f"{file}: no trace of a rank's steps: trace anew") from None
+        trace.main = place(first)
+        base_ns -= who["clock_ahead_ns"]
+        if rank == 0:
+            zero_ns = base_ns + round(first["ts"] * 1e3)
+        _shift(events, (base_ns - zero_ns) / 1e3)
+        found.append(trace)
+    file = folder / "horovod.json.gz"
+    return found, timeline(_content(file), zero_ns) if file.exists() else Timeline()
+
+
+def _start(event: Event) -> float:
+    return event["ts"]
+
+
+def _shift(events: list[Event], by_us: float) -> None:
+    for event in events:
+        if "ts" in event:
+            event["ts"] += by_us
+
+
+def _content(file: Path) -> Any:
+    """Parsed; Horovod's list of events may lack its end, where it was cut off in writing."""
+    try:
+        with gzip.open(file, "rt") as packed:
+            text = packed.read()
+    except (OSError, EOFError) as error:
+        raise Unreadable(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        return json.loads(text)
+    except ValueError:
+        for end in [match.end() for match in re.finditer(r"\}(?=,\n?\{)", text)][-2:][::-1]:
+            try:
+                return json.loads(text[:end] + "]")
+            except ValueError:
+                continue
+    raise Unreadable(f"{file}: cut off: trace anew")
+
+
+def timeline(events: list[Event], zero_ns: int) -> Timeline:
+    """Begins and ends of Horovod's events made ranges; those without the other are left out."""
+    found = Timeline()
+    names: dict[int, str] = {}
+    begun: dict[int, list[Event]] = {}
+    start_us = 0.0
+    for event in events:
+        told, tensor = event.get("args", {}), event.get("pid", 0)
+        if "start_time_since_epoch_in_micros" in told:
+            start_us = told["start_time_since_epoch_in_micros"] - zero_ns / 1e3
+        elif event.get("name") == "process_name":
+            names[tensor] = told["name"]
+        elif event["ph"] == "B":
+            begun.setdefault(tensor, []).append(event)
+        elif event["ph"] == "E" and begun.get(tensor):
+            first = begun[tensor].pop()
+            found.ranges.append({
+                "ph": "X", "name": first["name"], "tensor": names[tensor], "args": told,
+                "ts": first["ts"] + start_us, "dur": event["ts"] - first["ts"],
+            })  # fmt: skip
+        elif event["ph"] == "X":  # a moment: this rank's tensor is there
+            name = f"rank {event['name']} is ready"
+            found.moments.append(
+                {"ph": "i", "s": "t", "name": name, "tensor": names[tensor],
+                 "ts": event["ts"] + start_us}
+            )  # fmt: skip
+    return found
+
+
+def merge(traces: list[Trace], horovod: Timeline) -> list[Event]:
+    """Events of one trace: a process a rank, in the order of ranks, then Horovod's."""
+    merged: list[Event] = []
+    for trace in traces:
+        numbers: dict[Any, int] = {trace.main[0]: (trace.rank + 1) * ROWS}
+        labels: dict[Any, str] = {}
+        for event in trace.events:
+            pid = event.get("pid")
+            if not isinstance(pid, int) or event["name"] == "process_sort_index":
+                continue  # torch's own marks on the whole trace
+            number = numbers.setdefault(pid, (trace.rank + 1) * ROWS + len(numbers))
+            if event["name"] == "process_labels":
+                labels[pid] = event["args"]["labels"]
+            elif event["name"] != "process_name":
+                # Arrows between events are numbered by each rank for itself.
+                own = {"id": f"{trace.rank}.{event['id']}"} if "id" in event else {}
+                merged.append({**event, "pid": number, **own})
+        for pid, number in numbers.items():
+            label = "" if pid == trace.main[0] else f", {labels.get(pid, pid)}"
+            merged += _process(number, f"rank {trace.rank} on {trace.host}{label}")
+    tensors: dict[str, int] = {}
+    pid = (len(traces) + 1) * ROWS
+    for event in [*horovod.ranges, *horovod.moments]:
+        thread = tensors.setdefault(event["tensor"], len(tensors) + 1)
+        rest = {key: value for key, value in event.items() if key != "tensor"}
+        merged.append({**rest, "cat": "horovod", "pid": pid, "tid": thread})
+    if tensors:
+        merged += _process(pid, "Horovod, rank 0")
+    for name, thread in tensors.items():
+        named = {"ph": "M", "name": "thread_name", "pid": pid, "tid": thread}
+        merged.append({**named, "args": {"name": name}})
+    return merged
+
+
+def _process(number: int, name: str) -> list[Event]:
+    told = {"process_name": {"name": name}, "process_sort_index": {"sort_index": number}}
+    return [
+        {"ph": "M", "name": what, "pid": number, "tid": 0, "args": args}
+        for what, args in told.items()
+    ]
+
+
+def write(events: list[Event], file: Path) -> None:
+    """Never seen half written."""
+    staged = file.with_name(f".{file.name}")
+    with gzip.open(staged, "wt", compresslevel=6) as packed:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": events}, packed)
+    staged.replace(file)

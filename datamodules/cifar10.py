@@ -94,9 +94,10 @@ class Cifar10(LightningDataModule):
             (unfinished / self.folder.name).rename(self.folder)
         except (OSError, RuntimeError) as error:
             if not self._complete():
+                reason = str(error).strip().rpartition("\n")[2]
                 raise FileNotFoundError(
                     f"CIFAR-10 is not in {self.folder} and cannot be downloaded "
-                    f"({str(error)[:200]}); put there: {', '.join(TRAIN + TEST)}"
+                    f"({reason}); put there: {', '.join(TRAIN + TEST)}"
                 ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

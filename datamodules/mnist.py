@@ -68,9 +68,10 @@ class Mnist(LightningDataModule):
             unfinished.joinpath("MNIST").rename(self.folder.parent)
         except (OSError, RuntimeError) as error:
             if not self._complete():
+                reason = str(error).strip().rpartition("\n")[2]
                 raise FileNotFoundError(
                     f"MNIST is not in {self.folder} and cannot be downloaded "
-                    f"({' '.join(str(error).split())[:200]}); put there: {', '.join(FILES)}"
+                    f"({reason}); put there: {', '.join(FILES)}"
                 ) from error
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

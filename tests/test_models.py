@@ -12,6 +12,7 @@ import torch
 from datamodules.digits import Digits
 from models.dcgan import DCGAN, InceptionScore, Judge
 from models.resnet import ResNet, rise_and_fall
+from models.split import Split
 
 
 class TestDCGAN:
@@ -76,6 +77,34 @@ class TestResNet:
         model._trainer = SimpleNamespace(estimated_stepping_batches=math.inf)
         with pytest.raises(ValueError, match="max_epochs"):
             model.configure_optimizers()
+
+
+class TestSplit:
+    @pytest.mark.parametrize("micro_batches", [1, 3])
+    def test_loss_and_gradients_are_those_of_the_whole_network(self, micro_batches: int) -> None:
+        torch.manual_seed(0)
+        whole: Any = Split(depth=1, width=8)
+        split: Any = Split(depth=1, width=8, devices=["cpu", "cpu"], micro_batches=micro_batches)
+        split.load_state_dict(whole.state_dict())
+        split.place()
+        batch = torch.randn(8, 1, 8, 8), torch.arange(8)  # three parts: 3, 3 and 2
+        passed: list[int] = []
+        split.second.register_forward_pre_hook(lambda _, given: passed.append(len(given[0])))
+        losses = []
+        for model in (whole, split):
+            model.log = lambda *_, **__: None
+            losses.append(model.training_step(batch, 0))
+            losses[-1].backward()
+        assert passed == ([8] if micro_batches == 1 else [3, 3, 2])
+        torch.testing.assert_close(*losses)
+        for one, other in zip(whole.parameters(), split.parameters()):
+            torch.testing.assert_close(one.grad, other.grad)
+
+    def test_each_half_lies_on_its_device(self) -> None:
+        model = Split(devices=["cpu", "meta"])
+        model.place()
+        assert {parameter.device.type for parameter in model.first.parameters()} == {"cpu"}
+        assert {parameter.device.type for parameter in model.second.parameters()} == {"meta"}
 
 
 def digits() -> Digits:

@@ -37,7 +37,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
         check bench bench-check bench-overheads bench-readme bench-step bench-step-slow profile \
-        tensorboard clean
+        hello tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -53,6 +53,9 @@ train: environment ## train: NP processes on HOSTS, changed by ARGS (make train 
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py $(ARGS)
+
+hello: environment ## see that Horovod works: each rank, messages between two, an all-reduce
+	@$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) -m cluster.exchange
 
 doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)

@@ -1,9 +1,15 @@
 """Do processes hear each other, and how fast? Messages between two ranks, and all-reduces timed.
 
+    make hello HOSTS=node1:2,node2:2
     horovodrun -np 2 -H node1:1,node2:1 python -m cluster.exchange
 
-Each rank says who it is. Rank 0 ends with a line of JSON: what moved the data, the latency of 4
-bytes and the bus bandwidth of 16 MiB (bytes x 2 (n - 1) / n / seconds), medians.
+Each rank says who it is. The last one gets two messages from rank 0: one that it waits for, and one
+beside which it has time for other things. Rank 0 ends with a line of JSON: what moved the data, the
+latency of 4 bytes and the bus bandwidth of 16 MiB (bytes x 2 (n - 1) / n / seconds), medians.
+
+Horovod has no send and receive. What stands for them is an all-to-all in which one rank has
+something for one other, and nobody else for anybody; a message to all is a broadcast. What MPI
+calls non-blocking is each operation's ..._async, which returns a handle to poll or to wait for.
 """
 
 from __future__ import annotations
@@ -37,11 +43,45 @@ def seconds(count: int, repetitions: int, device: str) -> float:
     return statistics.median(times[1:])
 
 
+def send(numbers: torch.Tensor, source: int, target: int) -> int:
+    """Start a message from one rank to another. All ranks call it; its handle gives what came."""
+    splits = torch.zeros(hvd.size(), dtype=torch.int32)
+    if hvd.rank() == source:
+        splits[target] = len(numbers)
+    mine = numbers if hvd.rank() == source else numbers[:0]
+    return hvd.alltoall_async(mine, splits, name=f"from {source} to {target}")
+
+
+def messages(device: str) -> str:
+    """From rank 0 to the last: a small one that is waited for, a large one that is not."""
+    last = hvd.size() - 1
+    came, _ = hvd.synchronize(send(torch.full((4,), 7.0, device=device), 0, last))
+    assert came.tolist() == ([7.0] * 4 if hvd.rank() == last else [])
+    handle, turns = send(torch.full((LARGE_BYTES // 4,), 8.0, device=device), 0, last), 0
+    while not hvd.poll(handle):
+        time.sleep(1e-5)  # anything else that there is to do
+        turns += 1
+    came, _ = hvd.synchronize(handle)
+    assert came.sum() == (8 * LARGE_BYTES // 4 if hvd.rank() == last else 0)
+    return (
+        f"blocking     16 bytes from rank 0 to rank {last}, which waited for them\n"
+        f"non-blocking {LARGE_BYTES >> 20} MiB from rank 0 to rank {last}, while which rank 0 had "
+        f"{turns} turns for other things"
+    )
+
+
 def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    print(f"rank {rank} of {size} is rank {hvd.local_rank()} on {os.uname().nodename}", flush=True)
+    device = "cuda" if torch.cuda.is_available() and hvd.nccl_built() else "cpu"
+    if device == "cuda":
+        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    on = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(
+        f"rank {rank} of {size} is rank {hvd.local_rank()} on {os.uname().nodename}: {on}",
+        flush=True,
+    )
     # There and back: rank 0's message arrives, and what the others answer to it.
     message = hvd.broadcast_object(
         {"from": os.uname().nodename} if rank == 0 else {}, 0, name="hello"
@@ -49,9 +89,7 @@ def main() -> None:
     answers = hvd.allgather_object([rank, os.uname().nodename, message["from"]], name="answers")
     assert [answer[0] for answer in answers] == list(range(size))
     assert {answer[2] for answer in answers} == {answers[0][1]}
-    device = "cuda" if torch.cuda.is_available() and hvd.nccl_built() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    told_of = messages(device)
     moved_by = "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
     small, large = seconds(1, SMALL, device), seconds(LARGE_BYTES // 4, LARGE, device)
     if rank == 0:
@@ -61,6 +99,11 @@ def main() -> None:
             "bus_bandwidth_mb_s": round(LARGE_BYTES * 2 * (size - 1) / size / large / 1e6),
             "hosts": [answer[1] for answer in answers],
         }
+        print(told_of)
+        print(
+            f"all-reduce   {told['operations']}: the sum over {size} ranks is right; latency "
+            f"{told['latency_us']:,} µs, bus bandwidth {told['bus_bandwidth_mb_s']:,} MB/s"
+        )
         print(json.dumps(told), flush=True)
     hvd.shutdown()
 

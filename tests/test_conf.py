@@ -16,9 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from runs.config import CONF
 from tests.conftest import horovodrun, run
+from tests.pictures import write_all
 
 # Where a configuration has these keys, they are made small.
-SMALL = {"data.count": 16, "data.size": 16, "data.num_workers": 0, "model.depth": 4}
+SMALL = {
+    "data.count": 16, "data.size": 16, "data.batch_size": 4, "data.num_workers": 0,
+    "model.depth": 4, "model.size": 16,
+}  # fmt: skip
 
 
 def names(group: str) -> list[str]:
@@ -32,9 +36,13 @@ def conf() -> Iterator[None]:
 
 
 def small(config: DictConfig, folder: Path) -> list[str]:
-    """The overrides that make a configuration small."""
-    overrides = [f"{key}={n}" for key, n in SMALL.items() if OmegaConf.select(config, key)]
-    return [*overrides, f"data_dir={folder}/data"]
+    """The overrides that make a configuration small, and the files that it reads."""
+    if not (folder / "data").exists():
+        write_all(folder / "data")
+    keys = [key for key in SMALL if OmegaConf.select(config, key, default=False) is not False]
+    if "data.size" not in keys and "model.size" in keys:  # of pictures that are as they are
+        keys.remove("model.size")
+    return [*(f"{key}={SMALL[key]}" for key in keys), f"data_dir={folder}/data"]
 
 
 def fits(model: str, data: str, folder: Path) -> Exception | None:
@@ -57,14 +65,14 @@ def fits(model: str, data: str, folder: Path) -> Exception | None:
 
 
 def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
-    failures = {
-        (model, data): fits(model, data, tmp_path)
-        for model in names("model")
-        for data in names("data")
-    }
-    pairs = [pair for pair, failure in failures.items() if failure is None]
-    told = "\n".join(f"{pair}: {failure}" for pair, failure in failures.items())
-    assert {model for model, _ in pairs} == set(names("model")), told
+    for model in names("model"):
+        failures = {}
+        for data in names("data"):
+            failures[data] = fits(model, data, tmp_path)
+            if failures[data] is None:
+                break
+        told = "\n".join(f"{model} on {data}: {failure}" for data, failure in failures.items())
+        assert None in failures.values(), told
 
 
 @pytest.mark.parametrize("data", names("data"))

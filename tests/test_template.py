@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import os
 import pty
@@ -157,6 +158,20 @@ class TestOtherRuns:
         assert folder.parent.parent.name == "denoiser"
         assert (folder / "denoised.png").read_bytes().startswith(b"\x89PNG")
         assert len(list((tmp_path / "data").iterdir())) == 1
+
+    def test_dcgan_makes_better_digits(self, tmp_path: Path) -> None:
+        done = job(
+            2, tmp_path, "experiment=dcgan", "trainer.max_epochs=10", "trainer.sync_batchnorm=true"
+        )
+        assert done.returncode == 0, done.stdout
+        (folder,) = folders(tmp_path)
+        rows = list(csv.DictReader((folder / "metrics.csv").open()))
+        scores = [float(row["val/score"]) for row in rows if row["val/score"]]
+        assert len(scores) == 10 and scores[-1] > scores[0] + 1, scores
+        metrics = summary(tmp_path)["metrics"]
+        assert 1 < metrics["test/score"] < metrics["test/score_real"] < 10
+        assert (folder / "samples.png").read_bytes().startswith(b"\x89PNG")
+        assert summary(tmp_path)["world_size"] == 2
 
     def test_progress_moves_in_one_line_on_a_terminal(self, tmp_path: Path) -> None:
         main, terminal = pty.openpty()

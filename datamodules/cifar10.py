@@ -1,0 +1,168 @@
+"""CIFAR-10: 60,000 colour photographs of 32 x 32 pixels in 10 classes, from its Python files.
+
+They lie in `data_dir`/cifar-10-batches-py, where torchvision keeps them, and are downloaded where
+there is internet (170 MB, https://www.cs.toronto.edu/~kriz/cifar.html).
+
+All images are in memory, as bytes; a batch is taken from them at once, and only on the device
+it is made float, normalized and, in training, augmented: each image is shifted by up to 4 pixels
+and mirrored at random. With torch operations on the whole batch that takes a GPU no time worth
+naming, where workers that augment image by image keep a GPU waiting.
+
+Batches are (images, labels): on the device float32 of shape (batch, 3, 32, 32), mean 0 and standard
+deviation 1, and int64 of (batch,).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pytorch_lightning import LightningDataModule
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.data import DataLoader, Dataset, Subset
+from torchvision.datasets import CIFAR10
+
+Batch = tuple[Tensor, Tensor]
+
+TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
+TEST = ["test_batch"]
+# Of the training images, a channel each; bytes are from 0 to 255.
+MEAN, DEVIATION = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)
+SHIFT = 4  # pixels
+
+
+class InMemory(Dataset):
+    """Bytes of shape (3, 32, 32) and labels, from pickled files."""
+
+    def __init__(self, files: list[Path]) -> None:
+        batches = [pickle.loads(file.read_bytes(), encoding="bytes") for file in files]
+        images = np.concatenate([batch[b"data"] for batch in batches])
+        self.images = torch.from_numpy(images).view(-1, 3, 32, 32)
+        self.labels = torch.tensor([label for batch in batches for label in batch[b"labels"]])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> Batch:
+        return self.images[index], self.labels[index]
+
+    def __getitems__(self, indices: list[int]) -> Batch:
+        """A whole batch, for a loader whose collate_fn leaves it as it is."""
+        return self.images[indices], self.labels[indices]
+
+
+class Cifar10(LightningDataModule):
+    """45,000 images to train, 5,000 to validate (the last), 10,000 to test.
+
+    Args:
+        data_dir: where cifar-10-batches-py is or will be; each host needs it.
+        batch_size: images a process takes a step.
+        augment: whether training images are shifted and mirrored.
+        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+
+    Raises:
+        FileNotFoundError: when the files are missing and cannot be downloaded.
+    """
+
+    def __init__(
+        self,
+        data_dir: str,
+        batch_size: int = 128,
+        augment: bool = True,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.folder = Path(data_dir) / "cifar-10-batches-py"
+        self.splits: list[Dataset] = []
+
+    def prepare_data(self) -> None:
+        # On one rank a host, while the others wait. Hosts may share the folder: what is complete is
+        # put there in one move, and who comes second drops its own.
+        if self._complete():
+            return
+        unfinished = self.folder.parent / f"{self.folder.name}.{socket.gethostname()}.{os.getpid()}"
+        try:
+            CIFAR10(str(unfinished), download=True)
+            (unfinished / self.folder.name).rename(self.folder)
+        except (OSError, RuntimeError) as error:
+            if not self._complete():
+                reason = str(error).strip().rpartition("\n")[2]
+                raise FileNotFoundError(
+                    f"CIFAR-10 is not in {self.folder} and cannot be downloaded "
+                    f"({reason}); put there: {', '.join(TRAIN + TEST)}"
+                ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _complete(self) -> bool:
+        return all((self.folder / name).is_file() for name in TRAIN + TEST)
+
+    def setup(self, stage: str) -> None:
+        if not self.splits:
+            train, test = (InMemory([self.folder / name for name in of]) for of in (TRAIN, TEST))
+            kept = len(train) - len(train) // 10
+            self.splits = [
+                Subset(train, range(kept)),
+                Subset(train, range(kept, len(train))),
+                Subset(test, range(len(test))),
+            ]
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        """On the device: bytes of a batch to what the model sees."""
+        images, labels = batch
+        images = images.float()
+        mean, deviation = (images.new_tensor(of).view(3, 1, 1) for of in (MEAN, DEVIATION))
+        images = (images - mean) / deviation
+        assert self.trainer is not None
+        if self.trainer.training and self.hparams["augment"]:
+            images = augmented(images)
+        return images, labels
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(0, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(1)
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader(2)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self._loader(2)
+
+    def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
+        pin_memory = self.hparams["pin_memory"]
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.hparams["batch_size"],
+            shuffle=shuffle,
+            collate_fn=as_it_is,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        )
+
+
+def as_it_is(batch: Any) -> Any:
+    """The dataset gave a whole batch already."""
+    return batch
+
+
+def augmented(images: Tensor) -> Tensor:
+    """Images (batch, channels, height, width), each shifted, grey coming in, and half mirrored."""
+    count, _, height, width = images.shape
+    draws = torch.randint(2 * SHIFT + 1, (2, count, 1), device=images.device)
+    rows = draws[0] + torch.arange(height, device=images.device)
+    columns = draws[1] + torch.arange(width, device=images.device)
+    mirror = torch.rand(count, 1, device=images.device) < 0.5
+    columns = torch.where(mirror, columns.flip(1), columns)
+    image = torch.arange(count, device=images.device)
+    # Indices of shapes (count, 1, 1) and (count, height, 1), (count, 1, width) meet in one gather.
+    padded = pad(images, [SHIFT] * 4).movedim(1, -1)
+    return padded[image[:, None, None], rows[:, :, None], columns[:, None, :]].movedim(-1, 1)

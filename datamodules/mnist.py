@@ -1,0 +1,118 @@
+"""MNIST: 70,000 handwritten digits of 28 x 28 pixels in 10 classes, from its IDX files.
+
+They lie in `data_dir`/MNIST/raw, where torchvision keeps them, and are downloaded where there is
+internet (11 MB, https://yann.lecun.com/exdb/mnist). Batches are (images, labels): float32 of shape
+(batch, 1, 28, 28) from 0 to 1, int64 of (batch,).
+
+No batch size must divide anything. In training each rank gets as many images as the others, the
+sampler drawing a few (fewer than there are ranks) twice in an epoch to make it so, and its last
+batch is what is left: 55,000 images on 8 ranks with batch 64 are 107 batches of 64 and one of 27 on
+each rank. In evaluation each image is seen once.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningDataModule
+from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
+from torchvision.datasets import MNIST
+from torchvision.datasets.mnist import read_image_file, read_label_file
+
+FILES = [
+    f"{split}-{kind}-ubyte"
+    for split in ("train", "t10k")
+    for kind in ("images-idx3", "labels-idx1")
+]
+
+
+class Mnist(LightningDataModule):
+    """55,000 images to train, 5,000 to validate, 10,000 to test; one fixed split for all ranks.
+
+    Args:
+        data_dir: where MNIST/raw is or will be; each host needs it.
+        batch_size: images a process takes a step.
+        num_workers: processes that load; 0 loads in the training process: they are in memory.
+        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        split_seed: decides which twelfth of the training files is for validation.
+
+    Raises:
+        FileNotFoundError: when the files are missing and cannot be downloaded.
+    """
+
+    def __init__(
+        self,
+        data_dir: str,
+        batch_size: int = 64,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        split_seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.folder = Path(data_dir) / "MNIST" / "raw"
+        self.splits: list[Dataset] = []
+
+    def prepare_data(self) -> None:
+        # On one rank a host, while the others wait. Hosts may share the folder: what is complete is
+        # put there in one move, and who comes second drops its own.
+        if self._complete():
+            return
+        unfinished = self.folder.parent.parent / f"MNIST.{socket.gethostname()}.{os.getpid()}"
+        try:
+            MNIST(str(unfinished), download=True)
+            unfinished.joinpath("MNIST").rename(self.folder.parent)
+        except (OSError, RuntimeError) as error:
+            if not self._complete():
+                reason = str(error).strip().rpartition("\n")[2]
+                raise FileNotFoundError(
+                    f"MNIST is not in {self.folder} and cannot be downloaded "
+                    f"({reason}); put there: {', '.join(FILES)}"
+                ) from error
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _complete(self) -> bool:
+        return all((self.folder / name).is_file() for name in FILES)
+
+    def setup(self, stage: str) -> None:
+        if self.splits:
+            return
+        train, test = (
+            TensorDataset(
+                read_image_file(str(self.folder / images)).unsqueeze(1) / 255,
+                read_label_file(str(self.folder / labels)),
+            )
+            for images, labels in (FILES[:2], FILES[2:])
+        )
+        generator = torch.Generator().manual_seed(self.hparams["split_seed"])
+        held_out = len(train) // 12
+        kept = random_split(train, [len(train) - held_out, held_out], generator)
+        self.splits = [*kept, test]
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(0, shuffle=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(1)
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader(2)
+
+    def predict_dataloader(self) -> DataLoader:
+        return self._loader(2)
+
+    def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
+        pin_memory = self.hparams["pin_memory"]
+        return DataLoader(
+            self.splits[split],
+            batch_size=self.hparams["batch_size"],
+            shuffle=shuffle,
+            num_workers=self.hparams["num_workers"],
+            persistent_workers=self.hparams["num_workers"] > 0,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        )

@@ -1,0 +1,290 @@
+"""Image generation with a DCGAN: a generator and a discriminator, two optimizers.
+
+Networks and hyperparameters follow Radford et al., "Unsupervised Representation Learning with Deep
+Convolutional Generative Adversarial Networks", ICLR 2016, https://arxiv.org/abs/1511.06434: from 4
+x 4 pixels (or what `size` halves to) each layer doubles the image and halves the features.
+
+Batches are (images, labels) of shape (batch, channels, size, size), values 0 to 1; the labels serve
+the score alone. A step trains the discriminator, then the generator, so that Lightning, which
+counts optimizers, counts two. Each rank draws latents of its own.
+
+Neither loss tells how good the samples are. A small classifier does, which `setup` trains on at
+most 2,000 images of the training data, each averaged to 8 x 8 grey pixels. It logs
+    val/loss        the Frechet distance between its features of samples and of validation images:
+                    |m - n|^2 + tr(S + T - 2 (S T)^(1/2)), means m, n, covariances S, T; falls
+                    (Heusel et al. 2017, https://arxiv.org/abs/1706.08500)
+    val/score       its inception score of the samples, 1 to the number of classes; rises:
+                    exp(mean of KL(p(label | sample), p(label)))
+                    (Salimans et al. 2016, https://arxiv.org/abs/1606.03498)
+    val/score_real  the same of the validation images, to compare with.
+Papers have both from the Inception network: compare these with each other only. They say much about
+digits, little about photographs, of which 8 x 8 pixels keep the layout alone, and nothing about
+random images. test/... are the same; samples are in samples.png of the run's folder and, for each
+epoch, in TensorBoard.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+from pytorch_lightning import LightningModule
+from pytorch_lightning.loggers import TensorBoardLogger
+from torch import Tensor, nn
+from torch.nn.functional import adaptive_avg_pool2d, binary_cross_entropy_with_logits, cross_entropy
+from torchmetrics import Metric
+from torchmetrics.image.fid import FrechetInceptionDistance
+from torchvision.utils import make_grid, save_image
+
+Batch = tuple[Tensor, Tensor]
+SHOWN = 64  # samples in the picture
+JUDGED = 2000  # images that the classifier learns from
+
+
+class DCGAN(LightningModule):
+    """Trained in turns: to tell images from samples, and to make samples that are taken for images.
+
+    Args:
+        lr: learning rate of both Adams.
+        size: height and width of the images in pixels, an even number from 8.
+        channels: of the images.
+        latent: numbers that a sample is made of.
+        width: features after the discriminator's first layer, before the generator's last.
+        classes: number of labels.
+    """
+
+    def __init__(
+        self,
+        lr: float = 2e-4,
+        size: int = 64,
+        channels: int = 3,
+        latent: int = 100,
+        width: int = 64,
+        classes: int = 10,
+    ) -> None:
+        super().__init__()
+        if size < 8 or size % 2:
+            raise ValueError(f"size={size}: an even number of pixels from 8")
+        self.save_hyperparameters()
+        self.automatic_optimization = False
+        self.generator = generator(size, channels, latent, width)
+        self.discriminator = discriminator(size, channels, width)
+        for network in (self.generator, self.discriminator):
+            network.apply(initialize)
+        self.judge = Judge(classes).requires_grad_(False)
+        self.distance = FrechetInceptionDistance(FeaturesAsTheyAre())
+        self.score, self.score_real = InceptionScore(classes), InceptionScore(classes)
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """Samples from 0 to 1, of shape (batch, channels, size, size), of (batch, latent)."""
+        return (self.generator(latents[:, :, None, None]) + 1) / 2
+
+    def setup(self, stage: str) -> None:
+        if stage != "fit":
+            return
+        batches, seen = [], 0
+        for images, labels in self.trainer.datamodule.train_dataloader():  # type: ignore[attr-defined]
+            batches.append((images, labels))
+            seen += len(images)
+            if seen >= JUDGED:
+                break
+        images, labels = (torch.cat(parts) for parts in zip(*batches))
+        wanted = tuple(self.hparams[key] for key in ("channels", "size", "size"))
+        if images.shape[1:] != wanted or labels.max() >= self.hparams["classes"]:
+            channels, *size = images.shape[1:]
+            raise ValueError(
+                f"the images have {channels} channels, {size} pixels and labels to {labels.max()}: "
+                f"give model.channels, model.size (of squares) and model.classes to match"
+            )
+        # On all ranks; the strategy then gives them the classifier of rank 0.
+        self.judge.fit(images, labels)
+
+    def on_train_start(self) -> None:
+        # torch's own generator is seeded alike on all ranks: they would draw the same latents.
+        seed = torch.initial_seed() + self.global_rank + self.trainer.world_size * self.global_step
+        self.draws = torch.Generator().manual_seed(seed)
+
+    def latents(self, count: int, draws: torch.Generator) -> Tensor:
+        """Normal numbers of shape (count, latent), drawn on the CPU: the same with any device."""
+        return torch.randn(count, self.hparams["latent"], generator=draws).to(self.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> None:
+        images = batch[0]
+        of_generator, of_discriminator = self.optimizers()  # type: ignore[attr-defined]
+        samples = self(self.latents(len(images), self.draws))
+
+        with self.toggled_optimizer(of_discriminator):
+            real, made = self.opinion(images), self.opinion(samples.detach())
+            loss = against(real, 1) + against(made, 0)
+            of_discriminator.zero_grad()
+            self.manual_backward(loss)
+            of_discriminator.step()
+        self.log("train/loss_discriminator", loss)
+
+        with self.toggled_optimizer(of_generator):
+            loss = against(self.opinion(samples), 1)
+            of_generator.zero_grad()
+            self.manual_backward(loss)
+            of_generator.step()
+        self.log("train/loss_generator", loss)
+
+    def opinion(self, images: Tensor) -> Tensor:
+        """The discriminator's logits, high for what it takes for real, of shape (batch,)."""
+        return self.discriminator(images * 2 - 1).flatten()
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._judge("val", batch[0], batch_idx)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._judge("test", batch[0], batch_idx)
+
+    def _judge(self, stage: str, images: Tensor, batch_idx: int) -> None:
+        """As many samples as images; each time from the same latents, on each rank from its own."""
+        seed = batch_idx * self.trainer.world_size + self.global_rank
+        samples = self(self.latents(len(images), torch.Generator().manual_seed(seed)))
+        for of_images, real, score in (
+            (images, True, self.score_real),
+            (samples, False, self.score),
+        ):
+            features, logits = self.judge(of_images)
+            self.distance.update(features, real=real)
+            score.update(logits)
+        self.log(f"{stage}/loss", self.distance)
+        self.log(f"{stage}/score", self.score)
+        self.log(f"{stage}/score_real", self.score_real)
+
+    def on_validation_epoch_end(self) -> None:
+        self._show()
+
+    def on_test_epoch_end(self) -> None:
+        self._show()
+
+    def _show(self) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        samples = self(self.latents(SHOWN, torch.Generator().manual_seed(0))).float().cpu()
+        larger = -(-32 // self.hparams["size"])  # so that small ones can be seen
+        grid = make_grid(samples.repeat_interleave(larger, 2).repeat_interleave(larger, 3))
+        save_image(grid, Path(self.trainer.default_root_dir) / "samples.png")
+        for logger in self.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger.experiment.add_image("samples", grid, self.global_step)
+
+    def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+        lr, betas = self.hparams["lr"], (0.5, 0.999)
+        return (
+            torch.optim.Adam(self.generator.parameters(), lr, betas),
+            torch.optim.Adam(self.discriminator.parameters(), lr, betas),
+        )
+
+
+def against(logits: Tensor, truth: float) -> Tensor:
+    """Mean cross entropy of logits against one truth for all: 1 is real, 0 is made."""
+    return binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
+
+
+# ---------------------------------------------------------------- the networks
+
+
+def halvings(size: int) -> tuple[int, int]:
+    """How often a size is halved, once at least, to come to 4 or to an odd number; and to which."""
+    count = 0
+    while size % 2 == 0 and size > 4:
+        size, count = size // 2, count + 1
+    return count, size
+
+
+def generator(size: int, channels: int, latent: int, width: int) -> nn.Sequential:
+    """(batch, latent, 1, 1) to (batch, channels, size, size), values -1 to 1."""
+    count, start = halvings(size)
+    features = [width * 2**i for i in reversed(range(count))]
+    layers: list[nn.Module] = [nn.ConvTranspose2d(latent, features[0], start, bias=False)]
+    for before, after in pairwise(features):
+        layers += [nn.BatchNorm2d(before), nn.ReLU()]
+        layers += [nn.ConvTranspose2d(before, after, 4, 2, 1, bias=False)]
+    layers += [nn.BatchNorm2d(width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.ConvTranspose2d(width, channels, 4, 2, 1), nn.Tanh())
+
+
+def discriminator(size: int, channels: int, width: int) -> nn.Sequential:
+    """(batch, channels, size, size) to one logit, (batch, 1, 1, 1)."""
+    count, end = halvings(size)
+    features = [width * 2**i for i in range(count)]
+    layers: list[nn.Module] = [nn.Conv2d(channels, width, 4, 2, 1), nn.LeakyReLU(0.2)]
+    for before, after in pairwise(features):
+        layers += [nn.Conv2d(before, after, 4, 2, 1, bias=False)]
+        layers += [nn.BatchNorm2d(after), nn.LeakyReLU(0.2)]
+    return nn.Sequential(*layers, nn.Conv2d(features[-1], 1, end))
+
+
+def initialize(layer: nn.Module) -> None:
+    """Weights around 0, those of batch normalization around 1, with a deviation of 0.02."""
+    if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
+        nn.init.normal_(layer.weight, 0.0, 0.02)
+    elif isinstance(layer, nn.BatchNorm2d):
+        nn.init.normal_(layer.weight, 1.0, 0.02)
+
+
+# ---------------------------------------------------------------- how good samples are
+
+
+class Judge(nn.Module):
+    """A classifier of 8 x 8 grey pixels with a hidden layer, whose outputs are the features."""
+
+    features = 64
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.hidden = nn.Sequential(nn.Linear(64, self.features), nn.ReLU())
+        self.last = nn.Linear(self.features, classes)
+
+    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Features (batch, 64) and logits (batch, classes) of images of any shape and size."""
+        pixels = adaptive_avg_pool2d(images.mean(1, keepdim=True), 8).flatten(1)
+        features = self.hidden(pixels)
+        return features.float(), self.last(features).float()
+
+    def fit(self, images: Tensor, labels: Tensor) -> None:
+        """Learn to tell the labels apart: 200 steps on all images together."""
+        self.requires_grad_(True)
+        adam = torch.optim.Adam(self.parameters(), 1e-2)
+        for _ in range(200):
+            adam.zero_grad()
+            cross_entropy(self(images)[1], labels).backward()
+            adam.step()
+        self.requires_grad_(False)
+
+
+class FeaturesAsTheyAre(nn.Identity):
+    """What torchmetrics takes for its network: the features were computed before."""
+
+    num_features = Judge.features
+
+
+class InceptionScore(Metric):
+    """exp of the mean of KL(p(label | image), p(label)), over all ranks: sure of each, and varied.
+
+    Unlike torchmetrics' it keeps sums, not all logits.
+    """
+
+    full_state_update = False
+
+    def __init__(self, classes: int) -> None:
+        super().__init__()
+        self.labels: Tensor
+        self.certainty: Tensor
+        self.count: Tensor
+        self.add_state("labels", torch.zeros(classes), dist_reduce_fx="sum")
+        self.add_state("certainty", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor) -> None:
+        logs = logits.log_softmax(dim=1)
+        self.labels += logs.exp().sum(dim=0)
+        self.certainty += (logs.exp() * logs).sum()
+        self.count += len(logits)
+
+    def compute(self) -> Tensor:
+        labels = self.labels / self.count
+        return (self.certainty / self.count - torch.xlogy(labels, labels).sum()).exp()

@@ -1,0 +1,121 @@
+"""Image classification with ResNet-18, as it is trained on images of 32 x 32 pixels.
+
+The network is torchvision's (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016,
+https://arxiv.org/abs/1512.03385) with a first convolution of 3 x 3 that keeps the size, and without
+the pooling after it: made for 224 x 224, it would leave a single pixel of 32 x 32. Its weights lie
+in memory as channels_last, the layout in which tensor cores take 16-bit convolutions.
+
+SGD with Nesterov momentum; the learning rate rises linearly and falls as a cosine (Goyal et al.
+2017, https://arxiv.org/abs/1706.02677; Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983).
+With more ranks ask for lr_scaling=linear: the rule of the first paper, which the warm-up is for.
+
+Batches are (images, labels): float images of shape (batch, channels, height, width) and int64
+labels of shape (batch,). Logs train/loss, val/loss, val/acc, test/loss and test/acc.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchmetrics.classification import MulticlassAccuracy
+from torchvision.models import resnet18
+
+Batch = tuple[Tensor, Tensor]
+
+
+class ResNet(LightningModule):
+    """ResNet-18 for small images.
+
+    Args:
+        lr: learning rate of SGD after the warm-up.
+        classes: number of labels.
+        channels: of the images.
+        warmup: share of all steps in which the learning rate rises.
+        momentum: of SGD.
+        weight_decay: of all weights.
+        label_smoothing: share of a label that all classes get, in training.
+    """
+
+    def __init__(
+        self,
+        lr: float = 0.1,
+        classes: int = 10,
+        channels: int = 3,
+        warmup: float = 0.1,
+        momentum: float = 0.9,
+        weight_decay: float = 5e-4,
+        label_smoothing: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if not 0 <= warmup < 1:
+            raise ValueError(f"warmup={warmup}: a share of all steps, from 0 to below 1")
+        self.save_hyperparameters()
+        self.network = resnet18(num_classes=classes)
+        self.network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        nn.init.kaiming_normal_(self.network.conv1.weight, mode="fan_out", nonlinearity="relu")
+        self.network.maxpool = nn.Identity()
+        self.network.to(memory_format=torch.channels_last)
+        self.val_accuracy = MulticlassAccuracy(classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, classes)."""
+        return self.network(images.contiguous(memory_format=torch.channels_last))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        smoothing = self.hparams["label_smoothing"]
+        loss = cross_entropy(self(images), labels, label_smoothing=smoothing)
+        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.val_accuracy(logits, labels)
+        self.log("val/loss", cross_entropy(logits, labels), sync_dist=True)
+        self.log("val/acc", self.val_accuracy)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.test_accuracy(logits, labels)
+        self.log("test/loss", cross_entropy(logits, labels), sync_dist=True)
+        self.log("test/acc", self.test_accuracy)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The labels of a batch, of shape (batch,)."""
+        return self(batch[0]).argmax(dim=1)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(
+            self.parameters(),
+            lr=self.hparams["lr"],
+            momentum=self.hparams["momentum"],
+            weight_decay=self.hparams["weight_decay"],
+            nesterov=self.hparams["momentum"] > 0,
+        )
+        steps, warmup = self.trainer.estimated_stepping_batches, self.hparams["warmup"]
+        if math.isinf(steps):
+            raise ValueError(
+                "the learning rate falls to an end: give trainer.max_epochs or max_steps"
+            )
+        schedule = torch.optim.lr_scheduler.LambdaLR(  # + 0.5: no step is made with 0
+            optimizer, lambda step: rise_and_fall((step + 0.5) / steps, warmup)
+        )
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
+
+
+def rise_and_fall(passed: float, warmup: float) -> float:
+    """The factor of the learning rate after this share of all steps: linear to 1, then a cosine."""
+    if passed < warmup:
+        return passed / warmup
+    return (1 + math.cos(math.pi * (passed - warmup) / (1 - warmup))) / 2

@@ -1,0 +1,138 @@
+"""Model parallel training: one network on two devices, in a row or as a pipeline.
+
+The first half computes on one device, the second on another, so that each holds a part of the
+weights, of their gradients and of the optimizer's state. With one micro-batch a device waits while
+the other computes. With m micro-batches the second works on one while the first computes the next;
+each of the two then idles for 1 / (m + 1) of a step (GPipe, Huang et al. 2019,
+https://arxiv.org/abs/1811.06965, where activations are computed again in backward; here they are
+kept). Nothing schedules that: operations are queued on a GPU, and Python is ahead of both.
+
+It pays for a network that one device cannot hold. One that fits trains faster with data parallel
+ranks, which leave no device idle. Both together work: each rank splits its copy. With GPUs that is
+one rank a host, as all ranks take the same `devices`. It was run on CPUs only so far, where the
+device may be the same twice: that shows that the result is right, and is not faster.
+
+The network has no batch normalization, whose statistics would be those of micro-batches: the loss
+is that of the whole network on one device (devices=null). Batches are (images, labels): float
+images of shape (batch, channels, height, width), int64 labels of (batch,). Logs train/loss,
+val/loss, val/acc, test/loss and test/acc.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from pytorch_lightning import LightningModule
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torchmetrics.classification import MulticlassAccuracy
+
+Batch = tuple[Tensor, Tensor]
+GROUPS = 4  # of features, normalized together
+
+
+class Split(LightningModule):
+    """Convolutions of 3 x 3 in two halves, with a pooling between them and a linear layer behind.
+
+    Args:
+        lr: learning rate of Adam.
+        devices: of the first and of the second half, e.g. ["cuda:0", "cuda:1"]; None: all on one.
+        micro_batches: parts of a batch that go through the pipeline one after another.
+        classes: number of labels.
+        channels: of the images.
+        width: features, a multiple of 4.
+        depth: convolutions in each half.
+    """
+
+    def __init__(
+        self,
+        lr: float = 2e-3,
+        devices: list[str] | None = None,
+        micro_batches: int = 1,
+        classes: int = 10,
+        channels: int = 1,
+        width: int = 32,
+        depth: int = 2,
+    ) -> None:
+        super().__init__()
+        if devices is not None and len(devices) != 2:
+            raise ValueError(f"devices={devices}: two, for two halves; the same twice is fine")
+        for device in devices or []:
+            if device.startswith("cuda") and not torch.cuda.device_count():
+                raise ValueError(
+                    f"devices={devices}: this host has no GPU; [cpu,cpu] runs anywhere"
+                )
+        if min(micro_batches, depth) < 1 or width % GROUPS:
+            raise ValueError(
+                f"{micro_batches=} and {depth=} are at least 1, {width=} a multiple of {GROUPS}"
+            )
+        self.save_hyperparameters()
+        features = [channels] + [width] * 2 * depth
+        blocks = [block(a, b) for a, b in pairwise(features)]
+        self.first = nn.Sequential(*blocks[:depth], nn.MaxPool2d(2))
+        self.second = nn.Sequential(
+            *blocks[depth:], nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(width * 16, classes)
+        )
+        self.val_accuracy = MulticlassAccuracy(classes, average="micro")
+        self.test_accuracy = MulticlassAccuracy(classes, average="micro")
+
+    def on_fit_start(self) -> None:
+        self.place()
+
+    def on_test_start(self) -> None:
+        self.place()
+
+    def on_predict_start(self) -> None:
+        self.place()
+
+    def place(self) -> None:
+        """Each half to its device, after Lightning moved all of it to one; optimizers follow."""
+        if self.hparams["devices"] is not None:
+            for half, device in zip((self.first, self.second), self.hparams["devices"]):
+                half.to(device)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of shape (batch, classes), on the device of the images."""
+        if self.hparams["devices"] is None:
+            return self.second(self.first(images))
+        one, other = self.hparams["devices"]
+        logits = [
+            self.second(self.first(part.to(one, non_blocking=True)).to(other, non_blocking=True))
+            for part in images.chunk(self.hparams["micro_batches"])
+        ]
+        return torch.cat(logits).to(images.device)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        # Of the whole batch: its backward goes back through both halves for each micro-batch.
+        loss = cross_entropy(self(images), labels)
+        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.val_accuracy(logits, labels)
+        self.log("val/loss", cross_entropy(logits, labels), sync_dist=True)
+        self.log("val/acc", self.val_accuracy)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        images, labels = batch
+        logits = self(images)
+        self.test_accuracy(logits, labels)
+        self.log("test/loss", cross_entropy(logits, labels), sync_dist=True)
+        self.log("test/acc", self.test_accuracy)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The labels of a batch, of shape (batch,)."""
+        return self(batch[0]).argmax(dim=1)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+
+
+def block(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(before, after, 3, padding=1), nn.GroupNorm(GROUPS, after), nn.ReLU()
+    )

@@ -1,0 +1,120 @@
+"""The data modules read what lies there, refuse what does not, and leave nothing half done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.error import URLError
+
+import numpy as np
+import pytest
+import torch
+
+from datamodules import cifar10, mnist
+from datamodules.cifar10 import Cifar10, InMemory, augmented
+from datamodules.folder import Folder
+from datamodules.mnist import Mnist
+from tests.pictures import write_cifar10, write_folder, write_mnist
+
+DOWNLOADED = {
+    "MNIST": (mnist, Mnist, lambda root: write_mnist(root / "MNIST" / "raw", 24, 4)),
+    "CIFAR10": (cifar10, Cifar10, lambda root: write_cifar10(root / "cifar-10-batches-py", 4)),
+}
+
+
+@pytest.mark.parametrize("name", DOWNLOADED)
+class TestDownload:
+    def test_without_internet_it_says_what_to_put_where(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module, made, _ = DOWNLOADED[name]
+
+        def fail(root: str, download: bool) -> None:
+            Path(root).mkdir(parents=True)
+            raise URLError("no route to host")
+
+        monkeypatch.setattr(module, name, fail)
+        data = made(str(tmp_path))
+        with pytest.raises(FileNotFoundError, match="no route to host") as told:
+            data.prepare_data()
+        assert str(data.folder) in str(told.value) and "put there: " in str(told.value)
+        assert not list(tmp_path.iterdir())
+
+    def test_once_though_two_hosts_share_the_folder(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module, made, write = DOWNLOADED[name]
+        calls = []
+
+        def download(root: str, download: bool) -> None:
+            calls.append(root)
+            write(Path(root))
+            write(tmp_path)  # the other host, a moment earlier
+
+        monkeypatch.setattr(module, name, download)
+        data = made(str(tmp_path))
+        data.prepare_data()
+        data.prepare_data()
+        assert len(calls) == 1 and len(list(tmp_path.iterdir())) == 1
+        data.setup("fit")
+        assert len(data.train_dataloader().dataset) > 0
+
+
+def test_mnist_is_read_as_it_is_written(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "MNIST" / "raw", train=48, test=12)
+    data = Mnist(str(tmp_path), batch_size=12)
+    data.setup("fit")
+    assert [len(split) for split in data.splits] == [44, 4, 12]  # type: ignore[arg-type]
+    images, labels = next(iter(data.test_dataloader()))
+    written = (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").read_bytes()[16:]
+    assert (images * 255).round().to(torch.uint8).numpy().tobytes() == written
+    written = (tmp_path / "MNIST" / "raw" / "t10k-labels-idx1-ubyte").read_bytes()[8:]
+    assert labels.to(torch.uint8).numpy().tobytes() == written
+
+
+class TestCifar10:
+    def test_a_batch_is_taken_at_once_and_made_float_on_the_device(self, tmp_path: Path) -> None:
+        write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
+        data: Any = Cifar10(str(tmp_path), batch_size=6)
+        data.setup("fit")
+        assert [len(split) for split in data.splits] == [54, 6, 12]
+        batch = next(iter(data.test_dataloader()))
+        assert batch[0].dtype == torch.uint8 and batch[0].shape == (6, 3, 32, 32)
+        one = InMemory([tmp_path / "cifar-10-batches-py" / "test_batch"])[5]
+        assert torch.equal(batch[0][5], one[0]) and batch[1][5] == one[1]
+        data.trainer = SimpleNamespace(training=False)
+        images, _ = data.on_after_batch_transfer(batch, 0)
+        red = (np.asarray(one[0][0], dtype=float) - 125.31) / 62.99
+        assert images[5, 0].numpy() == pytest.approx(red, abs=1e-5)
+        data.trainer = SimpleNamespace(training=True)
+        assert not torch.equal(data.on_after_batch_transfer(batch, 0)[0], images)
+
+    def test_augmented_images_are_shifted_and_mirrored_each_by_itself(self) -> None:
+        torch.manual_seed(0)
+        image = torch.arange(1.0, 1 + 2 * 5 * 6).view(2, 5, 6)  # no value twice; 0 comes in
+        padded = torch.nn.functional.pad(image, [4] * 4)
+        crops = [padded[:, y : y + 5, x : x + 6] for y in range(9) for x in range(9)]
+        possible = {tuple(i.flatten().tolist()) for crop in crops for i in (crop, crop.flip(2))}
+        found = {tuple(i.flatten().tolist()) for i in augmented(image.expand(2000, -1, -1, -1))}
+        assert found == possible  # each of 162 is drawn in 2,000 but once in 10^3 runs; seeded
+
+
+class TestFolder:
+    def test_pictures_of_any_size_become_squares(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", each=10)
+        for channels in (1, 3):
+            data = Folder(str(tmp_path / "images"), 4, size=16, channels=channels, num_workers=0)
+            data.setup("fit")
+            assert [len(split) for split in data.splits] == [16, 2, 2]
+            images, labels = next(iter(data.train_dataloader()))
+            assert images.shape == (4, channels, 16, 16) and images.dtype == torch.float32
+            assert images.min() >= 0 and images.max() <= 1 and labels.max() <= 1
+
+    @pytest.mark.parametrize(("made", "reason"), [("", "no such folder"), ("a", "no images")])
+    def test_a_missing_one_is_told(self, made: str, reason: str, tmp_path: Path) -> None:
+        folder = tmp_path / "images"
+        if made:
+            (folder / made).mkdir(parents=True)
+        with pytest.raises(FileNotFoundError, match=rf"data.folder={folder}: .*{reason}"):
+            Folder(str(folder)).setup("fit")

@@ -1,0 +1,113 @@
+"""The models' own parts: what scores, networks and schedules compute."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from datamodules.digits import Digits
+from models.dcgan import DCGAN, InceptionScore, Judge
+from models.resnet import ResNet, rise_and_fall
+from models.split import Split
+
+
+class TestDCGAN:
+    @pytest.mark.parametrize(("size", "channels"), [(8, 1), (28, 1), (64, 3)])
+    def test_samples_have_the_shape_of_images(self, size: int, channels: int) -> None:
+        model = DCGAN(size=size, channels=channels, width=4)
+        samples = model(model.latents(2, torch.Generator()))
+        assert samples.shape == (2, channels, size, size)
+        assert samples.min() >= 0 and samples.max() <= 1
+        assert model.opinion(samples).shape == (2,)
+
+    def test_each_rank_draws_other_latents(self) -> None:
+        drawn = []
+        for rank in (0, 1):
+            torch.manual_seed(0)
+            model: Any = DCGAN(size=8, channels=1, width=4)
+            model._trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=0)
+            model.on_train_start()
+            drawn.append(model.latents(4, model.draws))
+        assert not torch.equal(*drawn)
+
+    def test_images_that_do_not_fit_are_refused(self) -> None:
+        model: Any = DCGAN(size=64, channels=3, width=4)
+        model._trainer = SimpleNamespace(datamodule=digits())
+        with pytest.raises(ValueError, match=r"1 channels, \[8, 8\] pixels .* model.channels"):
+            model.setup("fit")
+
+    def test_score_is_1_when_unsure_or_always_the_same_and_else_the_classes(self) -> None:
+        certain = 100 * torch.eye(10)
+        for logits, expected in ((torch.zeros(20, 10), 1), (certain[:1], 1), (certain, 10)):
+            score = InceptionScore(10)
+            for part in logits.split(7):
+                score.update(part)
+            assert float(score.compute()) == pytest.approx(expected, rel=1e-3)
+
+    def test_judge_knows_digits(self) -> None:
+        torch.manual_seed(0)
+        judge, data = Judge(10), digits()
+        images, labels = (torch.cat(parts) for parts in zip(*data.train_dataloader()))
+        judge.fit(images, labels)
+        images, labels = (torch.cat(parts) for parts in zip(*data.test_dataloader()))
+        assert (judge(images)[1].argmax(1) == labels).float().mean() > 0.93
+        assert not any(parameter.requires_grad for parameter in judge.parameters())
+
+
+class TestResNet:
+    def test_it_keeps_the_size_of_small_images(self) -> None:
+        model = ResNet()
+        sizes: list[int] = []
+        model.network.layer1.register_forward_hook(lambda *found: sizes.append(found[2].shape[-1]))
+        assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+        assert sizes == [32]
+        weight = model.network.layer1[0].conv1.weight
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+
+    def test_learning_rate_rises_then_falls(self) -> None:
+        assert [rise_and_fall(x, 0.1) for x in (0.05, 0.1, 0.55)] == pytest.approx([0.5, 1, 0.5])
+        assert rise_and_fall(1, 0.1) == pytest.approx(0) and rise_and_fall(0, 0) == 1
+
+    def test_a_schedule_without_an_end_is_refused(self) -> None:
+        model: Any = ResNet()
+        model._trainer = SimpleNamespace(estimated_stepping_batches=math.inf)
+        with pytest.raises(ValueError, match="max_epochs"):
+            model.configure_optimizers()
+
+
+class TestSplit:
+    @pytest.mark.parametrize("micro_batches", [1, 3])
+    def test_loss_and_gradients_are_those_of_the_whole_network(self, micro_batches: int) -> None:
+        torch.manual_seed(0)
+        whole: Any = Split(depth=1, width=8)
+        split: Any = Split(depth=1, width=8, devices=["cpu", "cpu"], micro_batches=micro_batches)
+        split.load_state_dict(whole.state_dict())
+        split.place()
+        batch = torch.randn(8, 1, 8, 8), torch.arange(8)  # three parts: 3, 3 and 2
+        passed: list[int] = []
+        split.second.register_forward_pre_hook(lambda _, given: passed.append(len(given[0])))
+        losses = []
+        for model in (whole, split):
+            model.log = lambda *_, **__: None
+            losses.append(model.training_step(batch, 0))
+            losses[-1].backward()
+        assert passed == ([8] if micro_batches == 1 else [3, 3, 2])
+        torch.testing.assert_close(*losses)
+        for one, other in zip(whole.parameters(), split.parameters()):
+            torch.testing.assert_close(one.grad, other.grad)
+
+    def test_each_half_lies_on_its_device(self) -> None:
+        model = Split(devices=["cpu", "meta"])
+        model.place()
+        assert {parameter.device.type for parameter in model.first.parameters()} == {"cpu"}
+        assert {parameter.device.type for parameter in model.second.parameters()} == {"meta"}
+
+
+def digits() -> Digits:
+    data = Digits()
+    data.setup("fit")
+    return data

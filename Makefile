@@ -35,7 +35,7 @@ endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
+.PHONY: help install environment train doctor sync launch status logs stop test test-slow test-mutations \
         check bench bench-check bench-overheads bench-readme bench-step bench-step-slow profile \
         hello tensorboard clean
 
@@ -82,6 +82,10 @@ profile: environment ## trace STEPS=10 steps of all ranks: one timeline, a table
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m pytest $(ARGS)
+
+test-slow: ## train the jobs that fit a laptop to the results that they promise (minutes)
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 test-mutations: ## break the strategy in many places and see tests fail (slow)
 	@$(INSTALL) $(MPI_FLAG) --dev

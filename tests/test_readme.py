@@ -59,7 +59,14 @@ def test_there_is_something_to_run() -> None:
     assert len(COMMANDS) > 8 and sum(kind == "python" for kind, _ in BLOCKS) == 2
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c not in {*NOT_HERE, ACTIVATE}])
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, marks=pytest.mark.slow if "experiment=" in c else ())
+        for c in COMMANDS
+        if c not in {*NOT_HERE, ACTIVATE}
+    ],
+)
 def test_command(copy: Path, command: str) -> None:
     # `python` and `horovodrun` are typed after the line that activates the environment.
     typed = command if command.startswith("make") else f"{ACTIVATE} && {command}"

@@ -75,26 +75,20 @@ def started(command: list[str], log: Path, ranks: int, **environment: str) -> su
 
 class TestStart:
     def test_the_headline_command(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
-        """Plain horovodrun, and ours: the same numbers as on one host."""
+        """By plain horovodrun and by ours: the same numbers."""
         job = [PYTHON, "template.py", "trainer.max_epochs=2", "data.batch_size=16"]
         losses = []
-        for name, launcher, where in (
-            ("plain", [HOROVODRUN], "node1:4,node2:4"),
-            ("ours", horovodrun(), "node1:4,node2:4"),
-            ("one", horovodrun(), "node1:8"),
-        ):
+        for name, launcher in (("plain", [HOROVODRUN]), ("ours", horovodrun())):
             folder = tmp_path / name
-            done = run(
-                hosts[0].command(*launcher, "-np", "8", "-H", where, *job, f"log_dir={folder}")
-            )
+            where = ["-np", "8", "-H", "node1:4,node2:4"]
+            done = run(hosts[0].command(*launcher, *where, *job, f"log_dir={folder}"))
             assert done.returncode == 0, done.stdout
             (file,) = folder.glob("*/runs/*/summary.json")
             summary = json.loads(file.read_text())
             assert (summary["world_size"], summary["strategy"]) == (8, "horovod")
-            assert len(summary["hosts"]) == (1 if name == "one" else 2)
+            assert summary["hosts"] == {"node1": 4, "node2": 4}
             losses.append(summary["metrics"]["test/loss"])
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
-        assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
     @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
     def test_hosts_whose_interfaces_have_other_names(

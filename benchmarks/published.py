@@ -1,0 +1,2 @@
+def rows(): return []
+def table(rows): return ""

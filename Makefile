@@ -19,7 +19,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON NETWORK ALLREDUCE,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -34,7 +34,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
-        check bench-step bench-step-slow tensorboard clean
+        check bench-step bench-step-slow bench-allreduce predict predict-proof tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -90,6 +90,17 @@ bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
 	  $(abspath $(PYTHON)) benchmarks/step.py --hosts node1:1,node2:1 --network 500mbit $(ARGS)
+
+bench-allreduce: environment ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
+	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
+	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
+
+predict: environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8 64", NETWORK="rate=25gbit latency=20us"
+	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
+	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(filter command environment,$(origin NP)),--ranks "$(NP)") $(ARGS)
+
+predict-proof: environment ## predictions beside measurements, on hosts made of this one (root)
+	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

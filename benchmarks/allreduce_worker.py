@@ -60,14 +60,14 @@ def lacking_memory(largest: int, device: str) -> str:
     return ""
 
 
-def once(numbers: torch.Tensor, device: str) -> float:
+def once(numbers: torch.Tensor, device: str, pause: float) -> float:
     """Seconds from the start of an all-reduce until this rank has the sum."""
     count = numbers.numel()
     numbers.fill_(1)
     # The ranks begin together: the time of one should not have another's delay in it.
     token = hvd.allreduce_async(torch.zeros(1), name="together", op=hvd.Sum)
     _wait(token)
-    time.sleep(PAUSE)
+    time.sleep(pause)
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
@@ -86,18 +86,19 @@ def _wait(handle: int) -> None:
     hvd.synchronize(handle)
 
 
-def measure(sizes: list[int], repeats: int, device: str) -> list[list[float]]:
+def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -> list[list[float]]:
     """For each size the times of its repetitions: those of the rank that took longest.
 
     The sizes take turns, each repetition begins with another, and the first is left out. The
-    longest counts because training goes on only when the last rank has the sum.
+    longest counts because training goes on only when the last rank has the sum. Before each, all
+    rest for `pause` seconds.
     """
     numbers = torch.ones(max(sizes) // 4, device=device)
     times = torch.zeros(len(sizes), repeats + 1)
     for repetition in range(repeats + 1):
         for turn in range(len(sizes)):
             index = (turn + repetition) % len(sizes)
-            times[index, repetition] = once(numbers[: sizes[index] // 4], device)
+            times[index, repetition] = once(numbers[: sizes[index] // 4], device, pause)
         if hvd.rank() == 0:
             what = "warm-up" if repetition == 0 else f"repetition {repetition} of {repeats}"
             print(f"{what}: {len(sizes)} sizes up to {max(sizes):,} bytes", flush=True)

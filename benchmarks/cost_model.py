@@ -58,6 +58,8 @@ class Network:
         controller: how ranks agree, "ring" (Gloo) or "tree" (MPI).
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).
         cycle: between the beginnings of two rounds, at least.
+        burst: bytes that a link lets through at once after a rest, where a token bucket limits it
+            (cluster/testbed.py, rented machines); they come back at its bandwidth.
     """
 
     latency: float
@@ -70,6 +72,7 @@ class Network:
     controller: str = "ring"
     asynchronous: bool = False
     cycle: float = CYCLE
+    burst: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -153,13 +156,18 @@ def latencies(network: Network, ranks: int, algorithm: str) -> float:
     return 2 * (ranks - 1) / ranks * around
 
 
-def all_reduce_seconds(bytes_: float, ranks: int, network: Network) -> float:
-    """An all-reduce by itself, without the agreement before it."""
+def slowest_bandwidth(ranks: int, network: Network) -> float:
+    """Of the links that `ranks` ranks use."""
     inside = min(ranks, network.ranks_per_host)
     links = [network.bandwidth] if ranks > inside else []
-    links += [network.inside_bandwidth] if inside > 1 else []
+    return min(links + ([network.inside_bandwidth] if inside > 1 else []), default=math.inf)
+
+
+def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float = 0.0) -> float:
+    """An all-reduce by itself, without the agreement before it; `free` bytes pass at once."""
     start = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
-    return start + wire_bytes(bytes_, ranks) / min(links, default=math.inf)
+    slow = max(0.0, wire_bytes(bytes_, ranks) - free)
+    return start + slow / slowest_bandwidth(ranks, network)
 
 
 def agreement_seconds(ranks: int, network: Network) -> float:
@@ -179,7 +187,9 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     begun = straggler + job.forward
     ready = [begun + share * job.backward for share in job.shares]
     agreement = agreement_seconds(ranks, network)
+    bandwidth = slowest_bandwidth(ranks, network)
     thread = wire = 0.0  # when each is free
+    credit, counted = network.burst, 0.0  # bytes that would pass at once, and when that was so
     sent = 0
     while sent < len(ready):
         round_begins = max(thread, ready[sent])
@@ -187,7 +197,11 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
         wire = max(wire, agreed)
         thread = agreed
         while sent < len(ready) and ready[sent] <= round_begins:
-            wire += all_reduce_seconds(job.buckets[sent], ranks, network)
+            if network.burst:
+                credit = min(network.burst, credit + (wire - counted) * bandwidth)
+            wire += all_reduce_seconds(job.buckets[sent], ranks, network, credit)
+            credit = max(0.0, credit - wire_bytes(job.buckets[sent], ranks))
+            counted = wire
             sent += 1
         thread = max(agreed if network.asynchronous else wire, round_begins + network.cycle)
     end = max(wire, begun + job.backward)
@@ -209,12 +223,13 @@ def bucket_sizes(bytes_: float, count: int | None = None, bucket: float = 4 * MI
     return [first] + [(bytes_ - first) / (count - 1)] * (count - 1)
 
 
-def fit(measurements: Sequence[Measurement]) -> Fit:
+def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     """The least squares of relative errors, over constants that are not negative, of
 
-        seconds = fixed + 4 (p - 1) alpha + 2 (p - 1) / p bytes / (share rate)
+        seconds = fixed + 4 (p - 1) alpha + (2 (p - 1) / p bytes - burst) / (share rate)
 
-    which is an operation by itself over Gloo: agreement and transfer. With one number of ranks,
+    which is an operation by itself over Gloo: agreement and transfer. `burst` is of links that are
+    known to have one, and had rested. With one number of ranks,
     `fixed` and alpha cannot be told apart: then fixed is 0, and alpha at its highest.
 
     Raises:
@@ -222,9 +237,9 @@ def fit(measurements: Sequence[Measurement]) -> Fit:
     """
     if len({m.bytes for m in measurements}) < 2:
         raise ValueError("a fit needs all-reduces of two sizes at least")
-    several = len({m.ranks for m in measurements}) > 1
+    several = float(len({m.ranks for m in measurements}) > 1)
     table = np.array([
-        [float(several), 4 * (m.ranks - 1), wire_bytes(m.bytes, m.ranks) / m.rate]
+        [several, 4 * (m.ranks - 1), max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
         for m in measurements
     ])  # fmt: skip
     table /= np.array([[m.seconds] for m in measurements])

@@ -26,14 +26,16 @@ from typing import Any
 
 from benchmarks import published
 from benchmarks.allreduce import RESULTS, launched
-from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
+from benchmarks.cost_model import Fit, Job, Measurement, Network, fit, predict
 from benchmarks.step import hardware
 from cluster.hosts import Refusal
-from cluster.testbed import Testbed, missing
+from cluster.testbed import BURST, Testbed, missing
 
 RANKS, HELD_OUT_RANKS = [2, 4], [8]
 RATES, HELD_OUT_RATES = [100, 200, 500], [300]  # Mbit/s
 SIZES = [2**14, 2**18, 2**20, 2**22]  # bytes
+MBIT = 125e3  # bytes per second
+BURST_BYTES = int(BURST[1].removesuffix("kb")) * 2**10  # tc(8): kb are kibibytes
 STUB: dict[str, Any] = {
     "layers": 16, "layer_bytes": 640 * 2**10, "forward": 0.08, "backward": 0.16,
     "optimizer": 0.005, "deviation": 0.05, "steps": 15, "warmup": 2, "seed": 0,
@@ -78,11 +80,13 @@ def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list
         held_out = count in HELD_OUT_RANKS or rate in HELD_OUT_RATES
         told = "alone" if rate is None else f"{rate} Mbit/s, {'held out' if held_out else 'fitted'}"
         print(f"{number} of {len(plan)}: {count} ranks, {told}", file=sys.stderr, flush=True)
-        # What is held out is not even measured as an all-reduce.
-        sizes = {"sizes": SIZES if not held_out else SIZES[:1], "repeats": repeats}
-        result = run(count, rate, stub | sizes | {"seed": number})
+        fitted = rate is not None and not held_out
+        asked = stub | {"seed": number, "sizes": SIZES if fitted else [], "repeats": repeats}
+        # Until the token buckets of the links are full, as they are after a step's forward.
+        asked["pause"] = 1.2 * BURST_BYTES / (rate * MBIT) if rate else 0.0
+        result = run(count, rate, asked)
         row = {"ranks": count, "rate_mbit": rate, "held_out": held_out, "steps": result["steps"]}
-        if rate is not None and not held_out:
+        if fitted:
             row["all_reduce"] = [
                 {"bytes": size, "seconds": statistics.median(times)}
                 for size, times in zip(SIZES, result["seconds"])
@@ -92,26 +96,28 @@ def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list
 
 
 def network_of(found: Fit, rate_mbit: float) -> Network:
-    return Network(found.latency, found.share * rate_mbit * 125e3, fixed=found.fixed)
+    bandwidth = found.share * rate_mbit * MBIT
+    return Network(found.latency, bandwidth, fixed=found.fixed, burst=BURST_BYTES)
 
 
 def compare(measured: list[dict[str, Any]], stub: dict[str, Any]) -> dict[str, Any]:
     """The fit, and each row measured beside predicted."""
     measurements = [
-        Measurement(row["ranks"], each["bytes"], each["seconds"], row["rate_mbit"] * 125e3)
+        Measurement(row["ranks"], each["bytes"], each["seconds"], row["rate_mbit"] * MBIT)
         for row in measured for each in row.get("all_reduce", [])
     ]  # fmt: skip
-    found, job = fit(measurements), job_of(measured[0]["steps"][0], stub)
+    found, job = fit(measurements, BURST_BYTES), job_of(measured[0]["steps"][0], stub)
     rows = []
     for row in measured:
         times = [seconds for rank in row["steps"] for seconds in rank["step"]]
         cuts = statistics.quantiles(times, n=10, method="inclusive")
         step = predict(job, row["ranks"], network_of(found, row["rate_mbit"] or 1.0))
-        mean = statistics.mean(times)
+        middle = statistics.median(times)
         rows.append({
             "ranks": row["ranks"], "rate_mbit": row["rate_mbit"], "held_out": row["held_out"],
-            "measured": mean, "p10": cuts[0], "p90": cuts[-1], "predicted": step.seconds,
-            "exposed": step.exposed, "straggler": step.straggler, "error": step.seconds / mean - 1,
+            "measured": middle, "p10": cuts[0], "p90": cuts[-1], "predicted": step.seconds,
+            "exposed": step.exposed, "straggler": step.straggler,
+            "error": step.seconds / middle - 1,
         })  # fmt: skip
     errors = [abs(row["error"]) for row in rows if row["held_out"]]
     return {
@@ -151,7 +157,8 @@ def head(results: dict[str, Any]) -> str:
         f"{results['date']}. A stub with sleeping compute, {stub['layers']} layers of "
         f"{stub['layer_bytes'] / 2**20:.3g} MiB of gradients; alone it takes "
         f"{(job['forward'] + job['backward'] + job['rest']) * 1e3:.1f} ms a step, standard "
-        f"deviation {job['deviation'] * 1e3:.1f} ms. Means of {stub['steps']} steps on all ranks.\n\n"
+        f"deviation {job['deviation'] * 1e3:.1f} ms. Medians of {stub['steps']} steps on all "
+        f"ranks.\n\n"
         f"Fitted to all-reduces on {', '.join(map(str, RANKS))} ranks at "
         f"{', '.join(map(str, RATES))} Mbit/s, and to steps of one rank alone: fixed "
         f"{found['fixed'] * 1e6:.0f} µs, latency {found['latency'] * 1e6:.0f} µs, "

@@ -91,15 +91,18 @@ bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
 	  $(abspath $(PYTHON)) benchmarks/step.py --hosts node1:1,node2:1 --network 500mbit $(ARGS)
 
-bench-allreduce: environment ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
+bench-allreduce: ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
+	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
 
-predict: environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8 64", NETWORK="rate=25gbit latency=20us"
+predict: ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
+	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
 	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(filter command environment,$(origin NP)),--ranks "$(NP)") $(ARGS)
 
-predict-proof: environment ## predictions beside measurements, on hosts made of this one (root)
+predict-proof: ## predictions beside measurements, on hosts made of this one (root)
+	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser

@@ -107,8 +107,8 @@ def head(results: dict[str, Any]) -> str:
     hosts = ",".join(f"{host['name']}:{host['slots']}" for host in results["hosts"])
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
-        f"All-reduce of float32 over {results['operations']}, {results['ranks']} ranks on {hosts}, "
-        f"{results['network']}: {results['device'] or results['cpu']}, {results['cores']} cores; "
+        f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
+        f"{hosts}, {results['network']}: {results['device'] or results['cpu']}, {results['cores']} cores; "
         f"{versions}; commit {results['commit']}; medians of {results['repeats']} repetitions, "
         "each the time of its slowest rank."
     )
@@ -144,7 +144,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
     axes.set_xlabel("size of the all-reduce")
     axes.set_ylabel("MB/s")
     axes.set_title(
-        f"{results['ranks']} ranks, {len(results['hosts'])} "
+        f"{len(results['ranks'])} ranks, {len(results['hosts'])} "
         f"host{'s' if len(results['hosts']) > 1 else ''}, {results['network']}, "
         f"{results['operations']}, {results['device'] or results['cpu']}", fontsize=9,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def file_name(results: dict[str, Any]) -> str:
     of = f"{hosts}-hosts-" if hosts > 1 else ""
     kind = re.sub(r"\W+", "-", results["device"] or results["cpu"]).strip("-").lower()
     network = re.sub(r"\W+", "-", results["network"]).strip("-").lower()
-    return f"allreduce_{of}{results['ranks']}-ranks_{network}_{kind}_{results['date'][:10]}"
+    return f"allreduce_{of}{len(results['ranks'])}-ranks_{network}_{kind}_{results['date'][:10]}"
 
 
 def write(results: dict[str, Any], folder: Path) -> Path:
@@ -236,7 +236,7 @@ def main() -> int:
         **found, **before,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))},
         "repeats": arguments.repeats,
-        "sizes": bandwidths(sizes, seconds, found["ranks"]),
+        "sizes": bandwidths(sizes, seconds, len(members)),
     }  # fmt: skip
     file = write(results, arguments.out)
     print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}.json, .md, .csv, .png, .svg")

@@ -10,8 +10,8 @@ sets it up, named operations, in place, a tensor by itself; on GPUs by NCCL, els
 from __future__ import annotations
 
 import json
-import os
 import re
+import socket
 import sys
 import time
 from pathlib import Path
@@ -112,7 +112,7 @@ def main() -> None:
     initialize()
     device = device_of_rank()
     lacks = hvd.allgather_object(
-        (os.uname().nodename, lacking_memory(max(asked["sizes"]), device)), name="memory"
+        (socket.gethostname(), lacking_memory(max(asked["sizes"]), device)), name="memory"
     )
     if lacking := next((f"{host}: {why}" for host, why in lacks if why), None):
         if hvd.rank() == 0:
@@ -120,8 +120,7 @@ def main() -> None:
         hvd.shutdown()
         return
     found = {
-        "ranks": hvd.size(),
-        "hosts_of_ranks": [host for host, _ in lacks],
+        "ranks": [host for host, _ in lacks],
         "operations": operations(device),
         "device": torch.cuda.get_device_name() if device == "cuda" else None,
         "seconds": measure(asked["sizes"], asked["repeats"], device),

@@ -32,6 +32,8 @@ from pathlib import Path
 
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.predict_inputs import (
+    ALL_REDUCE_KEYS,
+    RUN_KEYS,
     described,
     job_of,
     networks,
@@ -47,7 +49,7 @@ MOST_RANKS = 4096
 
 @dataclass(frozen=True)
 class Prediction:
-    """For a number of ranks: the likely step, and its seconds at best and at worst."""
+    """For a number of ranks: the likely step, and those at best and at worst."""
 
     ranks: int
     hosts: int
@@ -59,9 +61,10 @@ class Prediction:
 def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Prediction]:
     found = []
     for count in ranks:
-        best, likely, worst = (predict(job, count, network) for network in cases)
+        steps = [predict(job, count, network) for network in cases]
+        best, worst = (pick(steps, key=lambda step: step.seconds) for pick in (min, max))
         hosts = math.ceil(count / cases[1].ranks_per_host)
-        found.append(Prediction(count, hosts, likely, best, worst))
+        found.append(Prediction(count, hosts, steps[1], best, worst))
     return found
 
 
@@ -151,15 +154,18 @@ def main() -> int:
     try:
         ranks, asked = numbers(arguments.ranks), described(arguments.network)
         files = [Path(name) for name in arguments.allreduce.split()] or newest_all_reduces()
-        results = [read(file, "ALLREDUCE", "sizes") for file in files]
+        results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
         run = Path(arguments.run) if arguments.run else newest_run()
-        summary = read(run, "RUN", "anatomy")
+        summary = read(run, "RUN", RUN_KEYS)
         job = job_of(summary, run)
         cases, sources = networks(results, asked, max(summary["hosts"].values()))
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    measured = {summary["world_size"]: summary["anatomy"]["step_ms"]["median"] / 1e3}
+    # What was measured belongs beside the prediction where that is for the hosts at hand.
+    median = summary["anatomy"]["step_ms"]["median"] / 1e3
+    elsewhere = "rate" in asked or "inside" in asked
+    measured = {} if elsewhere else {summary["world_size"]: median}
     found = predictions(job, sorted({*ranks, *measured}), cases)
     head = [
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
@@ -170,7 +176,12 @@ def main() -> int:
     ]
     text = "\n".join(head) + "\n\n" + table(found, measured)
     out = run.with_name("prediction")
-    plot(found, measured, job, f"{summary['model']}, {sources[1]}", out)
+    link = cases[1]
+    title = (
+        f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
+        f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
+    )
+    plot(found, measured, job, title, out)
     out.with_name("prediction.md").write_text(text + "\n")
     print(f"{text}\n\nwritten to {out}.md, .png, .svg")
     return 0

@@ -10,6 +10,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 from benchmarks.allreduce import RESULTS
@@ -38,6 +39,8 @@ CASES = (
     ("seconds", 0.85, 1.0, 0.5),
     ("seconds_p90", 0.70, 2.0, 1.0),
 )
+ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
+RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
 KEYS = ("rate", "latency", "gpus_per_host", "inside", "operations", "controller")
 
 
@@ -88,8 +91,8 @@ def described(text: str) -> dict[str, Any]:
     return found
 
 
-def read(file: Path, what: str, key: str) -> dict[str, Any]:
-    """A result.
+def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
+    """A result that has these keys.
 
     Raises:
         Refusal: when it is none.
@@ -100,8 +103,9 @@ def read(file: Path, what: str, key: str) -> dict[str, Any]:
         raise Refusal(f"{what}={file}: {error.strerror}") from None
     except ValueError:
         raise Refusal(f"{what}={file}: this is no JSON") from None
-    if not isinstance(content, dict) or key not in content:
-        raise Refusal(f"{what}={file}: there is no '{key}' in it: is it the right file?")
+    for key in keys:
+        if not isinstance(content, dict) or key not in content:
+            raise Refusal(f"{what}={file}: there is no '{key}' in it: is it the right file?")
     return content
 
 
@@ -115,14 +119,14 @@ def newest_run() -> Path:
             continue
         if (summary.get("anatomy") or {}).get("wire"):
             return file
-    raise Refusal("no run on two ranks or more in logs/: make train NP=2 first, or give RUN=")
+    raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 
 
 def newest_all_reduces() -> list[Path]:
     """The newest of a single host and the newest of several, where there are any."""
     newest: dict[bool, tuple[str, Path]] = {}
     for file in sorted(RESULTS.glob("allreduce_*.json")):
-        content = read(file, "ALLREDUCE", "sizes")
+        content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
         several = len(content["hosts"]) > 1
         if several not in newest or content["date"] > newest[several][0]:
             newest[several] = content["date"], file
@@ -139,12 +143,15 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
     if summary.get("strategy") != "horovod":
         raise Refusal(f"RUN={file}: strategy {summary.get('strategy')}: the model is of horovod's")
     if not anatomy or not anatomy.get("wire"):
-        raise Refusal(f"RUN={file}: nothing was trained on two ranks or more: make train NP=2")
+        raise Refusal(f"RUN={file}: no all-reduce of gradients was seen in it: make train NP=2")
     phases = {name: value / 1e3 for name, value in anatomy["phases_ms"].items()}
     wire, ranks = anatomy["wire"], summary["world_size"]
     buckets = bucket_sizes(wire["payload_bytes"], max(1, round(wire["calls"])))
-    # The slowest rank is expected that many standard deviations behind the mean.
-    deviation = phases["straggler"] / expected_maximum(ranks)
+    if ranks > 1:  # the slowest is expected that many standard deviations behind the mean
+        deviation = phases["straggler"] / expected_maximum(ranks)
+    else:
+        tail = NormalDist().inv_cdf(0.9)
+        deviation = (anatomy["step_ms"]["p90"] - anatomy["step_ms"]["p10"]) / (2e3 * tail)
     rest = phases["data"] + phases["optimizer"] + phases["rest"]
     return Job(phases["forward"], phases["backward"], rest, tuple(buckets), deviation)
 
@@ -157,7 +164,7 @@ def fits(results: list[dict[str, Any]], times: str, part: float) -> Fit | None:
         part: of what no bytes explain that is latency, where it cannot be told.
     """
     measurements = [
-        Measurement(result["ranks"], row["bytes"], row[times])
+        Measurement(len(result["ranks"]), row["bytes"], row[times])
         for result in results
         for row in result["sizes"]
     ]
@@ -189,17 +196,17 @@ def networks(
     default = described(NOT_MEASURED)
     found, sources = [], [f"operations {kind}, agreement over {controller}"]
     for times, share, slower, part in CASES:
-        inside, between = fits(one_host, times, part), fits(several, times, part)
-        if "rate" in asked or not between:
+        inside = None if "inside" in asked else fits(one_host, times, part)
+        between = None if "rate" in asked else fits(several, times, part)
+        if between:
+            latency, bandwidth = between.latency, between.share
+        else:
             link = asked if "rate" in asked else default
             latency, bandwidth = slower * link["latency"], share * link["rate"]
-        else:
-            latency, bandwidth = between.latency, between.share
-        if "inside" in asked or not inside:
-            within = asked.get("inside") or (bandwidth, latency)
-        else:
+        within = asked.get("inside", (bandwidth, latency))
+        if inside:
             within = (inside.share, inside.latency)
-        fixed = max((f.fixed for f in (inside, between) if f), default=FIXED)
+        fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
         found.append(Network(
             latency, bandwidth, ranks_per_host, within[1], within[0], fixed,
             algorithms=("ring",) if kind == "gloo" else ("ring", "tree"),
@@ -221,7 +228,9 @@ def networks(
         sources.append(
             f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
         )
-    if any(len({result["ranks"] for result in group}) == 1 for group in (one_host, several)):
+    used = [] if "inside" in asked else [one_host]
+    used += [] if "rate" in asked else [several]
+    if any(len({len(result["ranks"]) for result in group}) == 1 for group in used):
         sources.append(
             "one number of ranks does not tell latency from fixed time: a quarter, half, all of it "
             'is taken as latency; more files (ALLREDUCE="a b") tell'

@@ -108,9 +108,9 @@ def head(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
-        f"{hosts}, {results['network']}: {results['device'] or results['cpu']}, {results['cores']} cores; "
-        f"{versions}; commit {results['commit']}; medians of {results['repeats']} repetitions, "
-        "each the time of its slowest rank."
+        f"{hosts}, {results['network']}: {results['device'] or results['cpu']}, "
+        f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
+        f"{results['repeats']} repetitions, each the time of its slowest rank."
     )
 
 

@@ -40,7 +40,7 @@ from benchmarks.predict_inputs import (
     newest_all_reduces,
     newest_run,
     read,
-)  # fmt: skip
+)
 from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
@@ -169,7 +169,7 @@ def main() -> int:
     found = predictions(job, sorted({*ranks, *measured}), cases)
     head = [
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
-        f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients in {len(job.buckets)} buckets, "
+        f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
         f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
         *(f"network   {line}" for line in sources),
         *(f"measured  {file}" for file in files),

@@ -144,7 +144,9 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
         raise Refusal(f"RUN={file}: strategy {summary.get('strategy')}: the model is of horovod's")
     if not anatomy or not anatomy.get("wire"):
         raise Refusal(f"RUN={file}: no all-reduce of gradients was seen in it: make train NP=2")
-    phases = {name: value / 1e3 for name, value in anatomy["phases_ms"].items()}
+    # Medians of phases need not add up to the median step: they are scaled to.
+    scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
+    phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
     wire, ranks = anatomy["wire"], summary["world_size"]
     buckets = bucket_sizes(wire["payload_bytes"], max(1, round(wire["calls"])))
     if ranks > 1:  # the slowest is expected that many standard deviations behind the mean

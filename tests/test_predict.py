@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
 import socket
 import statistics
 import sys
@@ -118,6 +119,14 @@ def test_only_the_last_bucket_shows_on_a_link_that_keeps_up() -> None:
     assert predict(job, 2, network).exposed == pytest.approx(8e6 / 1e9)
 
 
+def test_what_backward_hides_costs_nothing() -> None:
+    """Full long before backward ends: the step is that of the slowest rank by itself."""
+    job = replace(JOB, ready=(0.1, 0.2, 0.3, 0.4))
+    step = predict(job, 8, Network(0.0, 1e12))
+    assert (step.exposed, step.straggler) == (0.0, job.deviation * expected_maximum(8))
+    assert step.seconds == pytest.approx(job.compute + step.straggler)
+
+
 def test_a_rested_token_bucket_is_used_once() -> None:
     network, job = Network(0.0, 1e7, cycle=0.0), replace(JOB, deviation=0.0)
     saved = predict(job, 2, network).seconds - predict(job, 2, replace(network, burst=1e6)).seconds
@@ -188,6 +197,7 @@ def test_the_back_test_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = published.rows()
     assert [row["published"] for row in rows[:3]] == pytest.approx([0.90, 0.90, 0.68])
     assert all(row["worst"] < row["predicted"] < row["best"] <= 1 for row in rows)
+    assert rows[2]["off_points"] == pytest.approx(100 * (rows[2]["predicted"] - 0.68))
     text = published.table(rows)
     within = sum(row["worst"] <= row["published"] <= row["best"] for row in rows)
     assert f"{within} of {len(rows)} lie within" in text
@@ -231,6 +241,7 @@ def test_the_proof_compares_what_was_held_out() -> None:
     errors = [row["error"] for row in results["rows"]]
     assert errors == pytest.approx([0, 0, 0, 1 / 1.1 - 1, 1 / 0.9 - 1], abs=1e-6)
     assert results["held_out_largest_error"] == pytest.approx(1 / 0.9 - 1)
+    assert results["held_out_median_error"] == pytest.approx((1 - 1 / 1.1 + 1 / 0.9 - 1) / 2)
     lines = predict_proof.table(results).splitlines()
     assert lines[5].startswith("| 8 | 300 | held out |") and lines[5].endswith("| -9.1% |")
     assert "largest 11.1%" in lines[-1]
@@ -241,7 +252,7 @@ def test_the_proof_compares_what_was_held_out() -> None:
 
 def summary(**changes: Any) -> dict[str, Any]:
     anatomy = {
-        "steps": 100, "step_ms": {"median": 130.0, "mean": 131.0, "p10": 128.0, "p90": 140.0},
+        "steps": 100, "step_ms": {"median": 125.0, "mean": 126.0, "p10": 128.0, "p90": 140.0},
         "phases_ms": {
             "data": 1.0, "forward": 35.0, "backward": 60.0, "all_reduce": 20.0,
             "straggler": 3.0, "optimizer": 5.0, "rest": 1.0,
@@ -283,6 +294,10 @@ def test_a_run_becomes_a_job() -> None:
     assert (job.forward, job.backward, job.rest) == pytest.approx((0.035, 0.060, 0.007))
     assert sum(job.buckets) == 9e6 and len(job.buckets) == 3
     assert job.deviation * expected_maximum(2) == pytest.approx(0.003)
+    noisy = summary()
+    noisy["anatomy"]["phases_ms"]["all_reduce"] -= 25  # then they add up to 100 of 125 ms
+    job = predict_inputs.job_of(noisy, Path("summary.json"))
+    assert job.forward == pytest.approx(0.035 * 1.25)
     # One rank waits for nobody: from p10 to p90 of its steps, 12 ms, are 2.56 standard deviations.
     alone = predict_inputs.job_of(summary(world_size=1), Path("summary.json"))
     assert alone.deviation == pytest.approx(0.012 / 2.563, rel=1e-3)
@@ -297,14 +312,14 @@ def test_predict_writes_a_table_and_a_plot(
     assert "between hosts: fitted: 3,000 MB/s" in printed and "NOT MEASURED" not in printed
     rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
     assert [row.split(" | ")[0] for row in rows] == ["| 2", "| 8", "| 4,096"]
-    assert rows[0].endswith("| 130.0 |")  # the run's own ranks, measured
+    assert rows[0].endswith("| 125.0 |")  # the run's own ranks, measured
     for name in ("prediction.md", "prediction.png", "prediction.svg"):
         assert files["run"].with_name(name).stat().st_size > 0
     # A network in words is another one: the run's own time does not belong beside it.
     words = "rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
     assert said(monkeypatch, *given, "--ranks", "16", "--network", words) == 0
     printed = capsys.readouterr().out
-    assert "operations nccl" in printed and "130.0" not in printed
+    assert "operations nccl" in printed and "125.0" not in printed
     assert said(monkeypatch, *given[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
 
@@ -314,6 +329,15 @@ def test_a_band_holds_what_is_likely() -> None:
     cases, _ = predict_inputs.networks([all_reduces()], {}, 1)
     for row in command.predictions(job, command.RANKS, cases):
         assert row.best.seconds <= row.step.seconds <= row.worst.seconds
+    assert row.best.seconds < row.step.seconds < row.worst.seconds
+
+
+def test_a_network_in_words_replaces_what_was_measured() -> None:
+    asked = predict_inputs.described("rate=10gbit latency=20us")
+    cases, _ = predict_inputs.networks([all_reduces(), all_reduces(4, 2)], asked, 1)
+    assert [case.bandwidth for case in cases] == pytest.approx([0.95e9 * 1.25, 1.0625e9, 0.875e9])
+    assert [case.latency for case in cases] == pytest.approx([1e-5, 2e-5, 4e-5])
+    assert cases[1].inside_bandwidth == pytest.approx(TRUTH.bandwidth)  # of the single host
 
 
 @pytest.mark.parametrize(
@@ -387,10 +411,15 @@ def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_numbers_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(allreduce_worker.hvd, "local_size", lambda: 4)
-    assert allreduce_worker.lacking_memory(2**40, "cpu").startswith("4 ranks need 409")
+    """What one rank of a host may have is too much for four."""
+    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    assert available is not None
+    half = int(available[1]) * 512
     monkeypatch.setattr(allreduce_worker, "PROCESS_BYTES", 0)
-    assert allreduce_worker.lacking_memory(4, "cpu") == ""
+    monkeypatch.setattr(allreduce_worker.hvd, "local_size", lambda: 1)
+    assert allreduce_worker.lacking_memory(half, "cpu") == ""
+    monkeypatch.setattr(allreduce_worker.hvd, "local_size", lambda: 4)
+    assert allreduce_worker.lacking_memory(half, "cpu").startswith("4 ranks need ")
 
 
 @pytest.mark.parametrize(

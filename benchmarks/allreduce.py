@@ -18,6 +18,7 @@ import csv
 import json
 import os
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def launched(
         prefix: a command that runs it elsewhere.
 
     Raises:
-        Refusal: with the end of its output, when there is no such line.
+        Refusal: when there is no such line, after the end of its output; or with its "error".
     """
     command = [sys.executable, "-m", "cluster.horovodrun", *where]
     command += [sys.executable, "-m", module, json.dumps(asked)]
@@ -62,12 +63,18 @@ def launched(
                 lines.append(said)
                 if said != line.rstrip("\n"):
                     print(f"  {said}", file=sys.stderr)
-    finally:
+        process.wait()
+    except BaseException:
         process.terminate()  # the launcher ends what it started
         process.wait()
-    if found is None or process.returncode not in (0, -15) or "error" in found:
-        tail = "\n".join(lines[-12:])
-        raise Refusal(found["error"] if found and "error" in found else f"no result:\n{tail}")
+        raise
+    if found and "error" in found:
+        raise Refusal(found["error"])
+    if lines and lines[-1].startswith("error: "):
+        raise Refusal(lines[-1].removeprefix("error: "))
+    if found is None or process.returncode:
+        print("\n".join(lines[-12:]), file=sys.stderr)
+        raise Refusal(f"the ranks ended with exit code {process.returncode}, see above")
     return found
 
 
@@ -206,6 +213,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9, help="of each size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         hosts = chosen(arguments)
         members = ranks(hosts, arguments.np)

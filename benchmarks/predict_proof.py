@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import sys
 from pathlib import Path
@@ -219,6 +220,8 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     stub = STUB | {"steps": arguments.steps}
+    # So that the hosts are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         if problem := missing():
             raise Refusal(problem)

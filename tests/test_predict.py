@@ -428,6 +428,7 @@ def test_numbers_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyP
         (["-np", "1", "-H", "localhost:1"], "one rank: there is nobody"),
         (["-np", "4", "-H", "localhost:2"], "NP=4 processes on 2 slots"),
         (["-H", "localhost:2", "--largest", "16"], "sizes from 4096 to 16"),
+        (["-H", "no-such-host:2"], "no-such-host: no such host"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(arguments: list[str], told: str) -> None:

@@ -21,7 +21,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -35,9 +35,9 @@ endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train doctor sync launch status logs stop test test-slow test-mutations \
-        check bench bench-check bench-overheads bench-readme bench-step bench-step-slow profile \
-        hello tensorboard clean
+.PHONY: help install environment train doctor sync launch status logs stop test test-slow \
+        test-mutations check bench bench-check bench-overheads bench-readme bench-step \
+        bench-step-slow profile hello bench-allreduce predict predict-proof tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -76,7 +76,8 @@ logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
 
-profile: environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
+profile: ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
+	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
@@ -120,6 +121,20 @@ bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of
 
 bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
 	@$(PYTHON) -m benchmarks.overheads $(ARGS)
+
+bench-allreduce: ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
+	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
+
+predict: ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
+	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(filter command environment,$(origin NP)),--ranks "$(NP)") $(ARGS)
+
+predict-proof: ## predictions beside measurements, on hosts made of this one (root)
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

@@ -1,0 +1,252 @@
+"""How fast the ranks of some hosts add up numbers: all-reduces of 4 KiB to 256 MiB.
+
+    make bench-allreduce                                        2 ranks on this host
+    make bench-allreduce HOSTS=node1:4,node2:4 NETWORK=25gbit   on others; the name is for the files
+    make bench-allreduce ARGS="--largest 16777216 --repeats 5"
+
+Algorithm bandwidth is bytes / seconds, bus bandwidth that times 2 (n - 1) / n: what a link carries
+under a ring, to be compared with its rate whatever the number of ranks n. Float32 sums. The time of
+a repetition is that of its slowest rank, as training waits for that one; medians, and the 10th and
+90th percentile. Leaves JSON, a table (Markdown, CSV) and a plot (PNG, SVG) in benchmarks/results/,
+which `make predict` reads. See benchmarks/allreduce_worker.py for what a rank does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug
+from cluster.hosts import Refusal, add_arguments, chosen, ranks
+
+KIB, MIB = 2**10, 2**20
+
+
+def launched(
+    module: str, asked: dict[str, Any], where: list[str], prefix: list[str] | None = None
+) -> dict[str, Any]:
+    """The last line of JSON of rank 0 of `module`, whose other lines are shown.
+
+    Args:
+        where: -np, -H and --hostfile of cluster.horovodrun.
+        prefix: a command that runs it elsewhere.
+
+    Raises:
+        Refusal: when there is no such line, after the end of its output; or with its "error".
+    """
+    command = [sys.executable, "-m", "cluster.horovodrun", *where]
+    command += [sys.executable, "-m", module, json.dumps(asked)]
+    process = subprocess.Popen(
+        [*(prefix or []), *command], cwd=ROOT, text=True, bufsize=1,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert process.stdout is not None
+    found: dict[str, Any] | None = None
+    lines: list[str] = []
+    try:
+        for line in process.stdout:
+            said = line.rstrip("\n").removeprefix("[0]<stdout>:")
+            if said.startswith("{"):
+                found = json.loads(said)
+            else:
+                lines.append(said)
+                if said != line.rstrip("\n"):
+                    print(f"  {said}", file=sys.stderr)
+        process.wait()
+    except BaseException:
+        process.terminate()  # the launcher ends what it started
+        process.wait()
+        raise
+    if found and "error" in found:
+        raise Refusal(found["error"])
+    if lines and lines[-1].startswith("error: "):
+        raise Refusal(lines[-1].removeprefix("error: "))
+    if found is None or process.returncode:
+        print("\n".join(lines[-12:]), file=sys.stderr)
+        raise Refusal(f"the ranks ended with exit code {process.returncode}, see above")
+    return found
+
+
+def bandwidths(sizes: list[int], seconds: list[list[float]], count: int) -> list[dict[str, float]]:
+    """A row a size: median and spread of its times, and MB/s by the median."""
+    rows = []
+    for size, times in zip(sizes, seconds):
+        cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+        middle = statistics.median(times)
+        rows.append({
+            "bytes": size, "seconds": middle, "seconds_p10": cuts[0], "seconds_p90": cuts[-1],
+            "algorithm_mb_s": round(size / middle / 1e6, 3),
+            "bus_mb_s": round(2 * (count - 1) / count * size / middle / 1e6, 3),
+        })  # fmt: skip
+    return rows
+
+
+def readable(size: int) -> str:
+    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = [
+        "| size | ms | p10 - p90 | algorithm MB/s | bus MB/s |",
+        "| ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {readable(row['bytes'])} | {row['seconds'] * 1e3:.3f} | {row['seconds_p10'] * 1e3:.3f} "
+        f"- {row['seconds_p90'] * 1e3:.3f} | {row['algorithm_mb_s']:.1f} | {row['bus_mb_s']:.1f} |"
+        for row in results["sizes"]
+    ]
+    return "\n".join(lines)
+
+
+def head(results: dict[str, Any]) -> str:
+    """What was measured, on what."""
+    hosts = ",".join(f"{host['name']}:{host['slots']}" for host in results["hosts"])
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    return (
+        f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
+        f"{hosts}, {results['network']}: {results['device'] or results['cpu']}, "
+        f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
+        f"{results['repeats']} repetitions, each the time of its slowest rank."
+    )
+
+
+def plot(results: dict[str, Any], file: Path) -> None:
+    """Both bandwidths over the size, logarithmic, with p10 to p90."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "bench-allreduce"
+    figure, axes = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
+    rows = results["sizes"]
+    sizes = [row["bytes"] for row in rows]
+    # On 2 ranks they are the same: open squares, and what lies in them.
+    algorithm = [row["algorithm_mb_s"] for row in rows]
+    axes.plot(
+        sizes, algorithm, "s--", color="0.45", markersize=8, fillstyle="none", linewidth=1,
+        label="algorithm bandwidth",
+    )  # fmt: skip
+    bus = [row["bus_mb_s"] for row in rows]
+    below = [row["bus_mb_s"] * (1 - row["seconds"] / row["seconds_p90"]) for row in rows]
+    above = [row["bus_mb_s"] * (row["seconds"] / row["seconds_p10"] - 1) for row in rows]
+    axes.errorbar(
+        sizes, bus, yerr=[below, above], marker="o", markersize=4, capsize=2.5, linewidth=1.2,
+        label="bus bandwidth, p10 to p90",
+    )  # fmt: skip
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.set_xticks(sizes, [readable(size) for size in sizes], rotation=45, ha="right", size=8)
+    axes.set_xlabel("size of the all-reduce")
+    axes.set_ylabel("MB/s")
+    axes.set_title(
+        f"{len(results['ranks'])} ranks, {len(results['hosts'])} "
+        f"host{'s' if len(results['hosts']) > 1 else ''}, {results['network']}, "
+        f"{results['operations']}, {results['device'] or results['cpu']}", fontsize=9,
+    )  # fmt: skip
+    axes.grid(True, which="major", alpha=0.3)
+    axes.legend(frameon=False)
+    for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
+        figure.savefig(file.with_name(file.name + suffix), dpi=200, metadata=metadata)
+    pyplot.close(figure)
+
+
+def file_name(results: dict[str, Any]) -> str:
+    hosts = len(results["hosts"])
+    of = f"{hosts}-hosts-" if hosts > 1 else ""
+    kind = slug(results["device"] or results["cpu"])
+    network = slug(results["network"])
+    return f"allreduce_{of}{len(results['ranks'])}-ranks_{network}_{kind}_{results['date'][:10]}"
+
+
+def write(results: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / file_name(results)
+    plot(results, file)
+    file.with_name(f"{file.name}.md").write_text(f"{head(results)}\n\n{table(results)}\n")
+    with open(file.with_name(f"{file.name}.csv"), "w", newline="") as text:
+        writer = csv.DictWriter(text, list(results["sizes"][0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(results["sizes"])
+    file.with_name(f"{file.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    return file
+
+
+def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
+    """Each `factor` times the one before.
+
+    Raises:
+        Refusal: when they are no sizes of float32.
+    """
+    if smallest < 4 or smallest % 4 or largest < smallest or factor < 2:
+        raise Refusal(
+            f"sizes from {smallest} to {largest} bytes, each {factor} times the one before: begin "
+            "with a multiple of 4, end with more, and take a factor of 2 or more"
+        )
+    found = [smallest]
+    while found[-1] * factor <= largest:
+        found.append(found[-1] * factor)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
+    add_arguments(parser)
+    parser.add_argument("--network", default="", help="what to call it in the results")
+    parser.add_argument("--smallest", type=int, default=4 * KIB, help="bytes (%(default)s)")
+    parser.add_argument("--largest", type=int, default=256 * MIB, help="bytes (%(default)s)")
+    parser.add_argument("--factor", type=int, default=4, help="between sizes (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=9, help="of each size (%(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        hosts = chosen(arguments)
+        members = ranks(hosts, arguments.np)
+        if len(members) < 2:
+            raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
+        if arguments.repeats < 1:
+            raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
+        sizes = sizes_between(arguments.smallest, arguments.largest, arguments.factor)
+        where = ["-np", str(len(members))]
+        where += ["-H", arguments.hosts] if arguments.hosts else []
+        where += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
+        before = hardware()
+        asked = {"sizes": sizes, "repeats": arguments.repeats}
+        found = launched("benchmarks.allreduce_worker", asked, where)
+    except (Refusal, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    seconds = found.pop("seconds")
+    used = list(dict.fromkeys(member.host for member in members))
+    results = {
+        "hosts": [
+            {"name": host.name, "slots": sum(member.host == host for member in members)}
+            for host in used
+        ],
+        "network": arguments.network or ("network" if len(used) > 1 else "loopback"),
+        **found, **before,
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))},
+        "repeats": arguments.repeats,
+        "sizes": bandwidths(sizes, seconds, len(members)),
+    }  # fmt: skip
+    file = write(results, arguments.out)
+    print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}.json, .md, .csv, .png, .svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

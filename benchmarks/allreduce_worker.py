@@ -1,0 +1,134 @@
+"""One rank of benchmarks/allreduce.py: all-reduces of several sizes, timed.
+
+    horovodrun -np 2 -H node1:1,node2:1 python -m benchmarks.allreduce_worker '{"sizes": [4096],
+        "repeats": 9}'
+
+Rank 0 says how far it is, and ends with a line of JSON. As in training: Horovod as the strategy
+sets it up, named operations, in place, a tensor by itself; on GPUs by NCCL, else by Gloo or MPI.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from strategies.environment import initialize
+
+PROCESS_BYTES = 500 * 2**20  # what a rank needs beside its numbers
+PAUSE = 2e-3  # of two cycles: an operation that follows another at once waits for the next one
+POLL = 1e-5  # seconds; as cluster/exchange.py, for Horovod's own way of waiting takes a core
+
+
+def device_of_rank() -> str:
+    """The GPU of this rank where Horovod moves it by NCCL, else the CPU."""
+    if not (torch.cuda.is_available() and hvd.nccl_built()):
+        return "cpu"
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    return "cuda"
+
+
+def operations(device: str) -> str:
+    if device == "cuda":
+        return "NCCL"
+    return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
+
+
+def lacking_memory(largest: int, device: str) -> str:
+    """Why the ranks of this host cannot have their numbers; empty if they can."""
+    text = Path("/proc/meminfo").read_text()
+    available = int(re.search(r"MemAvailable:\s*(\d+)", text)[1]) * 1024  # type: ignore[index]
+    # Beside its numbers a rank of the CPU has Gloo's two segments of at most 1 MiB.
+    needed = PROCESS_BYTES + (largest if device == "cpu" else 0)
+    where = f"{hvd.local_size()} ranks"
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0]
+        if free < 2 * largest:
+            return f"a GPU has {free / 2**30:.1f} GiB free, {2 * largest / 2**30:.1f} are needed"
+    if available < hvd.local_size() * needed:
+        return (
+            f"{where} need {hvd.local_size() * needed / 2**30:.1f} GiB, "
+            f"{available / 2**30:.1f} are free"
+        )
+    return ""
+
+
+def once(numbers: torch.Tensor, device: str, pause: float) -> float:
+    """Seconds from the start of an all-reduce until this rank has the sum."""
+    count = numbers.numel()
+    numbers.fill_(1)
+    # The ranks begin together: the time of one should not have another's delay in it.
+    token = hvd.allreduce_async(torch.zeros(1), name="together", op=hvd.Sum)
+    _wait(token)
+    time.sleep(pause)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    _wait(hvd.allreduce_async_(numbers, name=f"sum.{count}", op=hvd.Sum))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begun
+    if not float(numbers[0]) == float(numbers[-1]) == hvd.size():
+        raise RuntimeError(f"a sum of {count} ones over {hvd.size()} ranks is wrong")
+    return seconds
+
+
+def _wait(handle: int) -> None:
+    while not hvd.poll(handle):
+        time.sleep(POLL)
+    hvd.synchronize(handle)
+
+
+def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -> list[list[float]]:
+    """For each size the times of its repetitions: those of the rank that took longest.
+
+    The sizes take turns, each repetition begins with another, and the first is left out. The
+    longest counts because training goes on only when the last rank has the sum. Before each, all
+    rest for `pause` seconds.
+    """
+    numbers = torch.ones(max(sizes) // 4, device=device)
+    times = torch.zeros(len(sizes), repeats + 1)
+    for repetition in range(repeats + 1):
+        for turn in range(len(sizes)):
+            index = (turn + repetition) % len(sizes)
+            times[index, repetition] = once(numbers[: sizes[index] // 4], device, pause)
+        if hvd.rank() == 0:
+            what = "warm-up" if repetition == 0 else f"repetition {repetition} of {repeats}"
+            print(f"{what}: {len(sizes)} sizes up to {max(sizes):,} bytes", flush=True)
+    slowest = hvd.allreduce(times, name="times", op=hvd.Max)
+    return [[round(seconds, 9) for seconds in row] for row in slowest[:, 1:].tolist()]
+
+
+def main() -> None:
+    asked: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    initialize()
+    device = device_of_rank()
+    lacks = hvd.allgather_object(
+        (socket.gethostname(), lacking_memory(max(asked["sizes"]), device)), name="memory"
+    )
+    if lacking := next((f"{host}: {why}" for host, why in lacks if why), None):
+        if hvd.rank() == 0:
+            print(json.dumps({"error": f"{lacking}: take a smaller --largest"}), flush=True)
+        hvd.shutdown()
+        return
+    found = {
+        "ranks": [host for host, _ in lacks],
+        "operations": operations(device),
+        "device": torch.cuda.get_device_name() if device == "cuda" else None,
+        "seconds": measure(asked["sizes"], asked["repeats"], device),
+    }
+    if hvd.rank() == 0:
+        print(json.dumps(found), flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

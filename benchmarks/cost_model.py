@@ -1,0 +1,261 @@
+"""How long a training step takes on p ranks: formulas, and how their constants are fitted.
+
+Pure functions; benchmarks/predict.py feeds them with what was measured. All times are seconds, all
+sizes bytes. Each rank keeps its batch size, so that efficiency is step(1) / step(p).
+
+Communication. A message of m bytes takes alpha + m beta (Hockney 1994, Parallel Computing 20). An
+all-reduce of m bytes on p ranks takes
+
+    ring    2 (p - 1) alpha + 2 (p - 1) / p m beta        Patarasuk & Yuan 2009, JPDC 69
+    tree    2 log2(p) alpha + 2 (p - 1) / p m beta        halving and doubling: Thakur, Rabenseifner
+                                                          & Gropp 2005, IJHPCA 19
+
+Gloo has the ring only, flat over all ranks in their order, also where several are on one host. So
+a host's link carries each byte once in each direction, whatever the number of its ranks, and the
+slowest link on the ring sets beta; alpha is the mean over its links. NCCL takes the faster of
+both (its double binary trees, Sanders, Speck & Traeff 2009, have the terms of the tree).
+
+Negotiation. Before a round of operations all ranks agree on what is ready: with Horovod's cache
+warm that is one tiny all-reduce, over Gloo a ring again, 2 (p - 1) alpha, which is what limits
+Gloo at many ranks. Rounds begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
+
+Overlap. Backward fills buckets (strategies/buckets.py); each is ready at its share of backward. The
+thread of Horovod takes those that are ready, agrees on them, and sends them one after the other;
+over Gloo the next round waits for that, over NCCL it is agreed on meanwhile. The step ends when
+backward and the last bucket have ended, and the optimizer after them.
+
+Stragglers. A bucket is ready when the slowest rank has it. Ranks take normally distributed times,
+of standard deviation sigma from step to step; the slowest of p takes sigma Phi^-1((p - 3/8) /
+(p + 1/4)) more than the mean (Blom 1958, Statistical Estimates and Transformed Beta-Variables).
+
+Not in it: congestion between hosts (a full bisection is taken for granted), ranks that take their
+cores or memory bandwidth from each other beyond what was measured, the reading of data.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MIB = 2**20
+CYCLE = 1e-3  # HOROVOD_CYCLE_TIME as Horovod has it
+
+
+@dataclass(frozen=True)
+class Network:
+    """What joins the ranks.
+
+    Attributes:
+        latency, bandwidth: alpha, and 1 / beta, of the link from one host to another.
+        ranks_per_host: these are joined by inside_latency, inside_bandwidth.
+        fixed: seconds of a round that neither ranks nor bytes explain.
+        algorithms: "ring", "tree", of which the faster counts.
+        controller: how ranks agree, "ring" (Gloo) or "tree" (MPI).
+        asynchronous: whether a round is agreed on while another is on the wire (NCCL).
+        cycle: between the beginnings of two rounds, at least.
+        burst: bytes that a link lets through at once after a rest, where a token bucket limits it
+            (cluster/testbed.py, rented machines); they come back at its bandwidth.
+    """
+
+    latency: float
+    bandwidth: float
+    ranks_per_host: int = 1
+    inside_latency: float = 0.0
+    inside_bandwidth: float = math.inf
+    fixed: float = 0.0
+    algorithms: tuple[str, ...] = ("ring",)
+    controller: str = "ring"
+    asynchronous: bool = False
+    cycle: float = CYCLE
+    burst: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a rank does in a step.
+
+    Attributes:
+        forward, backward, rest: seconds; `rest` is the optimizer, data and what else is not hidden.
+        buckets: bytes of each, in the order in which backward fills them.
+        deviation: standard deviation of forward + backward, from step to step.
+        ready: share of backward after which each bucket is full; None: as its bytes are.
+    """
+
+    forward: float
+    backward: float
+    rest: float
+    buckets: tuple[float, ...]
+    deviation: float = 0.0
+    ready: tuple[float, ...] | None = None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        if self.ready is not None:
+            return self.ready
+        total = sum(self.buckets)
+        return tuple(sum(self.buckets[: i + 1]) / total for i in range(len(self.buckets)))
+
+    @property
+    def compute(self) -> float:
+        return self.forward + self.backward + self.rest
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step: `seconds` = compute + straggler + exposed."""
+
+    seconds: float
+    straggler: float
+    exposed: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """An all-reduce that was timed, over links of a known rate (bytes per second) or not (1)."""
+
+    ranks: int
+    bytes: float
+    seconds: float
+    rate: float = 1.0
+
+
+@dataclass(frozen=True)
+class Fit:
+    """`share` of the links' rate that the bytes get: the bandwidth itself where no rate is known.
+
+    `error` is the median of |fitted / measured - 1|.
+    """
+
+    fixed: float
+    latency: float
+    share: float
+    error: float
+
+
+def wire_bytes(bytes_: float, ranks: int) -> float:
+    """What each rank sends in an all-reduce."""
+    return 2 * (ranks - 1) / ranks * bytes_
+
+
+def latencies(network: Network, ranks: int, algorithm: str) -> float:
+    """The alpha term of an all-reduce."""
+    inside = min(ranks, network.ranks_per_host)
+    hosts = math.ceil(ranks / inside)
+    if algorithm == "tree":
+        between_hosts = math.ceil(math.log2(hosts)) * network.latency
+        return 2 * (between_hosts + math.ceil(math.log2(inside)) * network.inside_latency)
+    if hosts == 1:
+        return 2 * (ranks - 1) * network.inside_latency
+    around = hosts * network.latency + (ranks - hosts) * network.inside_latency
+    return 2 * (ranks - 1) / ranks * around
+
+
+def slowest_bandwidth(ranks: int, network: Network) -> float:
+    """Of the links that `ranks` ranks use."""
+    inside = min(ranks, network.ranks_per_host)
+    links = [network.bandwidth] if ranks > inside else []
+    return min(links + ([network.inside_bandwidth] if inside > 1 else []), default=math.inf)
+
+
+def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float = 0.0) -> float:
+    """An all-reduce by itself, without the agreement before it; `free` bytes pass at once."""
+    start = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
+    slow = max(0.0, wire_bytes(bytes_, ranks) - free)
+    return start + slow / slowest_bandwidth(ranks, network)
+
+
+def agreement_seconds(ranks: int, network: Network) -> float:
+    return network.fixed + latencies(network, ranks, network.controller)
+
+
+def expected_maximum(count: int) -> float:
+    """Of `count` independent standard normal variables; Blom's approximation."""
+    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def predict(job: Job, ranks: int, network: Network) -> Step:
+    """A step on `ranks` ranks."""
+    if ranks == 1:
+        return Step(job.compute, 0.0, 0.0, 1.0)
+    straggler = job.deviation * expected_maximum(ranks)
+    begun = straggler + job.forward
+    ready = [begun + share * job.backward for share in job.shares]
+    agreement = agreement_seconds(ranks, network)
+    bandwidth = slowest_bandwidth(ranks, network)
+    thread = wire = 0.0  # when each is free
+    credit, counted = network.burst, 0.0  # bytes that would pass at once, and when that was so
+    sent = 0
+    while sent < len(ready):
+        round_begins = max(thread, ready[sent])
+        agreed = round_begins + agreement
+        wire = max(wire, agreed)
+        thread = agreed
+        while sent < len(ready) and ready[sent] <= round_begins:
+            if network.burst:
+                credit = min(network.burst, credit + (wire - counted) * bandwidth)
+            wire += all_reduce_seconds(job.buckets[sent], ranks, network, credit)
+            credit = max(0.0, credit - wire_bytes(job.buckets[sent], ranks))
+            counted = wire
+            sent += 1
+        thread = max(agreed if network.asynchronous else wire, round_begins + network.cycle)
+    end = max(wire, begun + job.backward)
+    seconds = end + job.rest
+    return Step(seconds, straggler, end - begun - job.backward, job.compute / seconds)
+
+
+def bucket_sizes(bytes_: float, count: int | None = None, bucket: float = 4 * MIB) -> list[float]:
+    """As strategies/buckets.py cuts gradients: the first of 1 MiB, the others equal.
+
+    Args:
+        count: of buckets, where it is known; else as many as of `bucket` bytes it takes.
+    """
+    first = min(MIB, bytes_)
+    if count is None:
+        count = 1 + math.ceil((bytes_ - first) / bucket)
+    if count == 1 or first == bytes_:
+        return [bytes_]
+    return [first] + [(bytes_ - first) / (count - 1)] * (count - 1)
+
+
+def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
+    """The least squares of relative errors, over constants that are not negative, of
+
+        seconds = fixed + 4 (p - 1) alpha + (2 (p - 1) / p bytes - burst) / (share rate)
+
+    which is an operation by itself over Gloo: agreement and transfer. `burst` is of links that are
+    known to have one, and had rested. With one number of ranks,
+    `fixed` and alpha cannot be told apart: then fixed is 0, and alpha at its highest.
+
+    Raises:
+        ValueError: with fewer than two sizes.
+    """
+    if len({m.bytes for m in measurements}) < 2:
+        raise ValueError("a fit needs all-reduces of two sizes at least")
+    several = float(len({m.ranks for m in measurements}) > 1)
+    table = np.array([
+        [several, 4 * (m.ranks - 1), max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
+        for m in measurements
+    ])  # fmt: skip
+    table /= np.array([[m.seconds] for m in measurements])
+    # In units in which all columns are alike; with three unknowns, all sets of them can be tried.
+    scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
+    best: tuple[float, np.ndarray] | None = None
+    for kept in itertools.product([False, True], repeat=2):
+        columns = [index for index, keep in enumerate((*kept, True)) if keep]
+        found = np.zeros(3)
+        part = table[:, columns] / scale[columns]
+        found[columns] = np.linalg.lstsq(part, np.ones(len(table)), rcond=None)[0] / scale[columns]
+        left = float(((table @ found - 1) ** 2).sum())
+        if (found >= 0).all() and (best is None or left < best[0] - 1e-15):
+            best = left, found
+    if best is None or best[1][2] <= 0:
+        raise ValueError("times do not grow with bytes: no bandwidth can be fitted")
+    fixed, latency, inverse = (float(value) for value in best[1])
+    error = float(np.median(np.abs(table @ best[1] - 1)))
+    return Fit(fixed, latency, 1 / inverse, error)

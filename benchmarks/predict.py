@@ -1,0 +1,191 @@
+"""How a job that was run would scale: step time and efficiency on up to 4,096 ranks.
+
+    make predict                                           the newest run, the newest all-reduces
+    make predict RUN=logs/classifier/runs/.../summary.json NP="2 4 8 64 512"
+    make predict ALLREDUCE="benchmarks/results/allreduce_a.json benchmarks/results/allreduce_b.json"
+    make predict NETWORK="rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
+
+The job is what `anatomy` in the summary of a run on two ranks or more says: its compute, its
+gradients, how much its ranks differ. The network is fitted to results of `make bench-allreduce`: of
+a single host for what is inside one, of several for what is between them; or it is described:
+
+    rate, latency      of the links between hosts, as 25gbit and 20us
+    gpus_per_host      ranks of a host
+    inside             a host: pcie, nvlink, or a rate
+    operations         nccl, gloo or mpi, where the all-reduces do not say it
+    controller         gloo (as `make train` has it) or mpi: how ranks agree
+
+The batch of a rank, its compute and the ranks of a host stay as they were. Formulas: benchmarks/
+cost_model.py; whether they hold: `make predict-proof`. The band has the 10th and 90th percentile
+of the all-reduces; of a described network 0.95 to 0.7 of the rate, and half to twice the latency.
+Table and plot go beside the summary, as prediction.*.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.cost_model import Job, Network, Step, predict
+from benchmarks.predict_inputs import (
+    ALL_REDUCE_KEYS,
+    RUN_KEYS,
+    described,
+    job_of,
+    networks,
+    newest_all_reduces,
+    newest_run,
+    read,
+)
+from cluster.hosts import Refusal
+
+RANKS = [2**power for power in range(1, 13)]
+MOST_RANKS = 4096
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """For a number of ranks: the likely step, and those at best and at worst."""
+
+    ranks: int
+    hosts: int
+    step: Step
+    best: Step
+    worst: Step
+
+
+def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Prediction]:
+    found = []
+    for count in ranks:
+        steps = [predict(job, count, network) for network in cases]
+        best, worst = (pick(steps, key=lambda step: step.seconds) for pick in (min, max))
+        hosts = math.ceil(count / cases[1].ranks_per_host)
+        found.append(Prediction(count, hosts, steps[1], best, worst))
+    return found
+
+
+def table(found: list[Prediction], measured: dict[int, float]) -> str:
+    lines = [
+        "| ranks | hosts | step, ms (at best - at worst) | efficiency | of the step: straggler, "
+        "exposed all-reduce, ms | measured, ms |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in found:
+        seen = f"{measured[row.ranks] * 1e3:.1f}" if row.ranks in measured else ""
+        lines.append(
+            f"| {row.ranks:,} | {row.hosts:,} | {row.step.seconds * 1e3:.1f} "
+            f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f}) | "
+            f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%}) | "
+            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f} | {seen} |"
+        )
+    return "\n".join(lines)
+
+
+def plot(
+    found: list[Prediction], measured: dict[int, float], job: Job, title: str, file: Path
+) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    matplotlib.rcParams["svg.hashsalt"] = "predict"
+    figure, (above, below) = pyplot.subplots(
+        2, 1, figsize=(5, 5), sharex=True, layout="constrained"
+    )
+    ranks = [row.ranks for row in found]
+    above.fill_between(
+        ranks, [100 * r.worst.efficiency for r in found], [100 * r.best.efficiency for r in found],
+        alpha=0.2, linewidth=0, label="at worst to at best",
+    )  # fmt: skip
+    above.plot(ranks, [100 * r.step.efficiency for r in found], "o-", markersize=4, label="likely")
+    above.set_ylim(0, 105)
+    above.set_ylabel("efficiency, %")
+    above.set_title(title, fontsize=9)
+    below.fill_between(
+        ranks, [1e3 * r.best.seconds for r in found], [1e3 * r.worst.seconds for r in found],
+        alpha=0.2, linewidth=0,
+    )  # fmt: skip
+    below.plot(ranks, [1e3 * row.step.seconds for row in found], "o-", markersize=4)
+    for count, seconds in measured.items():
+        above.plot(count, 100 * job.compute / seconds, "D", color="C3", label="measured")
+        below.plot(count, 1e3 * seconds, "D", color="C3")
+    below.axhline(1e3 * job.compute, color="0.5", linewidth=1, linestyle=":")
+    below.set_yscale("log")
+    below.set_ylabel("step, ms")
+    below.yaxis.set_major_formatter("{x:,.0f}")
+    below.yaxis.set_minor_formatter("{x:,.0f}")
+    below.tick_params(axis="y", which="minor", labelsize=7)
+    below.set_xscale("log", base=2)
+    below.set_xticks(ranks, [f"{count:,}" for count in ranks], size=8, rotation=45, ha="right")
+    below.set_xticks([], minor=True)
+    below.set_xlabel("ranks")
+    above.legend(frameon=False, fontsize=8, loc="lower left")
+    for axes in (above, below):
+        axes.grid(True, alpha=0.3)
+    for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
+        figure.savefig(file.with_name(file.name + suffix), dpi=200, metadata=metadata)
+    pyplot.close(figure)
+
+
+def numbers(text: str) -> list[int]:
+    """Raises Refusal for what are no numbers of ranks."""
+    if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
+        raise Refusal(f'NP={text}: write numbers of ranks, as NP="2 4 8 64"')
+    found = sorted({int(word) for word in text.split()})
+    if found[-1] > MOST_RANKS:
+        raise Refusal(f"NP={text}: the model is for up to {MOST_RANKS:,} ranks")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--run", default="", help="summary.json of a run; by default the newest")
+    parser.add_argument("--allreduce", default="", help="results of make bench-allreduce")
+    parser.add_argument("--network", default="", help="rate=25gbit latency=20us ...")
+    parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
+    arguments = parser.parse_args()
+    try:
+        ranks, asked = numbers(arguments.ranks), described(arguments.network)
+        files = [Path(name) for name in arguments.allreduce.split()] or newest_all_reduces()
+        results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
+        run = Path(arguments.run) if arguments.run else newest_run()
+        summary = read(run, "RUN", RUN_KEYS)
+        job = job_of(summary, run)
+        cases, sources = networks(results, asked, max(summary["hosts"].values()))
+    except Refusal as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    # What was measured belongs beside the prediction where that is for the hosts at hand.
+    median = summary["anatomy"]["step_ms"]["median"] / 1e3
+    elsewhere = "rate" in asked or "inside" in asked
+    measured = {} if elsewhere else {summary["world_size"]: median}
+    found = predictions(job, sorted({*ranks, *measured}), cases)
+    head = [
+        f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
+        f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
+        f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
+        *(f"network   {line}" for line in sources),
+        *(f"measured  {file}" for file in files),
+    ]
+    text = "\n".join(head) + "\n\n" + table(found, measured)
+    out = run.with_name("prediction")
+    link = cases[1]
+    title = (
+        f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
+        f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
+    )
+    plot(found, measured, job, title, out)
+    out.with_name("prediction.md").write_text(text + "\n")
+    print(f"{text}\n\nwritten to {out}.md, .png, .svg")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,239 @@
+"""What `make predict` is told: a run's summary, results of all-reduces, a network in words.
+
+Reads and checks; the formulas are in benchmarks/cost_model.py.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from benchmarks.cost_model import (
+    Fit,
+    Job,
+    Measurement,
+    Network,
+    bucket_sizes,
+    expected_maximum,
+    fit,
+)
+from benchmarks.hardware import RESULTS, ROOT
+from cluster.hosts import Refusal
+
+UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+# Bandwidth and latency inside a host: a PCIe 3 x16 slot carries 12.8 GB/s of payload, NVLink
+# between V100s about 120 GB/s of an all-reduce; newer ones more, which seldom matters here.
+INSIDE = {"pcie": (10e9, 5e-6), "nvlink": (120e9, 3e-6)}
+NOT_MEASURED = "rate=25gbit latency=20us"  # between hosts, where nothing is known of them
+FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
+# Best, likely, worst: which times count; of a described link its share, and its latency times this;
+# how much of what no bytes explain is latency, where one number of ranks cannot tell.
+CASES = (
+    ("seconds_p10", 0.95, 0.5, 0.25),
+    ("seconds", 0.85, 1.0, 0.5),
+    ("seconds_p90", 0.70, 2.0, 1.0),
+)
+ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
+RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
+KEYS = ("rate", "latency", "gpus_per_host", "inside", "operations", "controller")
+
+
+def quantity(text: str, what: str, units: Sequence[str]) -> float:
+    """25gbit in bytes per second, 20us in seconds.
+
+    Raises:
+        Refusal: when it is none.
+    """
+    found = re.fullmatch(r"([0-9.]+)([a-z]+)", text)
+    if not found or found[2] not in units or found[1].count(".") > 1 or not float(found[1]) > 0:
+        raise Refusal(f"NETWORK: {what}={text}: write a number and {' or '.join(units)}")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def described(text: str) -> dict[str, Any]:
+    """What NETWORK says.
+
+    Raises:
+        Refusal: for keys and values that are unknown.
+    """
+    found: dict[str, Any] = {}
+    for entry in text.split():
+        key, _, value = entry.partition("=")
+        if key not in KEYS or not value:
+            raise Refusal(
+                f"NETWORK: '{entry}' is unknown; there are {', '.join(KEYS)}, as key=value"
+            )
+        found[key] = value
+    if "rate" in found:
+        found["rate"] = quantity(found["rate"], "rate", ("kbit", "mbit", "gbit"))
+    if "latency" in found:
+        found["latency"] = quantity(found["latency"], "latency", ("ns", "us", "ms"))
+    if found and ("rate" in found) != ("latency" in found):
+        raise Refusal("NETWORK: rate and latency belong together, as rate=25gbit latency=20us")
+    if "gpus_per_host" in found:
+        if not re.fullmatch("[1-9][0-9]{0,3}", found["gpus_per_host"]):
+            raise Refusal(f"NETWORK: gpus_per_host={found['gpus_per_host']}: write how many, as 8")
+        found["gpus_per_host"] = int(found["gpus_per_host"])
+    if "inside" in found and found["inside"] not in INSIDE:
+        rate = quantity(found["inside"], "inside", ("mbit", "gbit"))
+        found["inside"] = (rate, INSIDE["pcie"][1])
+    elif "inside" in found:
+        found["inside"] = INSIDE[found["inside"]]
+    for key, values in (("operations", ("nccl", "gloo", "mpi")), ("controller", ("gloo", "mpi"))):
+        if found.get(key, values[0]) not in values:
+            raise Refusal(f"NETWORK: {key}={found[key]}: there are {', '.join(values)}")
+    return found
+
+
+def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
+    """A result that has these keys.
+
+    Raises:
+        Refusal: when it is none.
+    """
+    try:
+        content = json.loads(file.read_text())
+    except OSError as error:
+        raise Refusal(f"{what}={file}: {error.strerror}") from None
+    except ValueError:
+        raise Refusal(f"{what}={file}: this is no JSON") from None
+    for key in keys:
+        if not isinstance(content, dict) or key not in content:
+            raise Refusal(f"{what}={file}: there is no '{key}' in it: is it the right file?")
+    return content
+
+
+def newest_run() -> Path:
+    """Raises Refusal where no run has an anatomy."""
+    found = sorted(ROOT.glob("logs/*/runs/*/summary.json"), key=lambda f: (f.parent.name, f))
+    for file in reversed(found):
+        try:
+            summary = json.loads(file.read_text())
+        except (OSError, ValueError):
+            continue
+        if (summary.get("anatomy") or {}).get("wire"):
+            return file
+    raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
+
+
+def newest_all_reduces() -> list[Path]:
+    """The newest of a single host and the newest of several, where there are any."""
+    newest: dict[bool, tuple[str, Path]] = {}
+    for file in sorted(RESULTS.glob("allreduce_*.json")):
+        content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
+        several = len(content["hosts"]) > 1
+        if several not in newest or content["date"] > newest[several][0]:
+            newest[several] = content["date"], file
+    return [file for _, file in newest.values()]
+
+
+def job_of(summary: dict[str, Any], file: Path) -> Job:
+    """The job that a run was.
+
+    Raises:
+        Refusal: when the run does not tell enough.
+    """
+    anatomy = summary["anatomy"]
+    if summary.get("strategy") != "horovod":
+        raise Refusal(f"RUN={file}: strategy {summary.get('strategy')}: the model is of horovod's")
+    if not anatomy or not anatomy.get("wire"):
+        raise Refusal(f"RUN={file}: no all-reduce of gradients was seen in it: make train NP=2")
+    # Medians of phases need not add up to the median step: they are scaled to.
+    scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
+    phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
+    wire, ranks = anatomy["wire"], summary["world_size"]
+    buckets = bucket_sizes(wire["payload_bytes"], max(1, round(wire["calls"])))
+    if ranks > 1:  # the slowest is expected that many standard deviations behind the mean
+        deviation = phases["straggler"] / expected_maximum(ranks)
+    else:
+        tail = NormalDist().inv_cdf(0.9)
+        deviation = (anatomy["step_ms"]["p90"] - anatomy["step_ms"]["p10"]) / (2e3 * tail)
+    rest = phases["data"] + phases["optimizer"] + phases["rest"]
+    return Job(phases["forward"], phases["backward"], rest, tuple(buckets), deviation)
+
+
+def fits(results: list[dict[str, Any]], times: str, part: float) -> Fit | None:
+    """The constants of what these files measured; None without any.
+
+    Args:
+        times: the key of the times that count.
+        part: of what no bytes explain that is latency, where it cannot be told.
+    """
+    measurements = [
+        Measurement(len(result["ranks"]), row["bytes"], row[times])
+        for result in results
+        for row in result["sizes"]
+    ]
+    try:
+        found = fit(measurements) if measurements else None
+    except ValueError as error:
+        raise Refusal(f"ALLREDUCE: {error}") from None
+    counts = {measurement.ranks for measurement in measurements}
+    if found is None or len(counts) > 1:
+        return found
+    fixed = (1 - part) * 4 * (counts.pop() - 1) * found.latency
+    return replace(found, fixed=fixed, latency=part * found.latency)
+
+
+def networks(
+    results: list[dict[str, Any]], asked: dict[str, Any], slots: int
+) -> tuple[list[Network], list[str]]:
+    """The network at best, likely, and at worst; and where its constants come from.
+
+    Args:
+        slots: ranks of a host in the run, where neither NETWORK nor the files say it.
+    """
+    one_host = [result for result in results if len(result["hosts"]) == 1]
+    several = [result for result in results if len(result["hosts"]) > 1]
+    kind = asked.get("operations", results[0]["operations"].lower() if results else "gloo")
+    controller = asked.get("controller", "mpi" if kind == "mpi" else "gloo")
+    told = [host["slots"] for result in several or one_host for host in result["hosts"]]
+    ranks_per_host = asked.get("gpus_per_host") or max(told, default=slots)
+    default = described(NOT_MEASURED)
+    found, sources = [], [f"operations {kind}, agreement over {controller}"]
+    for times, share, slower, part in CASES:
+        inside = None if "inside" in asked else fits(one_host, times, part)
+        between = None if "rate" in asked else fits(several, times, part)
+        if between:
+            latency, bandwidth = between.latency, between.share
+        else:
+            link = asked if "rate" in asked else default
+            latency, bandwidth = slower * link["latency"], share * link["rate"]
+        within = asked.get("inside", (bandwidth, latency))
+        if inside:
+            within = (inside.share, inside.latency)
+        fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
+        found.append(Network(
+            latency, bandwidth, ranks_per_host, within[1], within[0], fixed,
+            algorithms=("ring",) if kind == "gloo" else ("ring", "tree"),
+            controller="ring" if controller == "gloo" else "tree",
+            asynchronous=kind == "nccl",
+        ))  # fmt: skip
+    likely = found[1]
+    between_source = (
+        "as described" if "rate" in asked else "fitted" if several
+        else f"NOT MEASURED, taken as {NOT_MEASURED}"
+    )  # fmt: skip
+    inside_source = (
+        "as described" if "inside" in asked else "fitted" if one_host else "taken as between hosts"
+    )
+    for where, latency, bandwidth, source in (
+        ("between hosts", likely.latency, likely.bandwidth, between_source),
+        ("inside a host", likely.inside_latency, likely.inside_bandwidth, inside_source),
+    ):
+        sources.append(
+            f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
+        )
+    used = [] if "inside" in asked else [one_host]
+    used += [] if "rate" in asked else [several]
+    if any(len({len(result["ranks"]) for result in group}) == 1 for group in used):
+        sources.append(
+            "one number of ranks does not tell latency from fixed time: a quarter, half, all of it "
+            'is taken as latency; more files (ALLREDUCE="a b") tell'
+        )
+    return found, sources

@@ -1,0 +1,114 @@
+"""One rank of benchmarks/predict_proof.py: all-reduces, and steps of a stub whose compute sleeps.
+
+The stub's layers sleep in forward and backward, as a process does whose GPU works, and leave the
+cores to what moves the data. Their gradients are real memory, combined by the strategy's own
+buckets while the next layer's backward still sleeps. A rank's times to sleep differ from step to
+step, as drawn: normal, with the standard deviation that it is told.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch import Tensor, nn
+
+from benchmarks.allreduce_worker import device_of_rank, measure
+from strategies.buckets import GradientBuckets
+from strategies.environment import initialize
+from strategies.reductions import add
+
+ALONE_STEPS = 3  # times as many without communication: they are short
+
+
+class Sleep(torch.autograd.Function):
+    """Takes so long in forward and backward; the gradient is 1 everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, layer: SleepingLayer, weight: Tensor) -> Tensor:
+        ctx.layer = layer
+        time.sleep(layer.pace * layer.forward_seconds)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor]:
+        time.sleep(ctx.layer.pace * ctx.layer.backward_seconds)
+        return gradient, None, ctx.layer.ones
+
+
+class SleepingLayer(nn.Module):
+    def __init__(self, bytes_: int, forward_seconds: float, backward_seconds: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(bytes_ // 4))
+        self.register_buffer("ones", torch.ones(bytes_ // 4))
+        self.forward_seconds, self.backward_seconds = forward_seconds, backward_seconds
+        self.pace = 1.0
+
+    def forward(self, value: Tensor) -> Tensor:
+        return Sleep.apply(value, self, self.weight)
+
+
+def steps(asked: dict[str, Any], alone: bool) -> dict[str, list[float]]:
+    """Seconds of each step and of its phases, on this rank."""
+    world = initialize()
+    seconds = [asked[phase] / asked["layers"] for phase in ("forward", "backward")]
+    layers = [SleepingLayer(asked["layer_bytes"], *seconds) for _ in range(asked["layers"])]
+    model = nn.Sequential(*layers)
+    buckets = GradientBuckets(model, world, add, bucket_mib=4, before=1.0, after=1.0)
+    draw = random.Random(1000 * asked["seed"] + hvd.rank())
+    found: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "rest": []}
+    last = time.perf_counter()
+    for step in range(asked["steps"] * (ALONE_STEPS if alone else 1) + asked["warmup"]):
+        pace = max(0.2, draw.gauss(1, asked["deviation"]))
+        for layer in layers:
+            layer.pace = pace
+            layer.weight.grad = None
+        begun = time.perf_counter()
+        loss = model(torch.zeros(1, requires_grad=True)).sum()
+        forward = time.perf_counter()
+        if alone:
+            loss.backward()
+            backward = time.perf_counter()
+        else:
+            buckets.prepare(loss)
+            buckets.start()
+            loss.backward()
+            backward = time.perf_counter()
+            buckets.finish()
+            gradient = layers[0].weight.grad
+            if gradient is None or float(gradient[-1]) != world.size:
+                raise RuntimeError(f"a sum of ones over {world.size} ranks is wrong")
+        time.sleep(asked["optimizer"])
+        now = time.perf_counter()
+        if step >= asked["warmup"]:
+            found["step"].append(now - last)
+            found["forward"].append(forward - begun)
+            found["backward"].append(backward - forward)
+            found["rest"].append(now - last - (backward - begun))
+        last = now
+    return found
+
+
+def main() -> None:
+    asked: dict[str, Any] = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    initialize()
+    alone = hvd.size() == 1
+    found: dict[str, Any] = {"ranks": hvd.size()}
+    if asked["sizes"]:
+        device = device_of_rank()
+        found["seconds"] = measure(asked["sizes"], asked["repeats"], device, asked["pause"])
+    everyone = hvd.allgather_object(steps(asked, alone), name="steps")
+    found["steps"] = everyone
+    if hvd.rank() == 0:
+        print(json.dumps(found), flush=True)
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    main()

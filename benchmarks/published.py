@@ -1,0 +1,197 @@
+"""The cost model against figures that others published of Horovod, with what is known of them.
+
+    python -m benchmarks.published
+
+Two sources. Sergeev & Del Balso 2018 (arXiv:1802.05799; Horovod's docs/benchmarks.rst): 128
+servers with 4 Pascal GPUs each, 25 Gbit/s RoCE. Their single-GPU speeds are not given; those of
+TensorFlow's benchmarks of 2017 on a P100 are taken (synthetic data, batch 64), for ResNet-101 what
+lies between ResNet-50 and ResNet-152 by multiply-adds. And NVIDIA's logs of ResNet-50 in MLPerf
+Training v0.6 (github.com/mlcommons/training_results_v0.6, NVIDIA/results/dgx*_mxnet/resnet/,
+medians of the speeds printed in result_0.txt), which trained with Horovod in 16-bit floats;
+efficiency there is against one machine, with a larger batch a GPU.
+
+Layers, their parameters and multiply-adds come from torchvision. What nobody published is taken
+from ranges, `ASSUMED` below, and the band is what they leave open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from benchmarks.cost_model import MIB, Job, Network, predict
+
+GBIT = 125e6  # bytes per second
+# At best, most likely, at worst: share of the links' rate, seconds from host to host, and standard
+# deviation of a rank's step over its mean.
+ASSUMED = ((0.95, 5e-6, 0.0), (0.85, 10e-6, 0.02), (0.70, 20e-6, 0.05))
+BACKWARD = 2 / 3  # of the compute: gradients of inputs and of weights, beside one forward
+P100 = {"inception_v3": 142.0, "resnet50": 219.0, "resnet152": 91.8, "vgg16": 154.0}  # images/s
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of theirs.
+
+    Attributes:
+        images, alone: per second and GPU, together and as the base.
+        bucket: bytes that travel together at least: Horovod's fusion.
+        network: with the rated bandwidth of a host's links.
+    """
+
+    source: str
+    model: str
+    ranks: int
+    batch: int
+    images: float
+    alone: float
+    bytes_a_number: int
+    bucket: float
+    network: Network
+
+
+@cache
+def layers(name: str) -> tuple[tuple[int, int], ...]:
+    """Parameters and multiply-adds of an image of each layer, from the loss backwards."""
+    import torch
+    import torchvision
+    from torch import Tensor, nn
+
+    size = 299 if name == "inception_v3" else 224
+    options = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
+    found: list[tuple[int, int]] = []
+
+    def note(layer: nn.Module, _: Any, output: Tensor) -> None:
+        weight = layer.get_parameter("weight")
+        # Each number of the output comes of a weight's filter; biases and norms count as nothing.
+        work = output.numel() * weight[0].numel() if weight.dim() > 1 else 0
+        found.append((sum(p.numel() for p in layer.parameters()), work))
+
+    with torch.device("meta"):
+        model: nn.Module = getattr(torchvision.models, name)(**options).eval()
+        for layer in model.modules():
+            if isinstance(layer, (nn.Conv2d, nn.Linear, nn.BatchNorm2d)):
+                layer.register_forward_hook(note)
+        model(torch.zeros(1, 3, size, size))
+    return tuple(found[::-1])
+
+
+def multiply_adds(name: str) -> int:
+    return sum(work for _, work in layers(name))
+
+
+def p100_speed(name: str) -> float:
+    """Images a second; by multiply-adds between two ResNets where it was not measured."""
+    if name in P100:
+        return P100[name]
+    low, high = multiply_adds("resnet50"), multiply_adds("resnet152")
+    share = (multiply_adds(name) - low) / (high - low)
+    return 1 / ((1 - share) / P100["resnet50"] + share / P100["resnet152"])
+
+
+def job_of(row: Published, deviation: float) -> Job:
+    """A rank's step as the base has it: layers take time by their multiply-adds."""
+    compute = row.batch / row.alone
+    total = multiply_adds(row.model)
+    buckets, ready, size, done = [], [], 0.0, 0
+    for parameters, work in layers(row.model):
+        size, done = size + parameters * row.bytes_a_number, done + work
+        if size >= row.bucket:
+            buckets.append(size)
+            ready.append(done / total)
+            size = 0.0
+    if size:
+        buckets.append(size)
+        ready.append(1.0)
+    return Job(
+        (1 - BACKWARD) * compute, BACKWARD * compute, 0.0, tuple(buckets), deviation * compute,
+        tuple(ready),
+    )  # fmt: skip
+
+
+def _horovod(model: str, efficiency: float) -> Published:
+    # NCCL 2 of 2017 had rings only; Horovod then looked for work every 5 ms.
+    network = Network(
+        0.0, 25 * GBIT, 4, 5e-6, 10e9, algorithms=("ring",), controller="tree", asynchronous=True,
+        cycle=5e-3,
+    )  # fmt: skip
+    alone = p100_speed(model)
+    return Published(
+        "Horovod paper, 128 x 4 P100, 25 Gbit/s", model, 512, 64, efficiency * alone, alone, 4,
+        8 * MIB, network,
+    )  # fmt: skip
+
+
+def _mlperf(
+    hosts: int, gpus: int, batch: int, images: float, alone: float, cards: int
+) -> Published:
+    machine = "DGX-2H" if gpus == 16 else "DGX-1"
+    network = Network(
+        0.0, cards * 100 * GBIT, gpus, 3e-6, 120e9, algorithms=("ring", "tree"),
+        controller="tree", asynchronous=True, cycle=1e-4,
+    )  # fmt: skip
+    ranks = hosts * gpus
+    return Published(
+        f"MLPerf v0.6, {hosts} x {machine}, {cards} x 100 Gbit/s", "resnet50", ranks, batch,
+        images / ranks, alone / gpus, 2, 3.2e6, network,
+    )  # fmt: skip
+
+
+ROWS: tuple[Callable[[], Published], ...] = (
+    lambda: _horovod("inception_v3", 0.90),
+    lambda: _horovod("resnet101", 0.90),
+    lambda: _horovod("vgg16", 0.68),
+    lambda: _mlperf(130, 8, 52, 1_147_030, 11_222.4, 4),
+    lambda: _mlperf(32, 16, 65, 633_233, 24_655.5, 8),  # two of its ten cards are for storage
+    lambda: _mlperf(96, 16, 39, 1_632_450, 24_655.5, 8),
+)
+
+
+def rows() -> list[dict[str, Any]]:
+    """Each row's efficiency beside what the model says: most likely, and at worst and best."""
+    found = []
+    for make in ROWS:
+        row = make()
+        said = []
+        for share, latency, deviation in ASSUMED:
+            network = replace(row.network, latency=latency, bandwidth=share * row.network.bandwidth)
+            said.append(predict(job_of(row, deviation), row.ranks, network).efficiency)
+        best, likely, worst = said
+        published = row.images / row.alone
+        found.append({
+            "source": row.source, "model": row.model, "ranks": row.ranks, "batch": row.batch,
+            "published": published, "predicted": likely, "worst": worst, "best": best,
+            "off_points": 100 * (likely - published),
+        })  # fmt: skip
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    lines = [
+        "Back-test on published efficiencies (benchmarks/published.py has sources and assumptions; "
+        "the band is what is not known of them):",
+        "",
+        "| source | model | ranks | batch | published | predicted | worst - best | points off |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    lines += [
+        f"| {row['source']} | {row['model']} | {row['ranks']:,} | {row['batch']} | "
+        f"{row['published']:.1%} | {row['predicted']:.1%} | {row['worst']:.1%} - "
+        f"{row['best']:.1%} | {row['off_points']:+.1f} |"
+        for row in found
+    ]
+    within = sum(row["worst"] <= row["published"] <= row["best"] for row in found)
+    largest = max(abs(row["off_points"]) for row in found)
+    lines += [
+        "",
+        f"{within} of {len(found)} lie within their band; the most likely value is off by up to "
+        f"{largest:.1f} points. The base of the MLPerf rows has 208 images a GPU: that fewer "
+        "images are less efficient on a GPU is not in the model.",
+    ]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(rows()))

@@ -1,0 +1,438 @@
+"""The cost model, what it is fed with, and the all-reduces that it is fitted to."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+import socket
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import allreduce, allreduce_worker, predict_inputs, predict_proof, published
+from benchmarks import predict as command
+from benchmarks.cost_model import (
+    Job,
+    Measurement,
+    Network,
+    agreement_seconds,
+    all_reduce_seconds,
+    bucket_sizes,
+    expected_maximum,
+    fit,
+    predict,
+)  # fmt: skip
+from cluster.hosts import Refusal
+from tests.conftest import ROOT, run
+
+TRUTH = Network(latency=5e-5, bandwidth=3e9, fixed=1e-3)
+JOB = Job(0.1, 0.2, 0.01, (2e6, 8e6, 8e6, 8e6), deviation=0.004)
+SIZES = [4**power for power in range(6, 14)]
+
+
+def measured(network: Network, ranks: list[int], rate: float = 1.0) -> list[Measurement]:
+    """What a network of known constants would show."""
+    return [
+        Measurement(
+            n, size, agreement_seconds(n, network) + all_reduce_seconds(size, n, network), rate
+        )
+        for n in ranks
+        for size in SIZES
+    ]
+
+
+# ---------------------------------------------------------------------- fits
+
+
+def test_a_fit_finds_the_constants_that_made_the_times() -> None:
+    found = fit(measured(TRUTH, [2, 4]))
+    constants = [found.fixed, found.latency, found.share]
+    assert constants == pytest.approx([TRUTH.fixed, TRUTH.latency, TRUTH.bandwidth], rel=1e-6)
+    assert found.error < 1e-9
+
+
+def test_links_of_known_rates_share_one_fit() -> None:
+    slow, fast = (replace(TRUTH, bandwidth=0.9 * rate) for rate in (1e7, 1e8))
+    found = fit(measured(slow, [2, 4], 1e7) + measured(fast, [2, 4], 1e8))
+    assert (found.share, found.latency) == pytest.approx((0.9, TRUTH.latency), rel=1e-6)
+
+
+def test_one_number_of_ranks_leaves_the_fixed_time_to_the_latency() -> None:
+    found = fit(measured(TRUTH, [2]))
+    assert found.fixed == 0
+    assert found.latency == pytest.approx(TRUTH.latency + TRUTH.fixed / 4, rel=1e-6)
+
+
+def test_constants_are_never_negative() -> None:
+    """Times with a negative latency, as a token bucket makes them."""
+    times = [Measurement(n, s, s * 2 * (n - 1) / n / 1e8 - 1e-5) for n in (2, 4) for s in SIZES[2:]]
+    found = fit(times)
+    assert min(found.fixed, found.latency) >= 0 < found.share
+
+
+def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
+    burst, ranks, bandwidth = 262144, 2, 1e7
+    times = [Measurement(ranks, s, 1e-3 + max(0, s - burst) / bandwidth) for s in SIZES]
+    assert fit(times, burst).share == pytest.approx(bandwidth, rel=1e-6)
+    assert fit(times).share > 1.05 * bandwidth
+
+
+def test_times_without_bandwidth_are_refused() -> None:
+    with pytest.raises(ValueError, match="two sizes"):
+        fit([Measurement(2, 4096, 1e-3)])
+
+
+# ---------------------------------------------------------------------- the step
+
+
+def test_one_rank_only_computes() -> None:
+    step = predict(JOB, 1, TRUTH)
+    assert step.seconds == JOB.compute
+    assert (step.efficiency, step.exposed, step.straggler) == (1.0, 0.0, 0.0)
+
+
+def test_a_faster_link_is_never_less_efficient() -> None:
+    for ranks in (2, 8, 512):
+        found = [
+            predict(JOB, ranks, replace(TRUTH, bandwidth=rate)).efficiency
+            for rate in (1e7, 1e8, 1e9, 1e10, 1e11)
+        ]
+        assert found == sorted(found) and found[0] < found[-1] < 1
+
+
+def test_a_link_that_outlasts_backward_shows_all_of_its_bytes_but_the_hidden() -> None:
+    """By hand: 26 MB between 2 ranks at 10 MB/s begin when the first 2 MB are there."""
+    network, job = Network(0.0, 1e7, cycle=0.0), replace(JOB, deviation=0.0)
+    step = predict(job, 2, network)
+    assert step.seconds == pytest.approx(0.1 + 0.2 * 2 / 26 + 26e6 / 1e7 + 0.01)
+    assert step.exposed == pytest.approx(step.seconds - job.compute)
+
+
+def test_only_the_last_bucket_shows_on_a_link_that_keeps_up() -> None:
+    network, job = Network(0.0, 1e9, cycle=0.0), replace(JOB, deviation=0.0)
+    assert predict(job, 2, network).exposed == pytest.approx(8e6 / 1e9)
+
+
+def test_what_backward_hides_costs_nothing() -> None:
+    """Full long before backward ends: the step is that of the slowest rank by itself."""
+    job = replace(JOB, ready=(0.1, 0.2, 0.3, 0.4))
+    step = predict(job, 8, Network(0.0, 1e12))
+    assert (step.exposed, step.straggler) == (0.0, job.deviation * expected_maximum(8))
+    assert step.seconds == pytest.approx(job.compute + step.straggler)
+
+
+def test_a_rested_token_bucket_is_used_once() -> None:
+    network, job = Network(0.0, 1e7, cycle=0.0), replace(JOB, deviation=0.0)
+    saved = predict(job, 2, network).seconds - predict(job, 2, replace(network, burst=1e6)).seconds
+    assert saved == pytest.approx(0.1)
+
+
+def test_a_ring_in_one_host_after_the_other_crosses_each_link_once() -> None:
+    """8 ranks on 2 hosts or on 8: the same bytes on a host's link, fewer slow hops."""
+    hosts = Network(1e-3, 1e8, ranks_per_host=4, inside_latency=0.0, inside_bandwidth=1e10)
+    flat = replace(hosts, ranks_per_host=1)
+    latency = all_reduce_seconds(0, 8, hosts), all_reduce_seconds(0, 8, flat)
+    assert latency == pytest.approx((14 / 8 * 2e-3, 14e-3))
+    wire = [all_reduce_seconds(8e6, 8, n) - all_reduce_seconds(0, 8, n) for n in (hosts, flat)]
+    assert wire == pytest.approx([14e6 / 1e8] * 2)
+    assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e10)
+
+
+def test_a_tree_has_logarithmic_latency_and_the_faster_algorithm_counts() -> None:
+    tree, ring = replace(TRUTH, algorithms=("tree",)), TRUTH
+    assert all_reduce_seconds(0, 1024, tree) == pytest.approx(2 * 10 * TRUTH.latency)
+    assert all_reduce_seconds(0, 1024, ring) == pytest.approx(2 * 1023 * TRUTH.latency)
+    both = replace(TRUTH, algorithms=("ring", "tree"))
+    assert all_reduce_seconds(1e6, 1024, both) == all_reduce_seconds(1e6, 1024, tree)
+
+
+def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:
+    network = replace(TRUTH, bandwidth=5e7, fixed=0.03)
+    asynchronous = replace(network, asynchronous=True)
+    assert predict(JOB, 2, asynchronous).seconds < predict(JOB, 2, network).seconds
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_the_expected_maximum_is_that_of_drawn_numbers(count: int) -> None:
+    draw = random.Random(0)
+    drawn = [max(draw.gauss(0, 1) for _ in range(count)) for _ in range(4000)]
+    assert expected_maximum(count) == pytest.approx(statistics.mean(drawn), abs=0.04)
+    assert expected_maximum(1) == pytest.approx(0)
+
+
+def test_buckets_are_cut_as_the_strategy_cuts_them() -> None:
+    mib = 2**20
+    assert bucket_sizes(0.5 * mib) == [0.5 * mib]
+    assert bucket_sizes(9 * mib) == [mib, 4 * mib, 4 * mib]
+    assert bucket_sizes(9 * mib, 2) == [mib, 8 * mib]
+
+
+def test_the_stub_has_the_buckets_of_the_strategy() -> None:
+    import torch
+
+    from strategies.buckets import split
+
+    stub = predict_proof.STUB
+    parameters = [torch.nn.Parameter(torch.empty(stub["layer_bytes"] // 4)) for _ in range(16)]
+    groups = split([(parameter, 0) for parameter in parameters], 4 * 2**20)
+    assert predict_proof.stub_buckets(stub) == [len(g) * stub["layer_bytes"] for g in groups]
+
+
+# ---------------------------------------------------------------------- published figures
+
+
+def test_the_back_test_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of models with the numbers of parameters that their papers give; and of what is assumed."""
+    for name, millions in (("inception_v3", 23.8), ("resnet101", 44.5), ("vgg16", 138.4)):
+        assert sum(p for p, _ in published.layers(name)) == pytest.approx(millions * 1e6, rel=0.01)
+    assert (
+        published.P100["resnet152"] < published.p100_speed("resnet101") < published.P100["resnet50"]
+    )
+    rows = published.rows()
+    assert [row["published"] for row in rows[:3]] == pytest.approx([0.90, 0.90, 0.68])
+    assert all(row["worst"] < row["predicted"] < row["best"] <= 1 for row in rows)
+    assert rows[2]["off_points"] == pytest.approx(100 * (rows[2]["predicted"] - 0.68))
+    text = published.table(rows)
+    within = sum(row["worst"] <= row["published"] <= row["best"] for row in rows)
+    assert f"{within} of {len(rows)} lie within" in text
+    monkeypatch.setattr(published, "ASSUMED", ((1e6, 0.0, 0.0),) * 3)
+    assert all(row["predicted"] > 0.97 for row in published.rows())  # no network, no stragglers
+
+
+# ---------------------------------------------------------------------- the proof's table
+
+
+def steps(seconds: list[float]) -> dict[str, list[float]]:
+    return {
+        "step": seconds, "forward": [0.08] * len(seconds), "backward": [0.16] * len(seconds),
+        "rest": [0.01] * len(seconds),
+    }  # fmt: skip
+
+
+def test_the_proof_compares_what_was_held_out() -> None:
+    """Times of a network of known constants; the rows that are fitted do not count as held out."""
+    burst = predict_proof.BURST_BYTES
+    truth = {
+        rate: Network(1e-4, 0.95 * rate * 125e3, fixed=1e-3, burst=burst) for rate in (100, 300)
+    }
+    job = predict_proof.job_of(steps([0.25] * 4), predict_proof.STUB)
+    found = [{"ranks": 1, "rate_mbit": None, "held_out": False, "steps": [steps([0.25] * 4)]}]
+    for ranks, rate, factor in ((2, 100, 1.0), (4, 100, 1.0), (8, 300, 1.1), (2, 300, 0.9)):
+        seconds = factor * predict(job, ranks, truth[rate]).seconds
+        row: dict[str, Any] = {
+            "ranks": ranks, "rate_mbit": rate, "held_out": rate == 300,
+            "steps": [steps([seconds] * 4)] * ranks,
+        }  # fmt: skip
+        if rate == 100:
+            network = truth[rate]
+            row["all_reduce"] = [
+                {"bytes": size, "seconds": agreement_seconds(ranks, network)
+                 + all_reduce_seconds(size, ranks, network, burst)}
+                for size in predict_proof.SIZES
+            ]  # fmt: skip
+        found.append(row)
+    results = predict_proof.compare(found, predict_proof.STUB)
+    errors = [row["error"] for row in results["rows"]]
+    assert errors == pytest.approx([0, 0, 0, 1 / 1.1 - 1, 1 / 0.9 - 1], abs=1e-6)
+    assert results["held_out_largest_error"] == pytest.approx(1 / 0.9 - 1)
+    assert results["held_out_median_error"] == pytest.approx((1 - 1 / 1.1 + 1 / 0.9 - 1) / 2)
+    lines = predict_proof.table(results).splitlines()
+    assert lines[5].startswith("| 8 | 300 | held out |") and lines[5].endswith("| -9.1% |")
+    assert "largest 11.1%" in lines[-1]
+
+
+# ---------------------------------------------------------------------- what predict is told
+
+
+def summary(**changes: Any) -> dict[str, Any]:
+    anatomy = {
+        "steps": 100, "step_ms": {"median": 125.0, "mean": 126.0, "p10": 128.0, "p90": 140.0},
+        "phases_ms": {
+            "data": 1.0, "forward": 35.0, "backward": 60.0, "all_reduce": 20.0,
+            "straggler": 3.0, "optimizer": 5.0, "rest": 1.0,
+        },
+        "wire": {"calls": 3.0, "bytes": 9e6, "payload_bytes": 9e6, "bus_bandwidth_mb_s": 400.0},
+    }  # fmt: skip
+    return {
+        "world_size": 2, "hosts": {"laptop": 2}, "strategy": "horovod", "model": "classifier",
+        "data": "digits", "anatomy": anatomy, **changes,
+    }  # fmt: skip
+
+
+def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
+    seconds = [[m.seconds] * 3 for m in measured(TRUTH, [ranks])]
+    names = [f"node{number}" for number in range(hosts)]
+    return {
+        "hosts": [{"name": name, "slots": ranks // hosts} for name in names],
+        "ranks": sorted(names * (ranks // hosts)), "operations": "Gloo", "date": "2026-11-21",
+        "sizes": allreduce.bandwidths(SIZES, seconds, ranks),
+    }  # fmt: skip
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> dict[str, Path]:
+    found = {"run": summary(), "one": all_reduces(), "two": all_reduces(4, 2)}
+    paths = {name: tmp_path / f"{name}.json" for name in found}
+    for name, content in found.items():
+        paths[name].write_text(json.dumps(content))
+    return paths
+
+
+def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["predict", *arguments])
+    return command.main()
+
+
+def test_a_run_becomes_a_job() -> None:
+    job = predict_inputs.job_of(summary(), Path("summary.json"))
+    assert (job.forward, job.backward, job.rest) == pytest.approx((0.035, 0.060, 0.007))
+    assert sum(job.buckets) == 9e6 and len(job.buckets) == 3
+    assert job.deviation * expected_maximum(2) == pytest.approx(0.003)
+    noisy = summary()
+    noisy["anatomy"]["phases_ms"]["all_reduce"] -= 25  # then they add up to 100 of 125 ms
+    job = predict_inputs.job_of(noisy, Path("summary.json"))
+    assert job.forward == pytest.approx(0.035 * 1.25)
+    # One rank waits for nobody: from p10 to p90 of its steps, 12 ms, are 2.56 standard deviations.
+    alone = predict_inputs.job_of(summary(world_size=1), Path("summary.json"))
+    assert alone.deviation == pytest.approx(0.012 / 2.563, rel=1e-3)
+
+
+def test_predict_writes_a_table_and_a_plot(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--run", str(files["run"]), "--allreduce", f"{files['one']} {files['two']}"]
+    assert said(monkeypatch, *given, "--ranks", "8 4096") == 0
+    printed = capsys.readouterr().out
+    assert "between hosts: fitted: 3,000 MB/s" in printed and "NOT MEASURED" not in printed
+    rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 2", "| 8", "| 4,096"]
+    assert rows[0].endswith("| 125.0 |")  # the run's own ranks, measured
+    for name in ("prediction.md", "prediction.png", "prediction.svg"):
+        assert files["run"].with_name(name).stat().st_size > 0
+    # A network in words is another one: the run's own time does not belong beside it.
+    words = "rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
+    assert said(monkeypatch, *given, "--ranks", "16", "--network", words) == 0
+    printed = capsys.readouterr().out
+    assert "operations nccl" in printed and "125.0" not in printed
+    assert said(monkeypatch, *given[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
+    assert "between hosts: NOT MEASURED" in capsys.readouterr().out
+
+
+def test_a_band_holds_what_is_likely() -> None:
+    job = predict_inputs.job_of(summary(), Path("summary.json"))
+    cases, _ = predict_inputs.networks([all_reduces()], {}, 1)
+    for row in command.predictions(job, command.RANKS, cases):
+        assert row.best.seconds <= row.step.seconds <= row.worst.seconds
+    assert row.best.seconds < row.step.seconds < row.worst.seconds
+
+
+def test_a_network_in_words_replaces_what_was_measured() -> None:
+    asked = predict_inputs.described("rate=10gbit latency=20us")
+    cases, _ = predict_inputs.networks([all_reduces(), all_reduces(4, 2)], asked, 1)
+    assert [case.bandwidth for case in cases] == pytest.approx([0.95e9 * 1.25, 1.0625e9, 0.875e9])
+    assert [case.latency for case in cases] == pytest.approx([1e-5, 2e-5, 4e-5])
+    assert cases[1].inside_bandwidth == pytest.approx(TRUTH.bandwidth)  # of the single host
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("rate=25 latency=20us", "rate=25: write a number and kbit or mbit or gbit"),
+        ("rate=25gbit", "rate and latency belong together"),
+        ("rate=25gbit latency=1.2.3us", "latency=1.2.3us: write a number"),
+        ("speed=25gbit", "'speed=25gbit' is unknown; there are rate, latency"),
+        ("gpus_per_host=0", "gpus_per_host=0: write how many"),
+        ("inside=copper", "inside=copper: write a number"),
+        ("operations=smoke", "operations=smoke: there are nccl, gloo, mpi"),
+    ],
+)
+def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
+    with pytest.raises(Refusal, match=told):
+        predict_inputs.described(words)
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ("{", "this is no JSON"),
+        ("[]", "there is no 'anatomy' in it"),
+        (json.dumps(summary(strategy="ddp")), "strategy ddp: the model is of horovod's"),
+        (json.dumps(summary(anatomy=None)), "make train NP=2"),
+    ],
+)
+def test_a_run_that_tells_too_little_is_refused(
+    content: str, told: str, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    files["run"].write_text(content)
+    assert said(monkeypatch, "--run", str(files["run"]), "--allreduce", str(files["one"])) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: RUN={files['run']}") and told in line
+
+
+def test_wrong_numbers_of_ranks_are_refused() -> None:
+    for text in ("", "two", "0", "8192"):
+        with pytest.raises(Refusal, match="NP="):
+            command.numbers(text)
+
+
+# ---------------------------------------------------------------------- make bench-allreduce
+
+
+def test_bandwidths_of_known_times() -> None:
+    """4 MB in 10 ms on 4 ranks: 400 MB/s, of which a link of the ring carries 1.5 times."""
+    (row,) = allreduce.bandwidths([4_000_000], [[0.009, 0.010, 0.011]], 4)
+    assert (row["seconds"], row["algorithm_mb_s"], row["bus_mb_s"]) == (0.010, 400.0, 600.0)
+    assert (row["seconds_p10"], row["seconds_p90"]) == pytest.approx((0.0092, 0.0108))
+
+
+def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
+    few = ["--smallest", "4096", "--largest", "262144", "--factor", "8", "--repeats", "3"]
+    line = [sys.executable, "-m", "benchmarks.allreduce", "-np", "2", "-H", "localhost:2"]
+    done = run([*line, *few, "--out", str(tmp_path)])
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("allreduce_2-ranks_loopback_*.json")
+    found = json.loads(file.read_text())
+    assert found["ranks"] == [socket.gethostname()] * 2
+    assert found["hosts"] == [{"name": "localhost", "slots": 2}]
+    assert [row["bytes"] for row in found["sizes"]] == [4096, 32768, 262144]
+    assert all(0 < row["seconds_p10"] <= row["seconds_p90"] for row in found["sizes"])
+    assert all(math.isclose(row["bus_mb_s"], row["algorithm_mb_s"]) for row in found["sizes"])
+    assert {"operations", "cpu", "cores", "versions", "commit", "repeats"} <= set(found)
+    for suffix in (".md", ".csv", ".png", ".svg"):
+        assert file.with_suffix(suffix).stat().st_size > 0
+    assert "repetition 3 of 3" in done.stdout
+
+
+def test_numbers_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one rank of a host may have is too much for four."""
+    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+    assert available is not None
+    half = int(available[1]) * 512
+    monkeypatch.setattr(allreduce_worker, "PROCESS_BYTES", 0)
+    monkeypatch.setattr(allreduce_worker.hvd, "local_size", lambda: 1)
+    assert allreduce_worker.lacking_memory(half, "cpu") == ""
+    monkeypatch.setattr(allreduce_worker.hvd, "local_size", lambda: 4)
+    assert allreduce_worker.lacking_memory(half, "cpu").startswith("4 ranks need ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["-np", "1", "-H", "localhost:1"], "one rank: there is nobody"),
+        (["-np", "4", "-H", "localhost:2"], "NP=4 processes on 2 slots"),
+        (["-H", "localhost:2", "--largest", "16"], "sizes from 4096 to 16"),
+        (["-H", "no-such-host:2"], "no-such-host: no such host"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(arguments: list[str], told: str) -> None:
+    done = run([sys.executable, "-m", "benchmarks.allreduce", *arguments], cwd=ROOT)
+    assert done.returncode == 2
+    (line,) = done.stdout.splitlines()
+    assert line.startswith("error: ") and told in line

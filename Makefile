@@ -19,7 +19,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON TRIALS METRIC MODE,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -32,8 +32,11 @@ else
 endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
+# A training, but for its changes:
+JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
+
 .DEFAULT_GOAL := help
-.PHONY: help install environment train doctor sync launch status logs stop test test-mutations \
+.PHONY: help install environment train sweep doctor sync launch status logs stop test test-mutations \
         check bench-step bench-step-slow tensorboard clean
 
 help: ## show this
@@ -49,7 +52,12 @@ environment:
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
-	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py $(ARGS)
+	$(JOB) $(ARGS)
+
+# ARGS by the environment: a shell would read model.lr=interval(1e-4,1e-1) as its own.
+sweep: environment ## train with each of several values: make sweep ARGS="model.lr=0.1,0.01"; TRIALS=20, METRIC=, MODE=max
+	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
+	@$(PYTHON) -m runs.sweep --arguments "$$ARGS" --trials "$(TRIALS)" --metric "$(METRIC)" --mode "$(MODE)" -- $(JOB)
 
 doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)

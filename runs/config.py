@@ -13,7 +13,6 @@ import inspect
 import sys
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 from hydra import compose, initialize_config_dir
@@ -24,9 +23,9 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runs.folders import ROOT
 from runs.refusal import Refusal, refuse
 
-ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
 CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
 
@@ -39,11 +38,14 @@ def check(arguments: list[str]) -> None:
     """
     if any(argument.startswith("-") for argument in arguments):
         return
-    for argument in arguments:
-        if "=" not in argument and not argument.startswith("~"):
-            raise Refusal(f"{argument}: a change has the form key=value, like data.batch_size=64")
     try:
-        overrides = [_parse(argument) for argument in arguments]
+        overrides = [parse(argument) for argument in arguments]
+        for override in overrides:
+            if override.is_sweep_override():
+                raise Refusal(
+                    f"{override.input_line}: several values for one run; a list is written [1,2], "
+                    "and make sweep tries one after the other"
+                )
         groups = [o for o in overrides if _is_group(o)]
         for override in groups:
             _check_group(override)
@@ -57,16 +59,20 @@ def check(arguments: list[str]) -> None:
         raise Refusal(str(error).strip().splitlines()[0]) from None
 
 
-def _parse(argument: str) -> Override:
+def parse(argument: str) -> Override:
+    """A change as Hydra reads it.
+
+    Raises:
+        Refusal: when it cannot.
+    """
+    if "=" not in argument and not argument.startswith("~"):
+        raise Refusal(f"{argument}: a change has the form key=value, like data.batch_size=64")
     try:
-        override = OverridesParser.create().parse_override(argument)
+        return OverridesParser.create().parse_override(argument)
     except HydraException:
         raise Refusal(
             f"{argument}: the value cannot be read; quote it for Hydra: \"key='...'\""
         ) from None
-    if override.is_sweep_override():
-        raise Refusal(f"{argument}: several values for one run; a list is written [1,2]")
-    return override
 
 
 def _is_group(override: Override) -> bool:

@@ -19,7 +19,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON TRIALS METRIC MODE,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON TRIALS METRIC MODE NAME DIR,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -36,7 +36,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train sweep doctor sync launch status logs stop test test-mutations \
+.PHONY: help install environment train sweep new doctor sync launch status logs stop test test-mutations \
         check bench-step bench-step-slow tensorboard clean
 
 help: ## show this
@@ -77,6 +77,9 @@ logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
 
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
+
+new: ## copy this to ../NAME for a project of your own, without our results; DIR= elsewhere
+	@python3 new.py "$(NAME)" "$(DIR)"
 
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev

@@ -9,6 +9,7 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import sys
 import typing
@@ -27,6 +28,7 @@ from runs.folders import ROOT
 from runs.refusal import Refusal, refuse
 
 CONF = ROOT / "conf"
+LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
 CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
 
 
@@ -54,7 +56,7 @@ def check(arguments: list[str]) -> None:
             for override in overrides:
                 if not _is_group(override):
                     _check_value(override, config)
-            compose("config", arguments)
+            _check_packages(compose("config", arguments))
     except (HydraException, OmegaConfBaseException) as error:
         raise Refusal(str(error).strip().splitlines()[0]) from None
 
@@ -119,6 +121,17 @@ def _check_value(override: Override, config: DictConfig) -> None:
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
     if node is None and not _annotated(parent.get("_target_"), last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
+
+
+def _check_packages(config: DictConfig) -> None:
+    for name in LOGGERS:
+        spec = importlib.util.find_spec(name)
+        # A folder of this name, as W&B leaves them, has a spec too, but no origin.
+        if name in (config.logger or {}) and (spec is None or spec.origin is None):
+            raise Refusal(
+                f"logger={name}: the package {name} is missing: "
+                f"{sys.executable} -m pip install {name}"
+            )
 
 
 def _expected(default: Any, value: Any) -> str | None:

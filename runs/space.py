@@ -62,6 +62,11 @@ class Space:
         if trials is not None:
             self._check_drawing(trials)
         self._check_values()
+        if trials is not None and importlib.util.find_spec("optuna") is None:
+            raise Refusal(
+                f"TRIALS={trials}: trials are drawn by Optuna, which is missing: "
+                f"{sys.executable} -m pip install {OPTUNA}"
+            )
 
     def grid(self) -> list[list[str]]:
         """The changes of each trial: all combinations, the last key's values changing fastest."""
@@ -132,11 +137,6 @@ class Space:
                 raise Refusal(f"{key}: a logarithmic interval begins above 0")
             if interval.start > interval.end:
                 raise Refusal(f"{key}: the interval begins above its end")
-        if importlib.util.find_spec("optuna") is None:
-            raise Refusal(
-                f"TRIALS={trials}: trials are drawn by Optuna, which is missing: "
-                f"{sys.executable} -m pip install {OPTUNA}"
-            )
 
     def _check_values(self) -> None:
         """Each value once, beside the first of the others."""

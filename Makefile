@@ -21,7 +21,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC NAME DIR,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -34,10 +34,14 @@ else
 endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
+# A training, but for its changes:
+JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
+
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-slow \
         test-mutations check bench bench-check bench-overheads bench-readme bench-step \
-        bench-step-slow profile hello bench-allreduce predict predict-proof tensorboard clean
+        bench-step-slow profile hello bench-allreduce predict predict-proof sweep new tensorboard \
+        clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -52,7 +56,12 @@ environment:
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
-	$(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py $(ARGS)
+	$(JOB) $(ARGS)
+
+# ARGS by the environment: a shell would read model.lr=interval(1e-4,1e-1) as its own.
+sweep: environment ## train with each of several values: make sweep ARGS="model.lr=0.1,0.01"; TRIALS=20, METRIC=, MODE=max
+	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
+	@$(PYTHON) -m runs.sweep --arguments "$$ARGS" --trials "$(TRIALS)" --metric "$(METRIC)" --mode "$(MODE)" -- $(JOB)
 
 hello: environment ## see that Horovod works: each rank, messages between two, an all-reduce
 	@$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) -m cluster.exchange
@@ -79,6 +88,8 @@ stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 profile: ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+new: ## copy this to ../NAME for a project of your own, without our results; DIR= elsewhere
+	@python3 new.py "$(NAME)" "$(DIR)"
 
 test: ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(INSTALL) $(MPI_FLAG) --dev

@@ -9,11 +9,11 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import inspect
 import sys
 import typing
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, Literal
 
 from hydra import compose, initialize_config_dir
@@ -24,10 +24,11 @@ from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runs.folders import ROOT
 from runs.refusal import Refusal, launched_rank, refuse
 
-ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf"
+LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
 CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
 # ${rank:} in a file: for what each rank writes for itself.
 OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
@@ -41,11 +42,14 @@ def check(arguments: list[str]) -> None:
     """
     if any(argument.startswith("-") for argument in arguments):
         return
-    for argument in arguments:
-        if "=" not in argument and not argument.startswith("~"):
-            raise Refusal(f"{argument}: a change has the form key=value, like data.batch_size=64")
     try:
-        overrides = [_parse(argument) for argument in arguments]
+        overrides = [parse(argument) for argument in arguments]
+        for override in overrides:
+            if override.is_sweep_override():
+                raise Refusal(
+                    f"{override.input_line}: several values for one run; a list is written [1,2], "
+                    "and make sweep tries one after the other"
+                )
         groups = [o for o in overrides if _is_group(o)]
         for override in groups:
             _check_group(override)
@@ -54,21 +58,25 @@ def check(arguments: list[str]) -> None:
             for override in overrides:
                 if not _is_group(override):
                     _check_value(override, config)
-            compose("config", arguments)
+            _check_packages(compose("config", arguments))
     except (HydraException, OmegaConfBaseException) as error:
         raise Refusal(str(error).strip().splitlines()[0]) from None
 
 
-def _parse(argument: str) -> Override:
+def parse(argument: str) -> Override:
+    """A change as Hydra reads it.
+
+    Raises:
+        Refusal: when it cannot.
+    """
+    if "=" not in argument and not argument.startswith("~"):
+        raise Refusal(f"{argument}: a change has the form key=value, like data.batch_size=64")
     try:
-        override = OverridesParser.create().parse_override(argument)
+        return OverridesParser.create().parse_override(argument)
     except HydraException:
         raise Refusal(
             f"{argument}: the value cannot be read; quote it for Hydra: \"key='...'\""
         ) from None
-    if override.is_sweep_override():
-        raise Refusal(f"{argument}: several values for one run; a list is written [1,2]")
-    return override
 
 
 def _is_group(override: Override) -> bool:
@@ -115,6 +123,17 @@ def _check_value(override: Override, config: DictConfig) -> None:
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
     if node is None and not _annotated(parent.get("_target_"), last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
+
+
+def _check_packages(config: DictConfig) -> None:
+    for name in LOGGERS:
+        spec = importlib.util.find_spec(name)
+        # A folder of this name, as W&B leaves them, has a spec too, but no origin.
+        if name in (config.logger or {}) and (spec is None or spec.origin is None):
+            raise Refusal(
+                f"logger={name}: the package {name} is missing: "
+                f"{sys.executable} -m pip install {name}"
+            )
 
 
 def _expected(default: Any, value: Any) -> str | None:

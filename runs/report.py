@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
 
 from runs.anatomy import Anatomy
-from runs.config import ROOT
+from runs.folders import ROOT, shown
 from runs.ranks import gather_texts
 from runs.refusal import Refusal
 
@@ -224,11 +224,6 @@ class Report(pl.Callback):
             )
             print(f"limit   {anatomy['verdict']}", flush=True)
         print(f"summary {shown(file)}", flush=True)
-
-
-def shown(path: Path) -> str:
-    """A path as short as it can be said: from the repository, when it is in it."""
-    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)
 
 
 def _lr(module: pl.LightningModule) -> str:

@@ -8,9 +8,6 @@ the middle of training keeps the folder, its traceback and what was saved.
 
 from __future__ import annotations
 
-import contextlib
-import datetime
-import itertools
 import logging
 import os
 import pickle
@@ -32,7 +29,7 @@ from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from runs.config import ROOT
+from runs.folders import ROOT, new_folder
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, refuse
 from runs.report import Report
@@ -93,28 +90,32 @@ class Run:
         elif not config.train:
             raise Refusal("train=false: give the checkpoint to test, ckpt_path=logs/.../last.ckpt")
         # Rank 0 looks and writes; the others hear where, or why not.
-        config.run_dir = str(runs)
-        problem = self._make_folder(runs) if launched_rank() == 0 else None
+        asked = ROOT / Path(config.run_dir).expanduser() if config.run_dir else None
+        config.run_dir = str(asked or runs)
+        problem = self._make_folder(runs, asked) if launched_rank() == 0 else None
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
         config.run_dir = strategy.broadcast(config.run_dir)
         return Path(config.run_dir)
 
-    def _make_folder(self, runs: Path) -> str | None:
+    def _make_folder(self, runs: Path, asked: Path | None) -> str | None:
         """The run's folder with what was asked for in it; what stands against it, if anything."""
         config, hydra = self.config, HydraConfig.get()
         if config.ckpt_path and (problem := _unreadable(Path(config.ckpt_path))):
             return problem
         try:
-            folder = self.folder = _new_folder(runs)
+            if asked:
+                asked.mkdir(parents=True)
+            folder = self.folder = asked or new_folder(runs)
             config.run_dir = str(folder)
             (folder / ".hydra").mkdir()
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
             OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
             OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
         except OSError as error:
+            key = "run_dir" if asked else "log_dir"
             return (
-                f"log_dir={config.log_dir}: the run's folder cannot be written: "
+                f"{key}={config[key]}: the run's folder cannot be written: "
                 f"{error.strerror} ({error.filename}); give another"
             )
         return None
@@ -198,17 +199,6 @@ class Run:
                 if text not in told and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
                 told.add(text)
-
-
-def _new_folder(runs: Path) -> Path:
-    """A folder named after this second, with a number behind it where another run took it."""
-    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
-    for number in itertools.count():
-        folder = runs / (f"{now}_{number}" if number else now)
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
-            return folder
-    raise AssertionError("unreachable")
 
 
 def _unreadable(file: Path) -> str | None:

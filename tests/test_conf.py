@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,8 @@ from pytorch_lightning import Trainer, seed_everything
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
 
-from runs.config import CONF
+from runs import loggers
+from runs.config import CONF, LOGGERS
 from tests.conftest import horovodrun, run
 from tests.pictures import write_all
 
@@ -105,10 +107,31 @@ def test_experiment_begins_with_its_command(experiment: str) -> None:
 @pytest.mark.parametrize("group", ["strategy", "callbacks", "logger", "profiler", "trainer"])
 def test_the_other_groups_can_be_made(group: str, tmp_path: Path) -> None:
     for name in names(group):
-        config = compose("config", [f"{group}={name}", f"run_dir={tmp_path}"])
+        if name in LOGGERS and importlib.util.find_spec(name) is None:
+            config = compose("config", [f"logger={name}"])  # makes those of default, and its own
+            assert {"csv", "tensorboard", name} == set(config.logger)
+            continue
+        config = compose(
+            "config", [f"{group}={name}", f"run_dir={tmp_path}", f"log_dir={tmp_path}"]
+        )
         member = config[group]
         with open_dict(config):
             if "_target_" in member:
                 instantiate(member)
             else:
                 assert all(instantiate(part) is not None for part in member.values())
+
+
+def test_the_database_of_mlflow_is_for_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loggers, "MLFlowLogger", dict)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert loggers.mlflow("/logs", log_model=True) == {
+        "tracking_uri": "sqlite:////logs/mlflow.db", "artifact_location": "file:///logs/mlflow",
+        "log_model": True,
+    }  # fmt: skip
+    monkeypatch.setenv("HOROVOD_RANK", "1")
+    assert loggers.mlflow("/logs")["tracking_uri"] == "http://localhost:9"
+    monkeypatch.setenv("HOROVOD_RANK", "0")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
+    assert loggers.mlflow("/logs") == {"tracking_uri": "http://server"}

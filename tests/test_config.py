@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
+import sys
+
 import pytest
 
 from runs.config import check
@@ -59,3 +63,24 @@ def test_refused(override: str, message: str) -> None:
 )
 def test_accepted(overrides: list[str]) -> None:
     check(overrides)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+@pytest.mark.parametrize("found", [None, importlib.machinery.ModuleSpec("a folder", None)])
+def test_a_logger_whose_package_is_missing(
+    name: str, found: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: found)
+    with pytest.raises(Refusal) as caught:
+        check([f"logger={name}"])
+    assert str(caught.value) == (
+        f"logger={name}: the package {name} is missing: {sys.executable} -m pip install {name}"
+    )
+    check([])  # which asks for neither
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow"])
+def test_a_logger_whose_package_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = importlib.machinery.ModuleSpec(name, None, origin="somewhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there)
+    check([f"logger={name}", f"logger.{name}.log_model=true"])

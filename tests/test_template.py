@@ -208,6 +208,7 @@ class TestMistakes:
             (0, ["trainer.accelerator=gpu"], "trainer=default: "),
             (0, ["trainer.precision=12"], "trainer=default: "),
             (0, ["+model.foo=1"], "model=classifier: "),
+            (0, ["run_dir=conf"], "/conf: the run's folder cannot be written: File exists"),
             (0, ["train=false"], "train=false: give the checkpoint to test"),
             (2, ["strategy=single"], "strategy=single: 2 processes were launched"),
             (0, ["model=denoiser", "model.depth=2"], "model=denoiser: "),

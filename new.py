@@ -1,0 +1,105 @@
+"""A copy of this repository for a project of your own, with its own git history of one commit.
+
+    make new NAME=my_project                    into ../my_project
+    make new NAME=my_project DIR=/data/mine
+
+What git tracks is copied, as it stands here. Results of this repository stay behind: pictures,
+measurements, the entries of the changelog, and of the README what stands between
+`<!-- ours -->` and `<!-- /ours -->`. The license stays, as it asks for. No environment is copied:
+`make train` makes one there, with the Horovod that was built here. Needs Python and git alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from runs.refusal import Refusal, refuse
+
+ROOT = Path(__file__).resolve().parent
+LEFT_OUT = ("benchmarks/results/", "docs/images/")
+OURS = re.compile(r"<!-- ours -->.*?<!-- /ours -->\n*", re.DOTALL)
+
+
+def new(name: str, folder: Path) -> int:
+    """Make the copy; the number of its files.
+
+    Raises:
+        Refusal: for what is no name, a folder that is there, or when git fails; nothing is left.
+    """
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
+        raise Refusal(f"NAME={name}: give it a name of letters, digits, - and _, as my_project")
+    if folder.exists():
+        raise Refusal(f"DIR={folder}: it is there already; give another")
+    if folder.is_relative_to(ROOT):
+        raise Refusal(f"DIR={folder}: this is within the repository itself; give another")
+    files = _git("ls-files", "-z", where=ROOT).split("\0")
+    kept = [file for file in files if file and not file.startswith(LEFT_OUT)]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as staged:
+        copy = Path(staged) / name
+        for file in kept:
+            (copy / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / file, copy / file, follow_symlinks=False)
+        _make_theirs(copy, name)
+        _git("init", "--quiet", where=copy)
+        _git("add", "--all", "--force", where=copy)
+        _git("commit", "--quiet", "--message", f"{name}: made from {_origin()}", where=copy)
+        copy.rename(folder)
+    return len(kept)
+
+
+def _make_theirs(copy: Path, name: str) -> None:
+    """Their title, and none of our results."""
+    readme = OURS.sub("", (copy / "README.md").read_text())
+    title, _, rest = readme.partition("\n")
+    made = f"Made from *{title.removeprefix('# ')}*, {_origin()}. What it is for: say it here.\n"
+    (copy / "README.md").write_text(f"# {name}\n\n{made}{rest}")
+    changes = (copy / "CHANGELOG.md").read_text().partition("## Unreleased\n")
+    (copy / "CHANGELOG.md").write_text(f"{changes[0]}{changes[1]}\n- Made from {_origin()}.\n")
+    notes = (copy / "benchmarks" / "NOTES.md").read_text().partition("\n## ")[0]
+    (copy / "benchmarks" / "NOTES.md").write_text(notes)
+
+
+def _origin() -> str:
+    commit = _git("describe", "--always", "--dirty", where=ROOT).strip()
+    return f"{ROOT.name} at {commit}"
+
+
+def _git(*command: str, where: Path) -> str:
+    try:
+        done = subprocess.run(["git", *command], cwd=where, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Refusal("git is missing: install it") from None
+    if done.returncode:
+        line = (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        who = "; say who you are: git config --global user.email you@example.org, and user.name"
+        raise Refusal(f"git {command[0]}: {line}{who if command[0] == 'commit' else ''}")
+    return done.stdout
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="make new", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("folder", nargs="?", default="", help="../NAME by default")
+    asked = parser.parse_args()
+    try:
+        folder = Path(asked.folder).expanduser() if asked.folder else ROOT.parent / asked.name
+        count = new(asked.name, folder.resolve())
+    except Refusal as refusal:
+        refuse(str(refusal))
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
+    print(f"new     {folder}: {count} files, one commit")
+    print("next    there: make train; your model and data as its README says")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

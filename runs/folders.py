@@ -1,0 +1,26 @@
+"""Where runs and sweeps go, and how their paths are shown."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import itertools
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def new_folder(parent: Path) -> Path:
+    """A folder named after this second, with a number behind it where another run took it."""
+    now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
+    for number in itertools.count():
+        folder = parent / (f"{now}_{number}" if number else now)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(parents=True)
+            return folder
+    raise AssertionError("unreachable")
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be said: from the repository, when it is in it."""
+    return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

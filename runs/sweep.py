@@ -1,0 +1,261 @@
+"""A sweep: one training a trial, each on all processes, one after the other.
+
+    make sweep ARGS="model.lr=0.1,0.01 data.batch_size=32,64"
+    make sweep TRIALS=20 METRIC=test/acc MODE=max ARGS="model.lr=tag(log,interval(1e-4,1e-1))"
+
+    python -m runs.sweep --arguments "model.lr=0.1,0.01" -- horovodrun -np 2 python template.py
+
+Each trial is the command behind `--` with the trial's changes: no rank draws anything. What a trial
+is judged by is the best value of the metric over its epochs. A trial that fails is noted and the
+sweep goes on; the same command again runs what is not done yet, the failed ones too. Trials do not
+run side by side, and none is ended early for doing badly.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import itertools
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+
+from runs.config import CONF
+from runs.folders import ROOT, new_folder, shown
+from runs.refusal import Refusal, refuse
+from runs.space import Space
+from runs.trials import Trial, best_of, judge, reason, write_results
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+LAST_LINES = 8  # of a failed trial's output
+
+
+class Launcher:
+    """Runs commands one after the other; a signal to end goes to the one that runs."""
+
+    def __init__(self) -> None:
+        self.stopped = 0  # the signal
+        self._process: subprocess.Popen[bytes] | None = None
+        for number in SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._pass_on)
+
+    def __call__(self, command: list[str], output: Path) -> int:
+        with output.open("wb") as file:
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
+                start_new_session=True,  # a Ctrl-C reaches it once: through us
+            )  # fmt: skip
+            if self.stopped:  # just now
+                self._process.send_signal(self.stopped)
+            return self._process.wait()
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self.stopped = number
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+class Sweep:
+    """The folder of a sweep and its trials, kept in sweep.json whole at any moment.
+
+    Args:
+        command: that each trial adds its changes to.
+        arguments: the changes with several values.
+        count: of trials to draw; None: all combinations.
+        metric, mode: what trials are compared by, and whether min or max of it is best.
+    """
+
+    def __init__(
+        self, command: list[str], arguments: list[str], count: int | None, metric: str, mode: str
+    ) -> None:
+        self.space = Space(arguments, count)
+        self.command, self.metric, self.mode = command, metric, mode
+        self.count = count or len(self.space.grid())
+        self.drawn = count is not None
+        # What makes two sweeps the same. METRIC may be mended: it is read when a trial has ended.
+        self._key = {"command": command, "arguments": arguments, "trials": count}
+        sweeps = _sweeps_folder([values[0] for values in self.space.values.values()])
+        self.trials: list[Trial] = []
+        self.resumed = self._find(sweeps)
+        self.folder = self.resumed or new_folder(sweeps)
+        self._lock()
+        if not self.resumed and not self.drawn:
+            grid = self.space.grid()
+            self.trials = [Trial(number, changes) for number, changes in enumerate(grid, 1)]
+        for trial in self.trials:
+            if trial.state == "done":
+                judge(trial, self.metric, self.mode)
+        self._save()
+
+    def run(self, launch: Launcher) -> int:
+        """All trials that are not done; the exit status."""
+        self._tell_start()
+        for number in range(1, self.count + 1):
+            if launch.stopped:
+                break
+            if number > len(self.trials):
+                told = [(t.changes, t.value) for t in self.trials if t.value is not None]
+                self.trials.append(Trial(number, self.space.draw(told, number, self.mode)))
+            if self.trials[number - 1].state != "done":
+                self._run_trial(self.trials[number - 1], launch)
+        self._tell_end(launch.stopped)
+        if launch.stopped:
+            return 128 + launch.stopped
+        return int(any(trial.state != "done" for trial in self.trials))
+
+    def _run_trial(self, trial: Trial, launch: Launcher) -> None:
+        folder = self._new_folder(f"trial_{trial.number}")
+        trial.folder, trial.state, output = str(folder), "running", _output(folder)
+        self._save()
+        print(f"trial {trial.number}/{self.count}  {self._varied(trial)}", flush=True)
+        print(f"  output  {shown(output)}", flush=True)
+        began = time.monotonic()
+        trial.exit = launch([*self.command, *trial.changes, f"run_dir={folder}"], output)
+        trial.seconds = round(time.monotonic() - began, 1)
+        if trial.exit == 0:
+            trial.state = "done"
+            self._save()  # before METRIC is looked for, which may be misspelt
+            judge(trial, self.metric, self.mode)
+        else:
+            trial.state = "stopped" if launch.stopped else "failed"
+            trial.reason = f"exit {trial.exit}: {reason(output)}"
+        self._save()
+        self._tell_trial(trial, output)
+
+    def _new_folder(self, name: str) -> Path:
+        """What an earlier attempt at the trial left stays."""
+        folder = self.folder / name
+        for attempt in itertools.count(2):
+            if not _output(folder).exists():
+                break
+            folder = self.folder / f"{name}_{attempt}"
+        return folder
+
+    # ---------------------------------------------------------------- what is kept
+
+    def _find(self, sweeps: Path) -> Path | None:
+        """The newest sweep of the same command, when something of it is left to do."""
+        for file in sorted(sweeps.glob("*/sweep.json"), reverse=True):
+            kept = json.loads(file.read_text())
+            if {key: kept.get(key) for key in self._key} != self._key:
+                continue
+            trials = [Trial(**trial) for trial in kept["tried"]]
+            if len(trials) == self.count and all(trial.state == "done" for trial in trials):
+                return None
+            self.trials = trials
+            return file.parent
+        return None
+
+    def _lock(self) -> None:
+        self.held = os.open(self.folder, os.O_RDONLY)  # until this process ends
+        try:
+            fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Refusal(f"{shown(self.folder)}: this sweep runs already") from None
+        except OSError:
+            pass  # a file system without locks
+
+    def _save(self) -> None:
+        content = {**self._key, "tried": [asdict(trial) for trial in self.trials]}
+        staged = self.folder / ".sweep.json"
+        staged.write_text(json.dumps(content, indent=1))
+        staged.replace(self.folder / "sweep.json")
+        again = None
+        if best := best_of(self.trials, self.mode):
+            again = shlex.join([*self.command, *best.changes])
+            (self.folder / "best.txt").write_text(again + "\n")
+        write_results(self.folder, self.trials, self.space.swept, self.metric, self.mode, again)
+
+    # ---------------------------------------------------------------- what is told
+
+    def _varied(self, trial: Trial) -> str:
+        """The changes that differ between trials."""
+        keys = tuple(f"{key}=" for key in self.space.swept)
+        return " ".join(change for change in trial.changes if change.startswith(keys))
+
+    def _tell_start(self) -> None:
+        done = sum(trial.state == "done" for trial in self.trials)
+        print(f"sweep   {shown(self.folder)}: {self.count} trials by {self.mode} {self.metric}")
+        if self.resumed:
+            told = f"{done} of {self.count} are done: the others are run"
+            print(f"        begun before, {told} (remove the folder to begin anew)")
+        sys.stdout.flush()
+
+    def _tell_trial(self, trial: Trial, output: Path) -> None:
+        took = timedelta(seconds=round(trial.seconds or 0))
+        if trial.state == "failed":
+            for line in output.read_text(errors="replace").splitlines()[-LAST_LINES:]:
+                print(f"  | {line}")
+        value = "" if trial.value is None else f"  {self.metric} {trial.value:.4g}"
+        best = best_of(self.trials, self.mode)
+        told = f"  best {best.value:.4g} (trial {best.number})" if best else ""
+        ended = [t.seconds for t in self.trials if t.seconds and t.state in ("done", "failed")]
+        left = self.count - sum(t.state in ("done", "failed") for t in self.trials)
+        if left and ended:
+            told += f"  about {timedelta(seconds=round(left * sum(ended) / len(ended)))} left"
+        print(f"  {trial.state:<7} {took}{value}{told}", flush=True)
+
+    def _tell_end(self, stopped: int) -> None:
+        counts = {s: sum(t.state == s for t in self.trials) for s in ("done", "failed")}
+        left = self.count - sum(counts.values())
+        print(f"        {counts['done']} done, {counts['failed']} failed, {left} left", end="")
+        again = stopped or counts["failed"] or left
+        print("; the same command again runs what is not done" if again else "")
+        print(f"results {shown(self.folder / 'results.md')}")
+        if best := best_of(self.trials, self.mode):
+            print(f"best    trial {best.number}: {self.metric} {best.value:.4g}")
+            print(f"again   {(self.folder / 'best.txt').read_text()}", end="", flush=True)
+
+
+def _output(folder: Path) -> Path:
+    """Beside the run's folder, which a trial that is refused does not have."""
+    return folder.with_suffix(".txt")
+
+
+def _sweeps_folder(changes: list[str]) -> Path:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", changes, return_hydra_config=True)
+    task = config.task or config.hydra.runtime.choices["model"]
+    return ROOT / Path(config.log_dir).expanduser() / str(task) / "sweeps"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m runs.sweep", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arguments", default="", help="changes, some with several values")
+    parser.add_argument("--trials", help="how many to draw; without it all combinations are run")
+    parser.add_argument("--metric", default="", help="what trials are compared by (val/loss)")
+    parser.add_argument("--mode", default="", help="min or max")
+    parser.add_argument("command", nargs="+", help="the command of a training, behind --")
+    asked = parser.parse_args()
+    try:
+        if asked.trials and not (asked.trials.isdecimal() and int(asked.trials)):
+            raise Refusal(f"TRIALS={asked.trials}: write how many, as TRIALS=20")
+        metric = asked.metric or "val/loss"
+        mode = asked.mode or ("min" if metric.endswith("loss") else "")
+        if mode not in ("min", "max"):
+            raise Refusal(f"METRIC={metric}: say what is best of it, MODE=max or MODE=min")
+        count = int(asked.trials) if asked.trials else None
+        sweep = Sweep(asked.command, shlex.split(asked.arguments), count, metric, mode)
+        return sweep.run(Launcher())
+    except Refusal as refusal:
+        refuse(str(refusal))
+    except OSError as error:
+        refuse(f"{error.filename}: {error.strerror}")
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,122 @@
+"""What is known of a sweep's trials: how each ended, what it gave, and the tables of all."""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runs.folders import shown
+from runs.refusal import Refusal
+
+LINE_OF_A_RANK = re.compile(r"^\[\d+\]<\w+>:")
+
+
+@dataclass
+class Trial:
+    """One training of a sweep.
+
+    Attributes:
+        number: from 1.
+        changes: the configuration, as on the command line.
+        state: waiting, running, done, failed or stopped.
+        folder: of its run.
+        value: the best of the metric over its epochs.
+        tests: the metrics of its test.
+        exit: status of the launcher.
+        reason: why it failed.
+    """
+
+    number: int
+    changes: list[str]
+    state: str = "waiting"
+    folder: str = ""
+    value: float | None = None
+    tests: dict[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    exit: int | None = None
+    reason: str = ""
+
+
+def judge(trial: Trial, metric: str, mode: str) -> None:
+    """Fill in what a trial gave, from the summary and the curves that it left.
+
+    Raises:
+        Refusal: when they are not here, or the metric is not in them: so it is with all trials.
+    """
+    folder = Path(trial.folder)
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+    except FileNotFoundError:
+        raise Refusal(
+            f"{shown(folder)}/summary.json: trial {trial.number} ended well and left none here: "
+            "start the sweep on the host of rank 0, the first of HOSTS"
+        ) from None
+    found: dict[str, list[float]] = {name: [v] for name, v in summary["metrics"].items()}
+    if (folder / "metrics.csv").exists():
+        with (folder / "metrics.csv").open(newline="") as file:
+            for row in csv.DictReader(file):
+                for name, value in row.items():
+                    if value:
+                        found.setdefault(name, []).append(float(value))
+    if metric not in found:
+        close = difflib.get_close_matches(metric, found, n=1)
+        guess = f" (did you mean {close[0]}?)" if close else ""
+        raise Refusal(
+            f"METRIC={metric}: trial {trial.number} has none; it has {', '.join(sorted(found))}"
+            f"{guess}; the same command with another METRIC goes on here"
+        )
+    finite = [value for value in found[metric] if math.isfinite(value)]
+    trial.tests = {k: v for k, v in summary["metrics"].items() if k.startswith("test/")}
+    trial.value = (min if mode == "min" else max)(finite) if finite else None
+    trial.reason = "" if finite else f"{metric} was never a finite number"
+
+
+def best_of(trials: list[Trial], mode: str) -> Trial | None:
+    """The best; the first of equals."""
+    valued = [trial for trial in trials if trial.value is not None]
+    sign = 1 if mode == "min" else -1
+    return min(valued, key=lambda trial: sign * (trial.value or 0), default=None)
+
+
+def reason(output: Path) -> str:
+    """The line of a failed trial's output that tells most: its last error, else its last line."""
+    lines = [
+        LINE_OF_A_RANK.sub("", line) for line in output.read_text(errors="replace").split("\n")
+    ]
+    lines = [line.strip() for line in lines if line.strip()]
+    errors = [line for line in lines if re.match(r"(error|[\w.]*(Error|Exception)): ", line)]
+    return (errors or lines or ["no output"])[-1][:300]
+
+
+def write_results(
+    folder: Path, trials: list[Trial], keys: list[str], metric: str, mode: str, again: str | None
+) -> None:
+    """results.csv in the order of the trials, and results.md with the best first."""
+    tests = sorted({name for trial in trials for name in trial.tests} - {metric})
+    header = ["trial", "state", *keys, metric, *tests, "seconds", "reason", "folder"]
+    with (folder / "results.csv").open("w", newline="") as file:
+        csv.writer(file).writerows([header, *(_row(trial, keys, tests, str) for trial in trials)])
+    sign = 1 if mode == "min" else -1
+    ranked = sorted(trials, key=lambda t: sign * t.value if t.value is not None else math.inf)
+    table = [header[:-1], ["---"] * len(header[:-1])]
+    table += [_row(trial, keys, tests, "{:.4g}".format)[:-1] for trial in ranked]
+    lines = [f"| {' | '.join(cell.replace('|', '/') for cell in row)} |" for row in table]
+    title = f"Trials by {mode} {metric}: its best value over the epochs of a trial."
+    best = ["", "The best again:", "", f"    {again}"] if again else []
+    (folder / "results.md").write_text("\n".join([title, "", *lines, *best]) + "\n")
+
+
+def _row(
+    trial: Trial, keys: list[str], tests: list[str], form: Callable[[float], str]
+) -> list[str]:
+    changes = dict(change.partition("=")[::2] for change in trial.changes)
+    numbers = [trial.value, *(trial.tests.get(name) for name in tests), trial.seconds]
+    written = ["" if number is None else form(number) for number in numbers]
+    start = [str(trial.number), trial.state, *(changes.get(key, "") for key in keys)]
+    return [*start, *written, trial.reason, trial.folder]

@@ -1,0 +1,89 @@
+"""`make new` gives a forker a copy that works, without our results."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import new
+from runs.refusal import Refusal
+from tests.conftest import ROOT, run
+
+SOMEBODY = {
+    f"GIT_{role}_{what}": value
+    for role in ("AUTHOR", "COMMITTER")
+    for what, value in (("NAME", "Ada"), ("EMAIL", "ada@example.org"))
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("new") / "elsewhere" / "mine"
+    done = run(["make", "new", "NAME=my_project", f"DIR={folder}"], **SOMEBODY)
+    assert done.returncode == 0 and f"new     {folder}: " in done.stdout, done.stdout
+    return folder
+
+
+def git(folder: Path, *command: str) -> list[str]:
+    done = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def test_it_has_the_code_and_one_commit(copy: Path) -> None:
+    (title,) = git(copy, "log", "--format=%an: %s")
+    assert title.startswith("Ada: my_project: made from ")
+    assert git(copy, "status", "--porcelain") == []
+    ours, theirs = set(git(ROOT, "ls-files")), set(git(copy, "ls-files"))
+    assert theirs < ours and {"template.py", ".gitignore", "LICENSE", "tests/test_new.py"} <= theirs
+    assert all(name.startswith(("benchmarks/results/", "docs/images/")) for name in ours - theirs)
+    assert [path.name for path in copy.parent.iterdir()] == ["mine"]
+
+
+def test_it_has_their_title_and_none_of_our_results(copy: Path) -> None:
+    readme = (copy / "README.md").read_text()
+    assert readme.startswith("# my_project\n\nMade from *Lightning + Horovod, a template*, ")
+    assert "<img" not in readme and "![" not in readme and "ours -->" not in readme
+    assert "benchmarks/results" not in readme and "## Put your model in" in readme
+    assert (copy / "CHANGELOG.md").read_text().count("\n- ") == 1
+    assert "|" not in (copy / "benchmarks" / "NOTES.md").read_text()
+
+
+def test_it_works(copy: Path, tmp_path: Path) -> None:
+    job = [sys.executable, "template.py", "trainer.fast_dev_run=true", f"log_dir={tmp_path}"]
+    done = run(job, cwd=copy)
+    assert done.returncode == 0 and "test/acc" in done.stdout, done.stdout
+    tests = ["tests/test_config.py", "tests/test_conf.py", "tests/test_readme.py"]
+    cheap = "test_config or begins_with or can_be_made or exist or short"
+    done = run([sys.executable, "-m", "pytest", *tests, "-k", cheap], cwd=copy)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "message"),
+    [
+        ("", "there", "NAME=: give it a name"),
+        ("my project", "there", "NAME=my project: give it a name"),
+        ("../x", "there", "NAME=../x: give it a name"),
+        ("mine", ".", "it is there already"),
+        ("mine", str(ROOT / "tests" / "mine"), "within the repository itself"),
+    ],
+)
+def test_refused(name: str, folder: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=message):
+        new.new(name, tmp_path / folder)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_left_when_git_does_not_know_who_commits(tmp_path: Path) -> None:
+    nobody = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
+              "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "user.useConfigOnly",
+              "GIT_CONFIG_VALUE_0": "true"}  # fmt: skip
+    for name in SOMEBODY:
+        nobody[name] = ""
+    done = run(["make", "new", "NAME=mine", f"DIR={tmp_path}/mine"], **nobody)
+    assert done.returncode == 2 and "error: git commit: " in done.stdout, done.stdout
+    assert "git config --global user.email" in done.stdout and not list(tmp_path.iterdir())

@@ -1,0 +1,281 @@
+"""Sweeps: what is tried and refused, what is kept and gone on with, and one of real trainings."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from runs.refusal import Refusal
+from runs.space import Space
+from runs.sweep import Launcher, Sweep, main
+from runs.trials import reason
+from tests.conftest import run
+
+GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
+
+
+class Fake:
+    """In place of trainings: each leaves what a run leaves, but for those told to fail or stop."""
+
+    def __init__(self, failing: str = "nothing", stop_after: int = 99, loss: float = 0) -> None:
+        self.failing, self.stop_after, self.loss = failing, stop_after, loss
+        self.stopped = 0
+        self.seen: list[list[str]] = []
+
+    def __call__(self, command: list[str], output: Path) -> int:
+        changes = dict(word.split("=", 1) for word in command if "=" in word)
+        self.seen.append([word for word in command if not word.startswith(("log_dir", "run_dir"))])
+        output.write_text("[0]<stdout>:begun\n[1]<stderr>:ValueError: too big\nlauncher: exit 1\n")
+        if self.failing in command:
+            return 1
+        if len(self.seen) == self.stop_after:
+            self.stopped = signal.SIGINT
+            return 130
+        folder = Path(changes["run_dir"])
+        folder.mkdir()
+        loss = self.loss or float(changes["model.lr"]) + int(changes["data.batch_size"])
+        metrics = {"val/loss": 2 * loss, "test/acc": 1 / loss}
+        (folder / "summary.json").write_text(json.dumps({"metrics": metrics}))
+        (folder / "metrics.csv").write_text(f"step,val/loss\n1,nan\n2,{loss}\n3,{2 * loss}\n")
+        return 0
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values are looked at in other tests; here it would only take time."""
+    monkeypatch.setattr("runs.space.check", lambda arguments: None)
+
+
+def sweep(
+    logs: Path, *arguments: str, count: int | None = None, metric: str = "val/loss",
+    mode: str = "min",
+) -> Sweep:  # fmt: skip
+    return Sweep(["job"], [*(arguments or GRID), f"log_dir={logs}"], count, metric, mode)
+
+
+class TestWhatIsTried:
+    def test_all_combinations(self) -> None:
+        assert Space(GRID).grid() == [
+            ["model.lr=0.1", "seed=1", "data.batch_size=32"],
+            ["model.lr=0.1", "seed=1", "data.batch_size=64"],
+            ["model.lr=0.01", "seed=1", "data.batch_size=32"],
+            ["model.lr=0.01", "seed=1", "data.batch_size=64"],
+        ]
+
+    def test_hydras_words(self) -> None:
+        space = Space(
+            ["seed=range(1,4)", "model=glob(*)", "~callbacks.early_stopping", "+a='x y',b"]
+        )
+        assert space.values["seed"] == ["seed=1", "seed=2", "seed=3"]
+        assert space.values["model"] == ["model=classifier", "model=denoiser"]
+        assert space.values["~callbacks.early_stopping"] == ["~callbacks.early_stopping"]
+        assert space.values["+a"] == ["+a='x y'", "+a=b"]
+        assert space.swept == ["seed", "model", "+a"]
+
+    @pytest.mark.parametrize(
+        ("arguments", "trials", "message"),
+        [
+            (["model.lr=0.1"], None, "nothing to try: give a key several values"),
+            ([], 20, "nothing to try"),
+            (["model.lr=0.1,fast"], None, "model.lr=fast: a number is expected"),
+            (["seed=1,2", "model.lrr=1"], None, "model has no key 'lrr'.*did you mean lr"),
+            (["model=classifier,denoisr"], None, "no conf/model/denoisr.yaml"),
+            (["data.batch_size=int(interval(0,9))"], 2, "a batch has at least 1 sample"),
+            (["model.lr=interval(0.1,1)"], None, "model.lr.*how many trials to draw, TRIALS=20"),
+            (["model.lr=tag(log,interval(0,1))"], 2, "model.lr: a logarithmic interval begins"),
+            (["model.lr=interval(2,1)"], 2, "model.lr: the interval begins above its end"),
+            (["seed=1,2"], 3, "TRIALS=3: there are only 2 combinations"),
+            (["--multirun", "seed=1,2"], None, "--multirun: a change has the form"),
+            (["model.lr=glob(*)"], None, "no value fits"),
+        ],
+    )
+    def test_refused(self, arguments: list[str], trials: int | None, message: str) -> None:
+        with pytest.raises(Refusal, match=message):
+            Space(arguments, trials)
+
+    def test_without_optuna_it_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+        with pytest.raises(Refusal, match="-m pip install optuna==5.0.0"):
+            Space(["model.lr=interval(0.1,1)"], 2)
+
+
+@pytest.mark.usefixtures("unchecked")
+class TestWhatIsKept:
+    def test_the_best_over_the_epochs_wins(self, tmp_path: Path) -> None:
+        launch = Fake()
+        done = sweep(tmp_path)
+        assert done.run(launch) == 0
+        assert launch.seen[3] == ["job", "model.lr=0.01", "seed=1", "data.batch_size=64"]
+        assert done.folder.parent == tmp_path / "classifier" / "sweeps"
+        rows = list(csv.DictReader((done.folder / "results.csv").open()))
+        assert [row["val/loss"] for row in rows] == ["32.1", "64.1", "32.01", "64.01"]
+        assert rows[1]["model.lr"] == "0.1" and float(rows[1]["test/acc"]) == 1 / 64.1
+        best = "job model.lr=0.01 seed=1 data.batch_size=32"
+        assert (done.folder / "best.txt").read_text() == f"{best} log_dir={tmp_path}\n"
+        table = (done.folder / "results.md").read_text().splitlines()
+        assert table[4].startswith("| 3 | done | 0.01 | 32 | 32.01 | ")
+
+    def test_max(self, tmp_path: Path) -> None:
+        done = sweep(tmp_path, metric="test/acc", mode="max")
+        done.run(Fake())
+        assert "model.lr=0.01 seed=1 data.batch_size=32" in (done.folder / "best.txt").read_text()
+
+    def test_a_failed_trial_is_told_and_the_others_run(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        launch = Fake(failing="data.batch_size=64")
+        done = sweep(tmp_path)
+        assert done.run(launch) == 1 and len(launch.seen) == 4
+        assert [trial.state for trial in done.trials] == ["done", "failed", "done", "failed"]
+        rows = list(csv.DictReader((done.folder / "results.csv").open()))
+        assert rows[1]["reason"] == "exit 1: ValueError: too big"
+        output = capsys.readouterr().out
+        assert "  | launcher: exit 1" in output and "2 done, 2 failed, 0 left" in output
+        os.close(done.held)
+        again, launch = sweep(tmp_path), Fake()
+        assert again.folder == done.folder and again.run(launch) == 0
+        assert [changes[3] for changes in launch.seen] == ["data.batch_size=64"] * 2
+        assert Path(again.trials[1].folder).name == "trial_2_2"  # what was left before stays
+
+    def test_it_goes_on_where_it_was_stopped(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        begun = sweep(tmp_path)
+        assert begun.run(Fake(stop_after=2)) == 130
+        assert [trial.state for trial in begun.trials] == ["done", "stopped", "waiting", "waiting"]
+        with pytest.raises(Refusal, match="this sweep runs already"):
+            sweep(tmp_path)
+        os.close(begun.held)  # as when the process has ended
+        launch = Fake()
+        assert sweep(tmp_path, "seed=1,2").folder != begun.folder  # another one
+        resumed = sweep(tmp_path)
+        assert resumed.folder == begun.folder and resumed.run(launch) == 0
+        assert len(launch.seen) == 3 and "1 of 4 are done" in capsys.readouterr().out
+        os.close(resumed.held)
+        assert sweep(tmp_path).folder != begun.folder  # nothing is left to do there
+
+    def test_a_misspelt_metric_ends_it_and_can_be_mended(self, tmp_path: Path) -> None:
+        launch = Fake()
+        wrong = sweep(tmp_path, metric="test/ac", mode="max")
+        with pytest.raises(Refusal, match=r"METRIC=test/ac: trial 1 .*did you mean test/acc"):
+            wrong.run(launch)
+        os.close(wrong.held)
+        assert sweep(tmp_path, metric="test/acc", mode="max").run(launch) == 0
+        assert len(launch.seen) == 4
+
+    def test_a_loss_that_is_no_number_does_not_win(self, tmp_path: Path) -> None:
+        done = sweep(tmp_path)
+        done.run(Fake(loss=float("nan")))
+        assert {trial.reason for trial in done.trials} == {"val/loss was never a finite number"}
+        assert not (done.folder / "best.txt").exists()
+
+    def test_draws_are_the_same_after_an_interruption(self, tmp_path: Path) -> None:
+        drawing = ["model.lr=tag(log,interval(1e-4,1e-1))", "data.batch_size=32,64",
+                   "model.width=int(interval(8,64))"]  # fmt: skip
+        whole, parts = Fake(), Fake(stop_after=12)
+        assert sweep(tmp_path / "whole", *drawing, count=14).run(whole) == 0
+        begun = sweep(tmp_path / "parts", *drawing, count=14)
+        assert begun.run(parts) == 130
+        os.close(begun.held)
+        rest = Fake()
+        assert sweep(tmp_path / "parts", *drawing, count=14).run(rest) == 0
+        assert parts.seen[:11] + rest.seen == whole.seen and len(rest.seen) == 3
+        assert len({tuple(changes) for changes in whole.seen}) == 14
+        for job, lr, batch_size, width in whole.seen:
+            assert job == "job" and 1e-4 <= float(lr.removeprefix("model.lr=")) <= 1e-1
+            assert batch_size in ("data.batch_size=32", "data.batch_size=64")
+            assert 8 <= int(width.removeprefix("model.width=")) <= 64
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("[0]<stderr>:a.BError: out of c\n[0]<stderr>:x\nend", "a.BError: out of c"),
+        ("a\nb\n", "b"),
+        ("", "no output"),
+    ],
+)  # fmt: skip
+def test_the_line_that_tells_most(tmp_path: Path, text: str, told: str) -> None:
+    (tmp_path / "output").write_text(text)
+    assert reason(tmp_path / "output") == told
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signal handlers of this process, put back."""
+    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ctrl_c_reaches_the_trial_once(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    trial = "import os, signal, time; count = []; signal.signal(2, lambda *a: count.append(1)); "
+    trial += "print('ready', flush=True); time.sleep(0.1)\nwhile not count: time.sleep(0.01)\n"
+    trial += (
+        "time.sleep(0.3); raise SystemExit(40 + len(count) + 10 * (os.getsid(0) != os.getpid()))"
+    )
+
+    def press() -> None:
+        while not (output.exists() and "ready" in output.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    launch = Launcher()
+    threading.Thread(target=press, daemon=True).start()
+    assert launch([sys.executable, "-c", trial], output) == 41
+    assert launch.stopped == signal.SIGINT
+
+
+def test_trainings_on_two_ranks(tmp_path: Path) -> None:
+    """Two that run and one that is refused by its ranks; what is best is a command that runs."""
+    short = "trainer.max_epochs=1 trainer.limit_train_batches=3 trainer.limit_val_batches=2"
+    arguments = f"ARGS=data.batch_size=8,16,2000 test=false {short} log_dir={tmp_path}"
+    done = run(["make", "sweep", f"PYTHON={sys.executable}", "NP=2", arguments])
+    assert done.returncode == 2, done.stdout  # make's, for one that failed
+    (folder,) = tmp_path.glob("classifier/sweeps/*")
+    for number, batch in ((1, 8), (2, 16)):
+        summary = json.loads((folder / f"trial_{number}" / "summary.json").read_text())
+        assert (summary["world_size"], summary["steps"]) == (2, 3), done.stdout
+        assert summary["global_batch_size"] == 2 * batch
+    assert not (folder / "trial_3").exists()
+    rows = list(csv.DictReader((folder / "results.csv").open()))
+    assert [row["state"] for row in rows] == ["done", "done", "failed"]
+    assert "data.batch_size=2000: a rank's share is 629 samples" in rows[2]["reason"]
+    best = min(rows[:2], key=lambda row: float(row["val/loss"]))
+    again = (folder / "best.txt").read_text()
+    assert f"template.py data.batch_size={best['data.batch_size']} test=false" in again
+    assert "cluster.horovodrun -np 2 -H localhost:2" in again and f"again   {again}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--metric", "test/acc"], "error: METRIC=test/acc: say what is best of it"),
+        (["--trials", "many"], "error: TRIALS=many: write how many"),
+        (["--trials", "0"], "error: TRIALS=0: write how many"),
+        (["--mode", "most"], "error: METRIC=val/loss: say what is best of it"),
+    ],
+)
+def test_refused_before_the_first_trial(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    changes = f"seed=1,2 log_dir={tmp_path}"
+    line = ["sweep", "--arguments", changes, *arguments, "--", "python", "template.py"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import _set_sampler_epoch
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies.parallel import ParallelStrategy
@@ -297,7 +298,9 @@ class HorovodStrategy(ParallelStrategy):
         if trainer.state.stage in EVALUATING:
             self._see_each_sample_once(dataloader)
         elif trainer.state.stage == RunningStage.TRAINING:
-            self._leave_out_trained(dataloader, trainer)
+            # Of the first, where there are several loaders.
+            size = getattr(dataloader.batch_sampler, "batch_size", None) or 0
+            self._global_batch_size = self._global_batch_size or size * self.world.size
         return dataloader
 
     def _see_each_sample_once(self, dataloader: DataLoader) -> None:
@@ -329,15 +332,28 @@ class HorovodStrategy(ParallelStrategy):
         fewest = self.reduce(torch.tensor(len(dataloader)), reduce_op="min")
         self._fewest_batches[id(dataloader)] = int(fewest)
 
-    def _leave_out_trained(self, dataloader: DataLoader, trainer: pl.Trainer) -> None:
-        batches = dataloader.batch_sampler
-        size = getattr(batches, "batch_size", None)
-        if not isinstance(size, int):
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
             return
-        # Of the first, where there are several loaders.
-        self._global_batch_size = self._global_batch_size or size * self.world.size
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        if not trainer.fit_loop.restarting or progress.is_last_batch:
+        # Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
+        # configure_optimizers asks how many steps there are. Their workers have begun with the
+        # order of the first epoch by then.
+        for dataloader in loop._combined_loader.flattened:
+            if not loop.epoch_loop.batch_progress.is_last_batch:
+                self._leave_out_trained(dataloader, loop.epoch_loop.batch_progress)
+            epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+            _set_sampler_epoch(dataloader, epoch)
+        iter(loop._data_fetcher)
+
+    def _leave_out_trained(self, dataloader: object, progress: Any) -> None:
+        batches = getattr(dataloader, "batch_sampler", None)
+        if not isinstance(dataloader, DataLoader) or not self._global_batch_size:
+            return
+        if not isinstance(getattr(batches, "batch_size", None), int):
             return
         # Rounded up: where batches have another size than before, some samples may be left out of
         # this epoch; none is seen twice.

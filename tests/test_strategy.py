@@ -260,6 +260,37 @@ def resume_two_loaders(folder: str) -> tuple[list[float], list[float]]:
     return seen, sorted(x for size in (4, 2) for x in samples(20 * size).tensors[0][:, 0].tolist())
 
 
+class AsksForSteps(Remembers):
+    """Its loaders are made, and their workers begin, before a checkpoint is read."""
+
+    def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
+
+
+def resume_with_loaders_that_are_there(folder: str) -> dict[str, Any]:
+    """14 batches of two epochs of 10, the rest after a resume, and all without one."""
+    sizes = {"batch_size": 4, "shuffle": True, "num_workers": 1}
+    pl.seed_everything(3)
+    whole = AsksForSteps()
+    trainer("horovod").fit(whole, DataLoader(samples(), **sizes))
+    keep = ModelCheckpoint(folder, filename="fourteen", every_n_train_steps=14)
+    first, second = AsksForSteps(), AsksForSteps()
+    run = trainer("horovod", max_steps=14, callbacks=[keep], enable_checkpointing=True)
+    run.fit(first, DataLoader(samples(), **sizes))
+    trainer("horovod").fit(
+        second, DataLoader(samples(), **sizes), ckpt_path=f"{folder}/fourteen.ckpt"
+    )
+    return {"whole": torch.cat(whole.seen), "resumed": torch.cat(first.seen + second.seen)}
+
+
+def test_a_resume_goes_on_where_loaders_were_made_before_it(
+    launch: Callable, tmp_path: Path
+) -> None:
+    for rank in launch(resume_with_loaders_that_are_there, 2, folder=str(tmp_path)):
+        assert torch.equal(rank["resumed"], rank["whole"])
+
+
 def test_a_resume_with_two_loaders_sees_each_sample_once(launch: Callable, tmp_path: Path) -> None:
     for seen, expected in launch(resume_two_loaders, 2, folder=str(tmp_path)):
         assert seen == expected

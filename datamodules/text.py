@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
+from typing import Any
 
 import torch
 from pytorch_lightning import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 MACHINE = "_sysconfigdata"  # files of this name differ with the machine that built Python
 
@@ -73,20 +74,16 @@ class Text(LightningDataModule):
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         pin_memory = self.hparams["pin_memory"]
+        sequences: Any = self.splits[split]  # a tensor has what a map-style data set needs
         return DataLoader(
-            TensorDataset(self.splits[split]),
+            sequences,
             batch_size=self.hparams["batch_size"],
             shuffle=shuffle,
             drop_last=shuffle,  # each step of training is of one size
-            collate_fn=collate,
             num_workers=self.hparams["num_workers"],
             persistent_workers=self.hparams["num_workers"] > 0,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         )
-
-
-def collate(samples: list[tuple[Tensor]]) -> Tensor:
-    return torch.stack([sequence for (sequence,) in samples])
 
 
 def read(folder: Path, size: int) -> bytes:

@@ -255,8 +255,8 @@ class GPT(LightningModule):
 def peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """FLOP/s that a device can do, and how that is known: its maker's figure, or a measurement.
 
-    Measured is the best of some products of square matrices, by this process while others of its
-    host do the same: the most that was seen, not what the maker promises.
+    Measured is the fastest product of square matrices in half a second, by this process while the
+    others of its host do the same: the most that was seen, not what the maker promises.
     """
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
@@ -264,13 +264,13 @@ def peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for part, flops in PEAKS.items():
             if part in name:
                 return flops, f"{part}, data sheet"
-    size = 8192 if cuda else 1024
+    # On a CPU a few milliseconds each, so that some are not interrupted by other work.
+    size = 8192 if cuda else 512
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
-    times = []
-    for _ in range(8):
-        began = time.perf_counter()
+    fastest, end = math.inf, time.perf_counter() + 0.5
+    while (began := time.perf_counter()) < end:
         a @ b
         if cuda:
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / min(times), f"measured: {str(dtype).removeprefix('torch.')} products"
+        fastest = min(fastest, time.perf_counter() - began)
+    return 2 * size**3 / fastest, f"measured: {str(dtype).removeprefix('torch.')} products"

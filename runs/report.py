@@ -244,8 +244,10 @@ def shown(path: Path) -> str:
 
 
 def _lr(module: pl.LightningModule) -> str:
-    groups = [group["lr"] for o in module.trainer.optimizers for group in o.param_groups]
-    return ", ".join(f"{lr:g}" for lr in dict.fromkeys(groups)) or "none"
+    groups = [group for o in module.trainer.optimizers for group in o.param_groups]
+    # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
+    rates = dict.fromkeys(group.get("initial_lr", group["lr"]) for group in groups)
+    return ", ".join(f"{lr:g}" for lr in rates) or "none"
 
 
 def _plain(metrics: Any) -> dict[str, float]:

@@ -15,6 +15,8 @@ from datamodules.text import Text, pack, read, split
 from models import gpt
 from models.gpt import GPT, peak
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def tiny(**arguments: Any) -> GPT:
     return GPT(**{"layers": 2, "heads": 2, "width": 32, **arguments})
@@ -36,6 +38,12 @@ def test_places_are_told_apart() -> None:
         model.network.blocks[0].attention.qkv.weight.mul_(20)
     logits = model(torch.tensor([[1, 2, 3, 7], [2, 1, 3, 7]]))[:, -1]
     assert not torch.allclose(logits[0], logits[1], atol=1e-4)
+
+
+def test_the_target_of_each_place_is_the_next_byte() -> None:
+    batch, model = torch.tensor([[5, 7, 9]], dtype=torch.uint8), tiny()
+    chances = model(torch.tensor([[5, 7]])).log_softmax(-1)[0]
+    assert torch.allclose(model.predict_step(batch, 0), -(chances[0, 7] + chances[1, 9]) / 2)
 
 
 def test_it_learns_more_than_how_often_bytes_occur(

@@ -6,7 +6,9 @@
     ... template.py model=denoiser data=noise trainer.max_epochs=3    another job
     ... template.py experiment=denoiser                               a recipe of conf/experiment
     ... template.py ckpt_path=logs/.../last.ckpt                      go on from a checkpoint
+    ... template.py ckpt_path=last                                    go on from the newest
     ... template.py train=false ckpt_path=logs/.../last.ckpt          only test it
+    ... template.py train=false predict=true ckpt_path=last           and write predictions.pt
 
 `python template.py --help` shows all there is to configure. This file is the same for every
 model, every data set and every strategy.
@@ -37,7 +39,7 @@ def main(config: DictConfig) -> None:
             "trainer",
             strategy=strategy,
             default_root_dir=str(folder),
-            callbacks=[*(run.instantiate("callbacks") or []), run.report],
+            callbacks=[*(run.instantiate("callbacks") or []), *run.callbacks],
             logger=run.instantiate("logger") or False,
             profiler=run.instantiate("profiler"),
         )
@@ -45,13 +47,15 @@ def main(config: DictConfig) -> None:
         lr = run.learning_rate(trainer.world_size)
         model: LightningModule = run.instantiate("model", lr=lr)
 
-        # ------------------------------------------------------------------ fit, test, summary
+        # ------------------------------------------------------------------ fit, test, predict
         if config.train:
             trainer.fit(model, data, ckpt_path=config.ckpt_path)
+        checkpoint = run.checkpoint(trainer)  # the best that was trained, else that of ckpt_path
         if config.test:
-            best = getattr(trainer.checkpoint_callback, "best_model_path", None)
-            trainer.test(model, data, ckpt_path=best or config.ckpt_path, verbose=False)
-        run.report.finish(trainer)
+            trainer.test(model, data, ckpt_path=checkpoint, verbose=False)
+        if config.predict:
+            trainer.predict(model, data, return_predictions=False, ckpt_path=checkpoint)
+        run.report.finish(trainer, checkpoint)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runs.config import ROOT
+from runs.folders import ROOT
 from runs.ranks import gather_texts
 from strategies.clock import Moment, moment, seconds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from pytorch_lightning.strategies import Strategy
+from torch import Tensor
 
 
 def gather_texts(strategy: Strategy, text: str) -> list[str]:
@@ -16,3 +17,18 @@ def gather_texts(strategy: Strategy, text: str) -> list[str]:
         return []
     rows = strategy.all_gather(padded).reshape(-1, most).tolist()
     return [bytes(row).rstrip(b"\0").decode() for row in rows]
+
+
+def gather_rows(strategy: Strategy, mine: Tensor) -> Tensor:
+    """The rows of every rank one below the other, in the order of ranks, on the CPU.
+
+    Ranks may have different numbers of rows, of one shape and dtype. All ranks must call it.
+    """
+    device = strategy.root_device
+    count = torch.tensor(len(mine), device=device)
+    most = int(strategy.reduce(count, reduce_op="max"))
+    padded = torch.zeros((most, *mine.shape[1:]), dtype=mine.dtype, device=device)
+    padded[: len(mine)] = mine
+    counts = strategy.all_gather(count).reshape(-1).tolist()
+    parts = strategy.all_gather(padded).reshape(-1, *padded.shape)
+    return torch.cat([part[:rows] for part, rows in zip(parts, counts)]).cpu()

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader
 
 from runs.anatomy import Anatomy
 from runs.folders import ROOT, shown
+from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal
 
@@ -86,6 +87,12 @@ class Report(pl.Callback):
     def on_test_batch_start(self, *arguments: Any) -> None:
         self.started = True
 
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._announce(trainer, pl_module)
+
+    def on_predict_batch_start(self, *arguments: Any) -> None:
+        self.started = True
+
     def _announce(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self.hosts:
             return
@@ -110,10 +117,13 @@ class Report(pl.Callback):
             "batch": f"{batch} a process x {ranks} ranks"
             + (f" x {windows} accumulated" if windows > 1 else "")
             + f" = {batch * ranks * windows} global",
+            "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
             "run": shown(Path(self.config.run_dir)),
             "look": "make tensorboard",
         }
         for name, text in lines.items():
+            if not text:
+                continue
             print(f"{name:<7} {text}", flush=True)
 
     # ---------------------------------------------------------------- counting
@@ -172,21 +182,27 @@ class Report(pl.Callback):
 
     # ---------------------------------------------------------------- the end
 
-    def finish(self, trainer: pl.Trainer) -> None:
-        """Print the last lines and write summary.json; on rank 0."""
+    def finish(self, trainer: pl.Trainer, checkpoint: str | None) -> None:
+        """Print the last lines and write summary.json; on rank 0.
+
+        Args:
+            checkpoint: what was tested; None: the weights as training left them.
+        """
         if not trainer.is_global_zero:
             return
         rate = self.samples / self.seconds if self.seconds else 0.0
-        checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         timed = [callback.found for callback in callbacks if isinstance(callback, Anatomy)]
         anatomy = timed[0] if timed else None
+        predicted = next((c for c in callbacks if isinstance(c, Predictions)), None)
+        predictions = predicted.file if predicted else None
         summary = {
             "world_size": trainer.world_size,
             "hosts": self.hosts,
             "strategy": self.choices["strategy"],
             "model": self.choices["model"],
             "data": self.choices["data"],
+            "train": self.config.train,
             "epochs": self.epochs,
             "steps": self.steps,
             "global_batch_size": self.config.data.batch_size
@@ -198,7 +214,8 @@ class Report(pl.Callback):
             "samples_per_second": round(rate, 1),
             "anatomy": anatomy,
             "metrics": self.metrics,
-            "checkpoint": checkpoint or self.config.ckpt_path,
+            "checkpoint": checkpoint,
+            "predictions": str(predictions) if predictions else None,
             "versions": _versions(),
             "git": _git(),
         }
@@ -209,6 +226,8 @@ class Report(pl.Callback):
         tests = {name: value for name, value in self.metrics.items() if name.startswith("test/")}
         if tests:
             print("test    " + "  ".join(f"{k} {v:.4g}" for k, v in tests.items()), flush=True)
+        if predicted and predictions:
+            print(f"predict {shown(predictions)}: {predicted.samples:,} samples", flush=True)
         if self.samples:
             print(
                 f"speed   {rate:,.0f} samples/s: {self.steps - self.first_step} steps, "
@@ -227,8 +246,10 @@ class Report(pl.Callback):
 
 
 def _lr(module: pl.LightningModule) -> str:
-    groups = [group["lr"] for o in module.trainer.optimizers for group in o.param_groups]
-    return ", ".join(f"{lr:g}" for lr in dict.fromkeys(groups)) or "none"
+    groups = [group for o in module.trainer.optimizers for group in o.param_groups]
+    # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
+    rates = dict.fromkeys(group.get("initial_lr", group["lr"]) for group in groups)
+    return ", ".join(f"{lr:g}" for lr in rates) or "none"
 
 
 def _plain(metrics: Any) -> dict[str, float]:

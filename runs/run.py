@@ -26,10 +26,12 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from runs.folders import ROOT, new_folder
+from runs.folders import ROOT, new_folder, shown
+from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, refuse
 from runs.report import Report
@@ -37,6 +39,8 @@ from runs.stopping import SIGNAL, Stopped
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+LAST = "last"  # ckpt_path=last
+RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
 LR_FACTORS = {
     "none": lambda ranks: 1,
     "linear": lambda ranks: ranks,
@@ -53,6 +57,7 @@ class Run:
     Attributes:
         folder: made on rank 0; where logs, checkpoints and results go.
         report: the callback that tells of the run at start and end and writes summary.json.
+        callbacks: this one, and with predict=true the one that writes predictions.
         choices: which file of each group of conf/ was taken, e.g. {"model": "classifier"}.
     """
 
@@ -60,6 +65,7 @@ class Run:
         self.config = config
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
+        self.callbacks = [self.report, *([Predictions()] if config.predict else [])]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._warnings: list[str] = []
@@ -85,22 +91,30 @@ class Run:
         for key in ("log_dir", "data_dir"):
             config[key] = str(ROOT / Path(config[key]).expanduser())
         runs = Path(config.log_dir) / (config.task or self.choices["model"]) / "runs"
-        if config.ckpt_path:
+        if config.ckpt_path and config.ckpt_path != LAST:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
-        elif not config.train:
-            raise Refusal("train=false: give the checkpoint to test, ckpt_path=logs/.../last.ckpt")
+        elif not config.ckpt_path and not config.train:
+            raise Refusal(
+                "train=false: give the checkpoint to test, ckpt_path=logs/.../last.ckpt or "
+                "ckpt_path=last"
+            )
         # Rank 0 looks and writes; the others hear where, or why not.
         asked = ROOT / Path(config.run_dir).expanduser() if config.run_dir else None
         config.run_dir = str(asked or runs)
         problem = self._make_folder(runs, asked) if launched_rank() == 0 else None
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
-        config.run_dir = strategy.broadcast(config.run_dir)
+        config.run_dir, config.ckpt_path = strategy.broadcast([config.run_dir, config.ckpt_path])
         return Path(config.run_dir)
 
     def _make_folder(self, runs: Path, asked: Path | None) -> str | None:
         """The run's folder with what was asked for in it; what stands against it, if anything."""
         config, hydra = self.config, HydraConfig.get()
+        if config.ckpt_path == LAST:
+            newest = newest_checkpoint(runs)
+            if newest is None:
+                return f"ckpt_path=last: no run in {shown(runs)} has a checkpoint to go on from"
+            config.ckpt_path = str(newest)
         if config.ckpt_path and (problem := _unreadable(Path(config.ckpt_path))):
             return problem
         try:
@@ -149,6 +163,13 @@ class Run:
         """model.lr as written, unless lr_scaling asks for more with more ranks."""
         scaling = self.config.lr_scaling
         return self.config.model.lr * LR_FACTORS[scaling](ranks)
+
+    def checkpoint(self, trainer: Trainer) -> str | None:
+        """What to evaluate: the best that was trained, without one None, which is the weights as
+        they are; where nothing was trained, that of ckpt_path."""
+        if not self.config.train:
+            return self.config.ckpt_path
+        return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
     def __exit__(
         self,
@@ -199,6 +220,12 @@ class Run:
                 if text not in told and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
                 told.add(text)
+
+
+def newest_checkpoint(runs: Path) -> Path | None:
+    """Of those to go on from in the folders of a task's runs, the one written last, if any."""
+    files = [file for name in RESUMABLE for file in runs.glob(f"*/checkpoints/{name}")]
+    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
 
 
 def _unreadable(file: Path) -> str | None:

@@ -27,8 +27,8 @@ from pytorch_lightning.profilers import Profiler
 from pytorch_lightning.strategies import Strategy
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
+from runs.folders import shown
 from runs.ranks import gather_texts
-from runs.report import shown
 
 NEXT_BATCH = ".train_dataloader_next"  # the action of Lightning's that a step begins with
 ROUNDS = 40  # of the measurement of clocks, 2 ms each

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,3 +73,12 @@ def launch(tmp_path: Path) -> Callable[..., list[Any]]:
 def launch_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
     """As `launch`, for what several tests of a module look at."""
     return launcher(tmp_path_factory.mktemp("launches"))
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """A single thread in torch: for tiny tensors, several only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,4 +1,4 @@
-"""Classifiers that warn on every rank or on one, cannot be tested, or break on rank 1."""
+"""Classifiers that warn on every rank or on one, cannot be tested, break on rank 1, or see NaN."""
 
 import warnings
 from typing import Any
@@ -25,3 +25,10 @@ class Breaks(Classifier):
         if self.global_rank == 1 and batch_idx == 3:
             raise RuntimeError("broken in training")
         return super().training_step(batch, batch_idx)
+
+
+class Vanishes(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        # The logarithm of 0 times 0: finite on the way to the loss, NaN on the way back.
+        gone = 0 * self(batch[0]).sum()
+        return super().training_step(batch, batch_idx) + 0 * (gone.log() * 0).nan_to_num()

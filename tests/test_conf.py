@@ -23,8 +23,11 @@ from tests.pictures import write_all
 # Where a configuration has these keys, they are made small.
 SMALL = {
     "data.count": 16, "data.size": 16, "data.batch_size": 4, "data.num_workers": 0,
-    "model.depth": 4, "model.size": 16,
+    "model.depth": 4, "model.size": 16, "data.megabytes": 0.05, "model.layers": 1,
 }  # fmt: skip
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def names(group: str) -> list[str]:
@@ -91,17 +94,67 @@ def test_each_data_set_has_batches(data: str, tmp_path: Path) -> None:
 def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
     config = compose("config", [f"experiment={experiment}"])
     overrides = [f"experiment={experiment}", *small(config, tmp_path), f"log_dir={tmp_path}/logs"]
-    job = [sys.executable, "template.py", *overrides, "trainer.fast_dev_run=true"]
+    job = [sys.executable, "template.py", *overrides, "debug=one_batch"]
     done = run(horovodrun(2, *job))
     assert done.returncode == 0, done.stdout
     assert "ranks   2:" in done.stdout and "test/" in done.stdout
+    assert f"parameters, lr {config.model.lr:g}\n" in done.stdout  # also where it warms up
 
 
-@pytest.mark.parametrize("experiment", names("experiment"))
-def test_experiment_begins_with_its_command(experiment: str) -> None:
-    header = (CONF / "experiment" / f"{experiment}.yaml").read_text()
+@pytest.mark.parametrize(
+    ("group", "name"), [(group, name) for group in ("experiment", "debug") for name in names(group)]
+)
+def test_header_begins_with_its_command(group: str, name: str) -> None:
+    header = (CONF / group / f"{name}.yaml").read_text()
     assert header.startswith("# @package _global_\n#\n# make train ")
-    assert f"experiment={experiment}" in header.splitlines()[2]
+    assert f"{group}={name}" in header.splitlines()[2]
+
+
+def debug(name: str, folder: Path, *overrides: str) -> tuple[Trainer, dict[str, float]]:
+    """What debug=NAME does with the default job, in this process: trainer and metrics."""
+    arguments = [f"debug={name}", f"run_dir={folder}", "trainer.accelerator=cpu", *overrides]
+    config = compose("config", arguments)
+    seed_everything(0, verbose=False)
+    callbacks = [instantiate(part) for part in config.callbacks.values()]
+    loggers = [instantiate(part) for part in config.logger.values()]
+    profiler = instantiate(config.profiler) if config.profiler else None
+    trainer = instantiate(
+        config.trainer, callbacks=callbacks, logger=loggers, profiler=profiler,
+        default_root_dir=folder,
+    )  # fmt: skip
+    trainer.fit(instantiate(config.model), instantiate(config.data))
+    return trainer, {name: float(value) for name, value in trainer.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("name", names("debug"))
+def test_debug_goes_with_all_experiments_and_models(name: str) -> None:
+    for other in ["model=denoiser", *(f"experiment={file}" for file in names("experiment"))]:
+        before, after = compose("config", [other]), compose("config", [other, f"debug={name}"])
+        assert (after.model, after.data) == (before.model, before.data) and after != before
+
+
+def test_debug_overfit_learns_its_batch_by_heart(tmp_path: Path) -> None:
+    trainer, metrics = debug("overfit", tmp_path, "model.dropout=0")
+    assert trainer.global_step == 200 and metrics["train/loss"] < 0.01
+    assert "val/loss" not in metrics and not (tmp_path / "checkpoints").exists()
+
+
+def test_debug_limit_is_a_whole_run_in_small(tmp_path: Path) -> None:
+    trainer, metrics = debug("limit", tmp_path)
+    assert trainer.global_step == 10 and "val/loss" in metrics
+    assert (tmp_path / "checkpoints" / "last.ckpt").is_file()
+
+
+def test_debug_anomaly_names_the_operation(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="LogBackward0.* returned nan"):
+        debug("anomaly", tmp_path, "model._target_=tests.faulty_models.Vanishes", "logger=none")
+
+
+def test_debug_profiler_leaves_table_and_trace(tmp_path: Path) -> None:
+    trainer, _ = debug("profiler", tmp_path)
+    assert trainer.global_step == 20
+    assert "aten::" in (tmp_path / "fit-profile.txt").read_text()
+    assert list(tmp_path.glob("*.pt.trace.json"))
 
 
 @pytest.mark.parametrize("group", ["strategy", "callbacks", "logger", "profiler", "trainer"])

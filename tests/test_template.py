@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import pty
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,9 @@ from typing import Any
 import pytest
 import torch
 
+from datamodules.digits import Digits
+from datamodules.noise import Noise
+from models.denoiser import Denoiser
 from tests.conftest import ROOT, horovodrun, run
 
 TEMPLATE = [sys.executable, str(ROOT / "template.py")]
@@ -113,11 +117,16 @@ class TestDefaultRun:
 
 class TestOtherRuns:
     def test_resume_then_test_only(self, default: tuple[Path, str], tmp_path: Path) -> None:
-        last = folders(default[0])[0] / "checkpoints" / "last.ckpt"
+        last = (
+            tmp_path / "classifier" / "runs" / "2000-01-01_00-00-00" / "checkpoints" / "last.ckpt"
+        )
+        last.parent.mkdir(parents=True)
+        shutil.copy(folders(default[0])[0] / "checkpoints" / "last.ckpt", last)
         epochs = summary(default[0])["epochs"]
         more = ["~callbacks.early_stopping", f"trainer.max_epochs={epochs + 2}"]
-        done = job(2, tmp_path, f"ckpt_path={last}", *more, "profiler=simple")
+        done = job(2, tmp_path, "ckpt_path=last", *more, "profiler=simple")
         assert done.returncode == 0, done.stdout
+        assert f"from    {last}\n" in done.stdout
         assert f"epoch {epochs + 1}/{epochs + 2} " in done.stdout
         assert f"epoch {epochs}/" not in done.stdout
         found = summary(tmp_path)
@@ -126,14 +135,25 @@ class TestOtherRuns:
         assert seen == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
         reports = folders(tmp_path)[0].glob("fit-profile*")
         assert sorted(f.name for f in reports) == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
+        assert found["train"] is True
 
-        relative = os.path.relpath(summary(default[0])["checkpoint"], tmp_path)
-        done = job(0, tmp_path, "train=false", f"ckpt_path={relative}", cwd=tmp_path)
+        # A copy, told apart from the path of the best that every checkpoint has in it.
+        before = summary(default[0])
+        shutil.copy(before["checkpoint"], tmp_path / "mine.ckpt")
+        tested = ["train=false", "ckpt_path=mine.ckpt", "predict=true"]
+        done = job(0, tmp_path, *tested, cwd=tmp_path)
         assert done.returncode == 0, done.stdout
-        alone, before = summary(tmp_path), summary(default[0])
-        assert (alone["world_size"], alone["epochs"]) == (1, 0)
+        alone = summary(tmp_path)
+        assert (alone["world_size"], alone["epochs"], alone["train"]) == (1, 0, False)
+        assert alone["checkpoint"] == str(tmp_path / "mine.ckpt")
         for name in ("test/acc", "test/loss"):
             assert alone["metrics"][name] == pytest.approx(before["metrics"][name], rel=1e-5)
+        predicted = torch.load(alone["predictions"])
+        data = Digits()
+        data.setup("test")
+        labels = torch.tensor([label for _, label in data.splits[2]])
+        right = (predicted == labels).float().mean()
+        assert alone["metrics"]["test/acc"] == pytest.approx(float(right), rel=1e-5)
 
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
         done = job(
@@ -148,7 +168,7 @@ class TestOtherRuns:
     def test_denoiser_denoises(self, tmp_path: Path) -> None:
         done = job(
             2, tmp_path, "experiment=denoiser", f"data_dir={tmp_path}/data", "data.size=40",
-            "trainer.max_epochs=10",
+            "trainer.max_epochs=10", "data.count=264", "predict=true",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
         metrics = summary(tmp_path)["metrics"]
@@ -158,6 +178,16 @@ class TestOtherRuns:
         assert folder.parent.parent.name == "denoiser"
         assert (folder / "denoised.png").read_bytes().startswith(b"\x89PNG")
         assert len(list((tmp_path / "data").iterdir())) == 1
+        # 33 images to test on 2 ranks, each once and in their order
+        data = Noise(data_dir=f"{tmp_path}/data", count=264, size=40)
+        data.setup("test")
+        noisy = torch.stack([noisy for noisy, _, _ in data.splits[2]])
+        model = Denoiser.load_from_checkpoint(summary(tmp_path)["checkpoint"]).eval()
+        with torch.no_grad():
+            expected = model(noisy)
+        predicted = torch.load(folder / "predictions.pt")
+        assert len(expected) == 33 and torch.allclose(predicted, expected, atol=1e-4)
+        assert f"predict {folder}/predictions.pt: 33 samples" in done.stdout
 
     def test_dcgan_makes_better_digits(self, tmp_path: Path) -> None:
         done = job(
@@ -203,7 +233,8 @@ class TestMistakes:
         [
             (2, ["model.lrr=1"], "model.lrr: model has no key 'lrr'; it has:"),
             (2, ["data.batch_size=630"], "data.batch_size=630: a rank's share is 629 samples"),
-            (2, ["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
+            (2, ["ckpt_path=last"], "logs/classifier/runs has a checkpoint to go on from"),
+            (0, ["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
             (0, ["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint"),
             (0, ["trainer.accelerator=gpu"], "trainer=default: "),
             (0, ["trainer.precision=12"], "trainer=default: "),
@@ -271,7 +302,9 @@ class TestMistakes:
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:
     nobody = "http://127.0.0.1:9"  # a proxy, which is not asked for one of the job's own hosts
-    done = job(2, tmp_path, "strategy=ddp", "trainer.max_epochs=1", http_proxy=nobody)
+    ddp = ["strategy=ddp", "trainer.max_epochs=1", "predict=true"]
+    done = job(2, tmp_path, *ddp, http_proxy=nobody)
     assert done.returncode == 0, done.stdout
+    assert len(torch.load(summary(tmp_path)["predictions"])) == 360
     assert "ranks   2: 2 on" in done.stdout and "strategy ddp" in done.stdout
     assert summary(tmp_path)["world_size"] == 2

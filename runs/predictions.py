@@ -1,0 +1,98 @@
+"""predict=true: what predict_step says of each sample, in one file, under any strategy.
+
+    import torch
+    labels = torch.load("logs/classifier/runs/.../predictions.pt")     of shape (samples, ...)
+
+Samples are those of predict_dataloader, or of test_dataloader where there is none, in the order
+of the data set, each once, whatever the number of ranks. What predict_step returns is a tensor, or
+a dict, list or tuple of tensors, with the samples of the batch along the first dimension; the file
+holds the same with all samples along it. Every rank holds all predictions for a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.data import DataLoader
+
+from runs.ranks import gather_rows
+from runs.refusal import Refusal
+
+
+class Predictions(BasePredictionWriter):
+    """Writes the file on rank 0.
+
+    Attributes:
+        file: predictions.pt in the run's folder; None until it is written.
+        samples: in it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(write_interval="epoch")
+        self.file: Path | None = None
+        self.samples = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse before training what would fail after it."""
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        if not is_overridden("predict_step", pl_module):
+            raise Refusal(
+                f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx) "
+                "that returns what it makes of a batch"
+            )
+        if is_overridden("predict_dataloader", data):
+            return
+        if not is_overridden("test_dataloader", data):
+            raise Refusal(
+                f"predict=true: {type(data).__name__} has neither predict_dataloader nor "
+                "test_dataloader"
+            )
+        if stage == "predict":
+            data.setup("test")
+        data.predict_dataloader = data.test_dataloader
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loaders = trainer.predict_dataloaders
+        if not isinstance(loaders, DataLoader) or loaders.batch_sampler is None:
+            raise Refusal("predict=true: one DataLoader with a data set of known length is needed")
+
+    def write_on_epoch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        predictions: Sequence[Any],
+        batch_indices: Sequence[Any],
+    ) -> None:
+        batches = batch_indices[0]
+        for said, batch in zip(predictions, batches):
+            _check(said, len(batch))
+        structure = tree_flatten(predictions[0])[1]
+        columns = [torch.cat(parts) for parts in zip(*(tree_flatten(p)[0] for p in predictions))]
+        indices = torch.tensor([index for batch in batches for index in batch])
+        order = gather_rows(trainer.strategy, indices).argsort()
+        found = [gather_rows(trainer.strategy, column)[order] for column in columns]
+        self.samples = len(order)
+        self.file = Path(trainer.default_root_dir) / "predictions.pt"
+        if trainer.is_global_zero:
+            unfinished = self.file.with_suffix(".part")
+            torch.save(tree_unflatten(found, structure), unfinished)
+            unfinished.rename(self.file)
+
+
+def _check(said: Any, samples: int) -> None:
+    leaves = tree_flatten(said)[0]
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != samples:
+            what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r:.40}"
+            raise Refusal(
+                f"predict=true: predict_step returned {what} for a batch of {samples} samples; "
+                "return tensors with the samples along the first dimension"
+            )

@@ -1,0 +1,148 @@
+"""The GPT sees no byte before it has guessed it, learns, and counts its FLOP as PaLM does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Trainer, seed_everything
+from torch import Tensor
+
+from datamodules.text import Text, pack, read, split
+from models import gpt
+from models.gpt import GPT, peak
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def tiny(**arguments: Any) -> GPT:
+    return GPT(**{"layers": 2, "heads": 2, "width": 32, **arguments})
+
+
+def test_no_place_sees_those_after_it() -> None:
+    before = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
+    after = before.clone()
+    after[:, 12:] = (after[:, 12:] + 1) % 256
+    model = tiny()
+    one, other = model(before), model(after)
+    assert torch.equal(one[:, :12], other[:, :12])
+    assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
+
+
+def test_places_are_told_apart() -> None:
+    model = tiny(layers=1)  # two would tell the order from who sees whom
+    with torch.no_grad():
+        model.network.blocks[0].attention.qkv.weight.mul_(20)
+    logits = model(torch.tensor([[1, 2, 3, 7], [2, 1, 3, 7]]))[:, -1]
+    assert not torch.allclose(logits[0], logits[1], atol=1e-4)
+
+
+def test_the_target_of_each_place_is_the_next_byte() -> None:
+    batch, model = torch.tensor([[5, 7, 9]], dtype=torch.uint8), tiny()
+    chances = model(torch.tensor([[5, 7]])).log_softmax(-1)[0]
+    assert torch.allclose(model.predict_step(batch, 0), -(chances[0, 7] + chances[1, 9]) / 2)
+
+
+def test_it_learns_more_than_how_often_bytes_occur(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seed_everything(0, verbose=False)
+    data = Text(batch_size=8, length=64, megabytes=0.2)
+    model = tiny(lr=1e-2, decay_steps=80)
+    trainer = Trainer(
+        max_epochs=1, max_steps=80, accelerator="cpu", logger=False, gradient_clip_val=1.0,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, limit_val_batches=4, val_check_interval=80,
+        num_sanity_val_steps=0,
+    )  # fmt: skip
+    trainer.fit(model, data)
+    counts = torch.bincount(data.splits[1].flatten().long(), minlength=256)
+    shares = counts[counts > 0] / counts.sum()
+    frequencies = float(-(shares * shares.log()).sum())  # the loss of who knows these alone
+    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert found["val/loss"] < frequencies - 0.2
+    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / 0.6931, rel=1e-3)
+    rate, most = found["train/tokens_per_second"], peak(torch.device("cpu"), torch.float32)[0]
+    assert found["train/mfu"] == pytest.approx(rate * model.flop_per_token(64) / most, rel=1e-3)
+    told = capsys.readouterr().out
+    assert f"tokens  {rate:,.0f} tokens/s" in told and "measured: float32 products" in told
+
+
+def test_flop_are_counted_by_hand() -> None:
+    matrices = 256 * 32 + 2 * 12 * 32**2  # the embedding, which is the head too; two blocks
+    norms = 5 * 32
+    counted = 6 * (matrices + norms) + 12 * 2 * 32 * 100
+    assert tiny().flop_per_token(100) == counted
+
+
+def test_speed_leaves_out_first_batches_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 12.0, 50.0, 51.0])
+    monkeypatch.setattr(gpt, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    model, batch = tiny(), torch.zeros(4, 11, dtype=torch.uint8)
+    model.on_train_epoch_start()
+    for index in range(3):  # from the end of the first, at 10 s
+        model.on_train_batch_end(None, batch, index)
+    model.on_validation_start()  # at 12 s
+    for index in range(2):  # from 50 s
+        model.on_train_batch_end(None, batch, index)
+    model._stop_clock()  # at 51 s
+    assert (model._tokens, model._seconds) == (3 * 4 * 10, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H100 PCIe", torch.float16, 756e12),
+        ("NVIDIA A100-SXM4-40GB", torch.bfloat16, 312e12),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", torch.bfloat16, None),  # a part of it is less
+        ("NVIDIA A100-SXM4-40GB", torch.float32, None),  # the table is of 16 bits
+        ("an unknown one", torch.bfloat16, None),
+    ],
+)
+def test_peak_of_known_gpus(
+    monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype, flops: float | None
+) -> None:
+    def measured(*_: Any, **__: Any) -> Tensor:
+        raise LookupError("no table")
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    monkeypatch.setattr(torch, "rand", measured)
+    if flops is None:
+        with pytest.raises(LookupError):
+            peak.__wrapped__(torch.device("cuda"), dtype)
+    else:
+        assert peak.__wrapped__(torch.device("cuda"), dtype)[0] == flops
+
+
+def test_compiling_keeps_the_names_in_checkpoints() -> None:
+    assert tiny(compile=True).state_dict().keys() == tiny().state_dict().keys()
+
+
+def test_files_are_packed_and_split(tmp_path: Path) -> None:
+    for name, content in [
+        ("b.py", "bbb"),
+        ("a.py", "aa"),
+        ("_sysconfigdata_x.py", "no"),
+        ("c", ""),
+    ]:
+        (tmp_path / name).write_text(content)
+    assert read(tmp_path, 100) == b"aa\0bbb\0" and read(tmp_path, 5) == b"aa\0bb"
+    parts = split(bytes(range(60)))
+    assert [len(part) for part in parts] == [54, 3, 3] and b"".join(parts) == bytes(range(60))
+    sequences = pack(bytes(range(13)), 5)  # neighbours share a byte, the last two fill none
+    assert sequences.tolist() == [[0, 1, 2, 3, 4, 5], [5, 6, 7, 8, 9, 10]]
+    with pytest.raises(ValueError, match="length=5: 5 bytes of text are less than a sequence"):
+        pack(bytes(5), 5)
+
+
+def test_other_ranks_take_the_text_of_rank_0() -> None:
+    text = bytes(range(60))
+    data = Text(length=2)
+    strategy = SimpleNamespace(broadcast=lambda mine: mine or text)
+    data.trainer = SimpleNamespace(is_global_zero=False, strategy=strategy)  # type: ignore
+    data.setup("fit")
+    assert data.splits[1].tolist() == [[54, 55, 56]]

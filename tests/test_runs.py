@@ -1,0 +1,117 @@
+"""The newest checkpoint, and what keeps predictions from being written; in one process."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from runs.predictions import Predictions
+from runs.refusal import Refusal
+from runs.run import newest_checkpoint
+
+
+def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
+    assert newest_checkpoint(tmp_path / "nothing") is None
+    written = ["b/checkpoints/last.ckpt", "a/checkpoints/last.ckpt", "a/checkpoints/stopped.ckpt",
+               "b/checkpoints/epoch_003.ckpt", "b/last.ckpt"]  # fmt: skip
+    for second, name in enumerate(written):
+        file = tmp_path / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+        os.utime(file, (second, second))
+    assert newest_checkpoint(tmp_path) == tmp_path / "a/checkpoints/stopped.ckpt"
+    (tmp_path / "a/checkpoints/stopped.ckpt").unlink()
+    assert newest_checkpoint(tmp_path) == tmp_path / "a/checkpoints/last.ckpt"
+
+
+class Forward(LightningModule):
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch
+
+
+class Doubles(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"twice": 2 * batch, "both": (batch, -batch.unsqueeze(1))}
+
+
+class Sums(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return batch.sum()
+
+
+class Numbers(LightningDataModule):
+    """0 to 6, there only after setup("test")."""
+
+    def setup(self, stage: str) -> None:
+        if stage == "test":
+            self.numbers = torch.arange(7)
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.numbers, batch_size=3)  # type: ignore[arg-type]
+
+
+def predict(model: LightningModule, data: LightningDataModule, folder: Path) -> Predictions:
+    predictions = Predictions()
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=folder, callbacks=[predictions],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.predict(model, data, return_predictions=False)
+    return predictions
+
+
+def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) -> None:
+    written = predict(Doubles(), Numbers(), tmp_path)
+    found, numbers = torch.load(tmp_path / "predictions.pt"), torch.arange(7)
+    assert written.samples == 7 and list(found) == ["twice", "both"]
+    assert torch.equal(found["twice"], 2 * numbers)
+    assert torch.equal(found["both"][1], -numbers.unsqueeze(1))
+
+
+class Shuffled(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(7), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_predictions_are_in_the_order_of_the_data_set(tmp_path: Path) -> None:
+    predict(Doubles(), Shuffled(), tmp_path)
+    assert torch.load(tmp_path / "predictions.pt")["twice"].tolist() == [0, 2, 4, 6, 8, 10, 12]
+
+
+class Several(Numbers):
+    def predict_dataloader(self) -> Any:
+        return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Doubles, Several, "one DataLoader"),
+        (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
+    ],
+)
+def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
+        predict(model(), data(), tmp_path)
+    assert not (tmp_path / "predictions.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Forward, Numbers, "Forward has no predict_step"),
+        (Doubles, LightningDataModule, "has neither predict_dataloader nor test_dataloader"),
+    ],
+)
+def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
+    trainer: Any = SimpleNamespace(datamodule=data())
+    with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
+        Predictions().setup(trainer, model(), "fit")

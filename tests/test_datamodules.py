@@ -111,6 +111,20 @@ class TestFolder:
             assert images.shape == (4, channels, 16, 16) and images.dtype == torch.float32
             assert images.min() >= 0 and images.max() <= 1 and labels.max() <= 1
 
+    def test_train_and_val_are_the_split_where_they_are_there(self, tmp_path: Path) -> None:
+        for split, each in (("train", 6), ("val", 3)):
+            write_folder(tmp_path / split, each)
+        data = Folder(str(tmp_path), 4, size=16, augment=True, num_workers=0)
+        data.setup("fit")
+        assert [len(split) for split in data.splits] == [12, 6, 6]  # type: ignore[arg-type]
+        (train, _), (val, _) = data.splits[0][0], data.splits[1][0]
+        assert train.shape == val.shape == (3, 16, 16)
+        assert not torch.equal(train, data.splits[0][0][0])  # another part of the same image
+        assert torch.equal(val, data.splits[1][0][0])
+        (tmp_path / "val" / "tower").rename(tmp_path / "val" / "spire")
+        with pytest.raises(ValueError, match="same classes; only one has spire, tower"):
+            Folder(str(tmp_path)).setup("fit")
+
     @pytest.mark.parametrize(("made", "reason"), [("", "no such folder"), ("a", "no images")])
     def test_a_missing_one_is_told(self, made: str, reason: str, tmp_path: Path) -> None:
         folder = tmp_path / "images"

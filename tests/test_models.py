@@ -68,6 +68,22 @@ class TestResNet:
         weight = model.network.layer1[0].conv1.weight
         assert weight.is_contiguous(memory_format=torch.channels_last)
 
+    @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (50, 25_557_032)])
+    def test_large_images_see_the_network_of_the_paper(self, depth: int, parameters: int) -> None:
+        model = ResNet(depth=depth, small_images=False, classes=1000)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        sizes: list[int] = []
+        for layer in (model.network.conv1, model.network.layer1, model.network.layer4):
+            layer.register_forward_hook(lambda *found: sizes.append(found[2].shape[-1]))
+        assert model.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
+        assert sizes == [112, 56, 7]
+        last = model.network.layer1[0]
+        assert not (last.bn3 if depth == 50 else last.bn2).weight.any()
+
+    def test_another_depth_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="depth=34: there are 18, 50"):
+            ResNet(depth=34)
+
     def test_learning_rate_rises_then_falls(self) -> None:
         assert [rise_and_fall(x, 0.1) for x in (0.05, 0.1, 0.55)] == pytest.approx([0.5, 1, 0.5])
         assert rise_and_fall(1, 0.1) == pytest.approx(0) and rise_and_fall(0, 0) == 1

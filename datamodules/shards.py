@@ -81,7 +81,7 @@ class Shards(LightningDataModule):
         val: str,
         batch_size: int = 64,
         size: int = 224,
-        buffer: int = 4096,
+        buffer: int = 1024,
         num_workers: int | None = None,
         pin_memory: bool | None = None,
         seed: int = 0,

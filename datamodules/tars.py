@@ -129,7 +129,9 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
     where = Path(pattern)
     shards = sorted(where.parent.glob(where.name))
     if not shards:
-        raise FileNotFoundError(f"data.{split}={pattern}: there are no shards; give a pattern of tar files")
+        raise FileNotFoundError(
+            f"data.{split}={pattern}: there are no shards; give a pattern of tar files"
+        )
     index = where.parent / "index.json"
     try:
         known = json.loads(index.read_text())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +85,15 @@ class TestShare:
             assert sorted(chain(*chain(*found))) == list(range(13))
             sizes = [len(batch) for rank in found for batch in rank]
             assert min(sizes) > 0 and max(sizes) <= max(2, batch_size)
+
+
+def test_the_shards_come_in_another_order_each_epoch(folder: Path) -> None:
+    share = Share(count_samples("train", f"{folder}/train-*.tar"), 4, 1, 0, view(8), buffer=1)
+    first = [label for _, label in share]
+    share.epoch = 1
+    second = [label for _, label in share]
+    assert set(first) == set(second) == set(range(44)) and first != second
+    assert sum(after - before != 1 for before, after in pairwise(first)) <= len(TRAIN) - 1
 
 
 class TestIndex:

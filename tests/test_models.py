@@ -11,6 +11,7 @@ import torch
 
 from datamodules.digits import Digits
 from models.dcgan import DCGAN, InceptionScore, Judge
+from models.denoiser import Denoiser
 from models.resnet import ResNet, rise_and_fall
 from models.split import Split
 
@@ -93,6 +94,29 @@ class TestResNet:
         model._trainer = SimpleNamespace(estimated_stepping_batches=math.inf)
         with pytest.raises(ValueError, match="max_epochs"):
             model.configure_optimizers()
+
+
+class TestDenoiser:
+    @pytest.mark.parametrize("network", ["dncnn", "unet"])
+    def test_what_the_network_predicts_is_subtracted(self, network: str) -> None:
+        model = Denoiser(network=network, depth=3, scales=3, features=4)
+        images = torch.rand(2, 1, 13, 18)  # sizes that do not halve evenly
+        model.eval()
+        torch.testing.assert_close(images - model(images), model.network(images))
+
+    def test_a_unet_sees_further_with_more_scales(self) -> None:
+        seen = []
+        for scales in (1, 3):
+            model = Denoiser(network="unet", scales=scales, features=4).eval()
+            image = torch.rand(1, 1, 32, 32, requires_grad=True)
+            model(image)[0, 0, 16, 16].backward()
+            assert image.grad is not None
+            seen.append(int((image.grad != 0).any(dim=2).sum()))
+        assert seen[0] == 5 and seen[1] > 10
+
+    def test_an_unknown_network_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="network=resnet: there are dncnn, unet"):
+            Denoiser(network="resnet")
 
 
 class TestSplit:

@@ -1,23 +1,29 @@
-"""Images in folders, one a class: `folder`/<class>/<image>.png, as LSUN or ImageNet are unpacked.
+"""Images in folders, one a class: `folder`/<class>/<image>.png, or with a split that is made.
 
-Each is cut to its middle square and scaled to `size`. Batches are (images, labels): float32 of
-shape (batch, channels, size, size) from 0 to 1, int64 of (batch,), classes in alphabetical order.
-Nothing is downloaded, and nothing is augmented.
+Where the folder holds train/ and val/, each with a folder for each class, as ImageNet is unpacked,
+these are the split; val/ is tested too, for ImageNet's test images have no labels.
+
+Each image is scaled to `size` and cut to its middle square. Batches are (images, labels): float32
+of shape (batch, channels, size, size) from 0 to 1, int64 of (batch,), classes in alphabetical
+order. Nothing is downloaded.
 """
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import torch
 from pytorch_lightning import LightningDataModule
-from torch.utils.data import DataLoader, Subset, random_split
+from torch.utils.data import DataLoader, Dataset, Subset, random_split
 from torchvision.datasets import ImageFolder
 from torchvision.transforms.v2 import (
     CenterCrop,
     Compose,
     Grayscale,
     Identity,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
     Resize,
     ToDtype,
     ToImage,
@@ -25,19 +31,24 @@ from torchvision.transforms.v2 import (
 
 
 class Folder(LightningDataModule):
-    """80 % of the images to train, 10 % to validate, 10 % to test; one fixed split for all ranks.
+    """Without train/ and val/: 80 % of the images to train, 10 % to validate, 10 % to test.
+
+    The split is one for all ranks.
 
     Args:
         folder: with a folder for each class in it; each host needs it.
         batch_size: images a process takes a step.
         size: height and width in pixels.
         channels: 3 for colours, 1 for grey.
+        augment: whether training takes a random part of each image, half of them mirrored (see
+            `view`).
         num_workers: processes that read; None: as many as this process has cores, at most 4.
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
-        split_seed: decides which image goes where.
+        split_seed: decides which image goes where, where there is no train/ and val/.
 
     Raises:
         FileNotFoundError: when the folder or images in it are missing.
+        ValueError: when train/ and val/ have other classes.
     """
 
     def __init__(
@@ -46,6 +57,7 @@ class Folder(LightningDataModule):
         batch_size: int = 64,
         size: int = 64,
         channels: int = 3,
+        augment: bool = False,
         num_workers: int | None = None,
         pin_memory: bool | None = None,
         split_seed: int = 0,
@@ -54,31 +66,38 @@ class Folder(LightningDataModule):
         if channels not in (1, 3):
             raise ValueError(f"channels={channels}: 3 for colours, 1 for grey")
         self.save_hyperparameters()
-        self.splits: list[Subset] = []
+        self.splits: list[Dataset] = []
 
     def setup(self, stage: str) -> None:
         if self.splits:
             return
-        folder, size = Path(self.hparams["folder"]), self.hparams["size"]
-        transform = Compose(
-            [
-                ToImage(),
-                Identity() if self.hparams["channels"] == 3 else Grayscale(),
-                Resize(size, antialias=True),
-                CenterCrop(size),
-                ToDtype(torch.float32, scale=True),
-            ]
-        )
+        folder, seed = Path(self.hparams["folder"]), self.hparams["split_seed"]
+        if all((folder / name).is_dir() for name in ("train", "val")):
+            train, val = self._images(folder / "train"), self._images(folder / "val")
+            if differing := set(train.classes) ^ set(val.classes):
+                raise ValueError(
+                    f"data.folder={folder}: train/ and val/ need the same classes; only one has "
+                    f"{', '.join(sorted(differing)[:3])}"
+                )
+            self.splits = [train, val, val]
+        else:
+            val = self._images(folder)
+            train = copy.copy(val)
+            parts = random_split(val, [0.8, 0.1, 0.1], torch.Generator().manual_seed(seed))
+            self.splits = [Subset(train, parts[0].indices), *parts[1:]]
+        size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
+        train.transform = view(size, channels, augment)
+        val.transform = view(size, channels, whole=not augment)
+
+    def _images(self, folder: Path) -> ImageFolder:
         try:
-            images = ImageFolder(str(folder), transform)
+            return ImageFolder(str(folder))
         except FileNotFoundError as error:
             reason = "it holds no images" if folder.is_dir() else "there is no such folder"
             raise FileNotFoundError(
                 f"data.folder={folder}: {reason}; images are expected as "
                 f"{folder}/<class>/<name>.png or .jpg, with at least one image in each class"
             ) from error
-        generator = torch.Generator().manual_seed(self.hparams["split_seed"])
-        self.splits = random_split(images, [0.8, 0.1, 0.1], generator)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(0, shuffle=True)
@@ -104,3 +123,21 @@ class Folder(LightningDataModule):
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         )
+
+
+def view(size: int, channels: int = 3, augment: bool = False, whole: bool = True) -> Compose:
+    """What a model sees of a PIL image: float32 of shape (channels, size, size) from 0 to 1.
+
+    Args:
+        size: in pixels.
+        channels: 3 for colours, 1 for grey.
+        augment: a random part of 8 to 100 % of the area, half of them mirrored, as in Szegedy et
+            al. 2014, https://arxiv.org/abs/1409.4842; else the middle square.
+        whole: the middle square is of the image's height or width; else of 7/8 of that (224 of
+            256 pixels), which suits models that were trained on random parts.
+    """
+    cut = [Resize(size if whole else size * 8 // 7, antialias=True), CenterCrop(size)]
+    if augment:
+        cut = [RandomResizedCrop(size, antialias=True), RandomHorizontalFlip()]
+    grey = Identity() if channels == 3 else Grayscale()
+    return Compose([ToImage(), grey, *cut, ToDtype(torch.float32, scale=True)])

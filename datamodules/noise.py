@@ -54,6 +54,8 @@ class Noise(LightningDataModule):
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
     """
 
+    things = "noise"  # the file's name begins with it
+
     def __init__(
         self,
         data_dir: str,
@@ -69,7 +71,7 @@ class Noise(LightningDataModule):
         if count < 1 or size < 1 or sigma < 0:
             raise ValueError(f"count={count}, size={size} must be at least 1, sigma={sigma} 0")
         self.save_hyperparameters()
-        self.file = Path(data_dir) / f"noise_{count}x{size}x{size}_seed{seed}.npy"
+        self.file = Path(data_dir) / f"{self.things}_{count}x{size}x{size}_seed{seed}.npy"
         self.splits: list[Subset] = []
 
     def prepare_data(self) -> None:
@@ -77,13 +79,17 @@ class Noise(LightningDataModule):
         if not self.file.exists():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.file.with_suffix(f".{os.getpid()}")
-            train, held_out = self._counts()
-            rng = np.random.default_rng(self.hparams["seed"])
-            size = self.hparams["size"]
-            images = np.stack([draw_shapes(size, rng) for _ in range(train + 2 * held_out)])
+            images = self.draw()
             with unfinished.open("wb") as file:
                 np.save(file, images)
             unfinished.rename(self.file)
+
+    def draw(self) -> np.ndarray:
+        """The clean images to train, to validate and to test: uint8, (number, size, size)."""
+        train, held_out = self._counts()
+        rng = np.random.default_rng(self.hparams["seed"])
+        size = self.hparams["size"]
+        return np.stack([draw_shapes(size, rng) for _ in range(train + 2 * held_out)])
 
     def setup(self, stage: str) -> None:
         pairs = NoisyPairs(self.file, self.hparams["sigma"], self.hparams["seed"])

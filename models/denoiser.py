@@ -1,7 +1,8 @@
 """Image denoising by residual learning, from pairs of noisy images.
 
 The network is DnCNN: it predicts the noise, which is subtracted from its input (Zhang et al.,
-"Beyond a Gaussian Denoiser", IEEE TIP 2017, https://arxiv.org/abs/1608.03981). Its target is a
+"Beyond a Gaussian Denoiser", IEEE TIP 2017, https://arxiv.org/abs/1608.03981); or a U-Net that
+does the same and sees more of the surroundings (models/unet.py). Its target is a
 second noisy image of the same thing: as the noise of both is independent with mean zero, the
 clean image is what minimizes the squared error (Lehtinen et al., "Noise2Noise", ICML 2018,
 https://arxiv.org/abs/1803.04189). Clean images are used to measure, never to train.
@@ -23,35 +24,45 @@ from torch.nn.functional import mse_loss
 from torchmetrics.image import PeakSignalNoiseRatio
 from torchvision.utils import make_grid, save_image
 
+from models.unet import UNet
+
 Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Denoiser(LightningModule):
-    """DnCNN: convolutions of 3x3, batch normalization between, the input added at the end.
+    """A network that predicts the noise, which is subtracted from its input.
 
     Args:
         lr: learning rate of Adam.
-        depth: number of convolutions, at least 3.
-        features: channels between them.
+        network: "dncnn": convolutions of 3x3, batch normalization between; or "unet".
+        depth: number of convolutions of DnCNN, at least 3.
+        scales: sizes at which the U-Net sees the image, at least 1.
+        features: channels between convolutions; of the U-Net, at the finest scale.
         channels: of the images.
     """
 
     def __init__(
-        self, lr: float = 1e-3, depth: int = 20, features: int = 64, channels: int = 1
+        self,
+        lr: float = 1e-3,
+        network: str = "dncnn",
+        depth: int = 20,
+        scales: int = 4,
+        features: int = 64,
+        channels: int = 1,
     ) -> None:
         super().__init__()
         if depth < 3:
             raise ValueError(f"depth={depth}: the network has a first, a middle and a last layer")
+        if scales < 1:
+            raise ValueError(f"scales={scales}: the network sees the image at 1 size or more")
+        if network not in ("dncnn", "unet"):
+            raise ValueError(f"network={network}: there are dncnn, unet")
         self.save_hyperparameters()
-        layers: list[nn.Module] = [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]
-        for _ in range(depth - 2):
-            layers += [
-                nn.Conv2d(features, features, 3, padding=1, bias=False),
-                nn.BatchNorm2d(features),
-                nn.ReLU(),
-            ]
-        layers.append(nn.Conv2d(features, channels, 3, padding=1))
-        self.network = nn.Sequential(*layers)
+        self.network = (
+            dncnn(depth, features, channels)
+            if network == "dncnn"
+            else UNet(channels, features, scales)
+        )
         self.val_psnr = PeakSignalNoiseRatio(data_range=1.0)
         self.test_psnr = PeakSignalNoiseRatio(data_range=1.0)
         self.test_psnr_noisy = PeakSignalNoiseRatio(data_range=1.0)
@@ -102,3 +113,15 @@ class Denoiser(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.Adam(self.parameters(), lr=self.hparams["lr"])
+
+
+def dncnn(depth: int, features: int, channels: int) -> nn.Sequential:
+    layers: list[nn.Module] = [nn.Conv2d(channels, features, 3, padding=1), nn.ReLU()]
+    for _ in range(depth - 2):
+        layers += [
+            nn.Conv2d(features, features, 3, padding=1, bias=False),
+            nn.BatchNorm2d(features),
+            nn.ReLU(),
+        ]
+    layers.append(nn.Conv2d(features, channels, 3, padding=1))
+    return nn.Sequential(*layers)

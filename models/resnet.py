@@ -1,9 +1,10 @@
-"""Image classification with ResNet-18, as it is trained on images of 32 x 32 pixels.
+"""Image classification with ResNet-18 or ResNet-50, for images of 32 x 32 or of 224 x 224 pixels.
 
 The network is torchvision's (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016,
-https://arxiv.org/abs/1512.03385) with a first convolution of 3 x 3 that keeps the size, and without
-the pooling after it: made for 224 x 224, it would leave a single pixel of 32 x 32. Its weights lie
-in memory as channels_last, the layout in which tensor cores take 16-bit convolutions.
+https://arxiv.org/abs/1512.03385). It is made for 224 x 224 and would leave a single pixel of 32 x
+32: for small images its first convolution is of 3 x 3 and keeps the size, and the pooling after it
+is left out. For others each block begins as the identity, as in Goyal et al. (below). Its weights
+lie in memory as channels_last, the layout in which tensor cores take 16-bit convolutions.
 
 SGD with Nesterov momentum; the learning rate rises linearly and falls as a cosine (Goyal et al.
 2017, https://arxiv.org/abs/1706.02677; Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983).
@@ -23,16 +24,20 @@ from pytorch_lightning import LightningModule
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
-from torchvision.models import resnet18
+from torchvision.models import resnet18, resnet50
 
 Batch = tuple[Tensor, Tensor]
 
+NETWORKS = {18: resnet18, 50: resnet50}
+
 
 class ResNet(LightningModule):
-    """ResNet-18 for small images.
+    """ResNet of 18 or 50 layers.
 
     Args:
         lr: learning rate of SGD after the warm-up.
+        depth: 18 or 50 layers.
+        small_images: of about 32 x 32 pixels; else of about 224 x 224.
         classes: number of labels.
         channels: of the images.
         warmup: share of all steps in which the learning rate rises.
@@ -44,6 +49,8 @@ class ResNet(LightningModule):
     def __init__(
         self,
         lr: float = 0.1,
+        depth: int = 18,
+        small_images: bool = True,
         classes: int = 10,
         channels: int = 3,
         warmup: float = 0.1,
@@ -54,11 +61,15 @@ class ResNet(LightningModule):
         super().__init__()
         if not 0 <= warmup < 1:
             raise ValueError(f"warmup={warmup}: a share of all steps, from 0 to below 1")
+        if depth not in NETWORKS:
+            raise ValueError(f"depth={depth}: there are {', '.join(map(str, NETWORKS))}")
         self.save_hyperparameters()
-        self.network = resnet18(num_classes=classes)
-        self.network.conv1 = nn.Conv2d(channels, 64, 3, padding=1, bias=False)
+        self.network = NETWORKS[depth](num_classes=classes, zero_init_residual=not small_images)
+        kernel, stride, padding = (3, 1, 1) if small_images else (7, 2, 3)
+        self.network.conv1 = nn.Conv2d(channels, 64, kernel, stride, padding, bias=False)
         nn.init.kaiming_normal_(self.network.conv1.weight, mode="fan_out", nonlinearity="relu")
-        self.network.maxpool = nn.Identity()
+        if small_images:
+            self.network.maxpool = nn.Identity()
         self.network.to(memory_format=torch.channels_last)
         self.val_accuracy = MulticlassAccuracy(classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(classes, average="micro")

@@ -63,6 +63,8 @@ class Report(pl.Callback):
             return
         loader = data.train_dataloader()
         if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
+            # A stream may know how many it has for all ranks; it checks its batches itself.
+            self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
             return
         samples, ranks = len(loader.dataset), trainer.world_size
         self.train_samples = samples

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import tarfile
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ def write_all(data_dir: Path) -> None:
     write_mnist(data_dir / "MNIST" / "raw", train=48, test=12)
     write_cifar10(data_dir / "cifar-10-batches-py", each=12)
     write_folder(data_dir / "images", each=20)
+    write_shards(data_dir / "shards", train=[9, 5, 3, 7], val=[3, 8])
 
 
 def write_mnist(folder: Path, train: int, test: int) -> None:
@@ -48,3 +52,22 @@ def write_folder(folder: Path, each: int) -> None:
             height, width = DRAWN.integers(20, 40, 2)
             pixels = DRAWN.integers(0, 256, (height, width, 3), dtype=np.uint8)
             Image.fromarray(pixels).save(folder / name / f"{number}.png")
+
+
+def write_shards(folder: Path, **splits: list[int]) -> None:
+    """train-0.tar, ..., with so many samples each: <key>.png and <key>.cls.
+
+    All pixels of a picture and its label are its number in the split.
+    """
+    folder.mkdir(parents=True)
+    for split, counts in splits.items():
+        numbers = iter(range(sum(counts)))
+        for shard, count in enumerate(counts):
+            with tarfile.open(folder / f"{split}-{shard}.tar", "w") as files:
+                for number in islice(numbers, count):
+                    picture = io.BytesIO()
+                    Image.new("RGB", (20, 24), (number,) * 3).save(picture, "png")
+                    for suffix, held in (("png", picture.getvalue()), ("cls", b"%d" % number)):
+                        member = tarfile.TarInfo(f"pictures/{number:04}.{suffix}")
+                        member.size = len(held)
+                        files.addfile(member, io.BytesIO(held))

@@ -47,6 +47,8 @@ def small(config: DictConfig, folder: Path) -> list[str]:
     keys = [key for key in SMALL if OmegaConf.select(config, key, default=False) is not False]
     if "data.size" not in keys and "model.size" in keys:  # of pictures that are as they are
         keys.remove("model.size")
+    if "ResNet" in str(config.model.get("_target_")):  # which has 18 layers or more
+        keys.remove("model.depth")
     return [*(f"{key}={SMALL[key]}" for key in keys), f"data_dir={folder}/data"]
 
 

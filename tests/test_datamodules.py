@@ -10,11 +10,14 @@ from urllib.error import URLError
 import numpy as np
 import pytest
 import torch
+from numpy.lib.stride_tricks import sliding_window_view
+from sklearn.datasets import load_sample_images
 
 from datamodules import cifar10, mnist
 from datamodules.cifar10 import Cifar10, InMemory, augmented
 from datamodules.folder import Folder
 from datamodules.mnist import Mnist
+from datamodules.photos import Photos
 from tests.pictures import write_cifar10, write_folder, write_mnist
 
 DOWNLOADED = {
@@ -111,6 +114,20 @@ class TestFolder:
             assert images.shape == (4, channels, 16, 16) and images.dtype == torch.float32
             assert images.min() >= 0 and images.max() <= 1 and labels.max() <= 1
 
+    def test_train_and_val_are_the_split_where_they_are_there(self, tmp_path: Path) -> None:
+        for split, each in (("train", 6), ("val", 3)):
+            write_folder(tmp_path / split, each)
+        data = Folder(str(tmp_path), 4, size=16, augment=True, num_workers=0)
+        data.setup("fit")
+        assert [len(split) for split in data.splits] == [12, 6, 6]  # type: ignore[arg-type]
+        (train, _), (val, _) = data.splits[0][0], data.splits[1][0]
+        assert train.shape == val.shape == (3, 16, 16)
+        assert not torch.equal(train, data.splits[0][0][0])  # another part of the same image
+        assert torch.equal(val, data.splits[1][0][0])
+        (tmp_path / "val" / "tower").rename(tmp_path / "val" / "spire")
+        with pytest.raises(ValueError, match="same classes; only one has spire, tower"):
+            Folder(str(tmp_path)).setup("fit")
+
     @pytest.mark.parametrize(("made", "reason"), [("", "no such folder"), ("a", "no images")])
     def test_a_missing_one_is_told(self, made: str, reason: str, tmp_path: Path) -> None:
         folder = tmp_path / "images"
@@ -118,3 +135,27 @@ class TestFolder:
             (folder / made).mkdir(parents=True)
         with pytest.raises(FileNotFoundError, match=rf"data.folder={folder}: .*{reason}"):
             Folder(str(folder)).setup("fit")
+
+
+class TestPhotos:
+    def test_parts_are_of_photographs_and_those_held_out_were_not_trained(
+        self, tmp_path: Path
+    ) -> None:
+        data = Photos(str(tmp_path), batch_size=4, count=40, size=24)
+        data.prepare_data()
+        data.setup("fit")
+        assert [len(split) for split in data.splits] == [40, 8, 8]
+        noisy, target, clean = next(iter(data.train_dataloader()))
+        assert noisy.shape == target.shape == clean.shape == (4, 1, 24, 24)
+        assert 0.08 < (noisy - clean).std() < 0.12 and not torch.equal(noisy, target)
+        greys = [photo.mean(axis=2) for photo in load_sample_images().images]
+        for split, begin, end in zip(data.splits, (0, 448, 544), (448, 544, 640)):
+            _, _, part = split[0]
+            windows = [sliding_window_view(grey[:, begin:end], (24, 24)) for grey in greys]
+            near = [window - 255 * part[0].numpy() for window in windows]
+            assert min(np.abs(d).mean(axis=(2, 3)).min() for d in near) < 1
+
+    def test_parts_larger_than_what_is_held_out_are_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"data.size=97: .* at most 96"):
+            Photos(str(tmp_path), size=97).prepare_data()
+        assert not list(tmp_path.iterdir())

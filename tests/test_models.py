@@ -11,6 +11,7 @@ import torch
 
 from datamodules.digits import Digits
 from models.dcgan import DCGAN, InceptionScore, Judge
+from models.denoiser import Denoiser
 from models.resnet import ResNet, rise_and_fall
 from models.split import Split
 
@@ -68,6 +69,22 @@ class TestResNet:
         weight = model.network.layer1[0].conv1.weight
         assert weight.is_contiguous(memory_format=torch.channels_last)
 
+    @pytest.mark.parametrize(("depth", "parameters"), [(18, 11_689_512), (50, 25_557_032)])
+    def test_large_images_see_the_network_of_the_paper(self, depth: int, parameters: int) -> None:
+        model = ResNet(depth=depth, small_images=False, classes=1000)
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+        sizes: list[int] = []
+        for layer in (model.network.conv1, model.network.layer1, model.network.layer4):
+            layer.register_forward_hook(lambda *found: sizes.append(found[2].shape[-1]))
+        assert model.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
+        assert sizes == [112, 56, 7]
+        last = model.network.layer1[0]
+        assert not (last.bn3 if depth == 50 else last.bn2).weight.any()
+
+    def test_another_depth_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="depth=34: there are 18, 50"):
+            ResNet(depth=34)
+
     def test_learning_rate_rises_then_falls(self) -> None:
         assert [rise_and_fall(x, 0.1) for x in (0.05, 0.1, 0.55)] == pytest.approx([0.5, 1, 0.5])
         assert rise_and_fall(1, 0.1) == pytest.approx(0) and rise_and_fall(0, 0) == 1
@@ -77,6 +94,29 @@ class TestResNet:
         model._trainer = SimpleNamespace(estimated_stepping_batches=math.inf)
         with pytest.raises(ValueError, match="max_epochs"):
             model.configure_optimizers()
+
+
+class TestDenoiser:
+    @pytest.mark.parametrize("network", ["dncnn", "unet"])
+    def test_what_the_network_predicts_is_subtracted(self, network: str) -> None:
+        model = Denoiser(network=network, depth=3, scales=3, features=4)
+        images = torch.rand(2, 1, 13, 18)  # sizes that do not halve evenly
+        model.eval()
+        torch.testing.assert_close(images - model(images), model.network(images))
+
+    def test_a_unet_sees_further_with_more_scales(self) -> None:
+        seen = []
+        for scales in (1, 3):
+            model = Denoiser(network="unet", scales=scales, features=4).eval()
+            image = torch.rand(1, 1, 32, 32, requires_grad=True)
+            model(image)[0, 0, 16, 16].backward()
+            assert image.grad is not None
+            seen.append(int((image.grad != 0).any(dim=2).sum()))
+        assert seen[0] == 5 and seen[1] > 10
+
+    def test_an_unknown_network_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="network=resnet: there are dncnn, unet"):
+            Denoiser(network="resnet")
 
 
 class TestSplit:

@@ -1,0 +1,200 @@
+"""Images in tar files ("shards") of WebDataset's layout, <key>.jpg beside <key>.cls.
+
+For a data set of many small files on a shared file system: a shard is read from start to end.
+Batches are (images, labels), as of `Folder` with augment=True.
+
+Who reads what. An epoch puts the shards in an order drawn from `seed` and the epoch, and cuts the
+row of all samples into equal parts, one for each process of each rank's loader. So each reads whole
+shards of its own; only one at the border of two parts is read by both, each taking its samples.
+Each shuffles its part in a buffer. All ranks have equally many batches, however many samples their
+shards hold: what is left at the end of the row, less than a global batch, is left out in training.
+In evaluation each sample is seen once; batches differ in size by one.
+
+Going on from a checkpoint. Between two epochs: with any number of ranks. Within an epoch: no sample
+twice and none left out, if ranks, batch_size, num_workers, buffer and seed are as before; the
+samples that were trained are read again, but not decoded. Else the number of samples that were
+trained is kept, in an epoch in another order: some come twice, others not. A warning tells.
+
+The number of samples of each shard is counted once, from the headers, and kept in an index.json
+beside them. Shards that change while they are trained on, or hold fewer samples than it says, end
+the run with an error. They are files: nothing is read from the network.
+"""
+
+from __future__ import annotations
+
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning import LightningDataModule
+from torch.utils.data import DataLoader
+
+from datamodules.folder import view
+from datamodules.tars import Share, count_samples
+
+
+class ShareLoader(DataLoader):
+    """Asks, whenever it begins, for the epoch and how many of its batches were trained."""
+
+    dataset: Share
+
+    def __init__(self, share: Share, begin: Callable[[], tuple[int, int]], **options: Any) -> None:
+        super().__init__(share, **options)
+        self.begin = begin
+
+    def __len__(self) -> int:
+        return self.dataset.steps
+
+    def __iter__(self) -> Any:
+        # A generator: this is asked for with the first batch, when Lightning's counters are those
+        # of the epoch; when it calls iter() to go on from a checkpoint, they may be of the last.
+        # The workers are started here, and so know.
+        self.dataset.epoch, self.dataset.trained = self.begin()
+        yield from super().__iter__()
+
+
+class Shards(LightningDataModule):
+    """Shards to train and shards to validate; the latter are tested too, as with ImageNet.
+
+    Args:
+        train: pattern of the shards to train, like /data/train-*.tar; each host needs them.
+        val: of those to validate and to test.
+        batch_size: images a process takes a step.
+        size: height and width in pixels.
+        buffer: samples that each loader process shuffles together, held as they are in the file.
+        num_workers: loader processes of each rank; None: as many as it has cores, at most 4, and
+            no more than it has shards.
+        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        seed: of the order of shards and samples.
+
+    Raises:
+        FileNotFoundError: when a pattern finds no shards.
+        ValueError: when there are too few shards or samples, or hosts have different ones.
+    """
+
+    def __init__(
+        self,
+        train: str,
+        val: str,
+        batch_size: int = 64,
+        size: int = 224,
+        buffer: int = 1024,
+        num_workers: int | None = None,
+        pin_memory: bool | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if buffer < 1:
+            raise ValueError(f"data.buffer={buffer}: it holds at least 1 sample")
+        self.save_hyperparameters()
+        self.train: dict[Path, int] = {}
+        self.val: dict[Path, int] = {}
+        self.resumed: dict[str, Any] = {}
+        # All ranks have as many batches as it says.
+        warnings.filterwarnings("ignore", ".*Your .IterableDataset. has .__len__. defined.*")
+
+    def prepare_data(self) -> None:
+        for split in ("train", "val"):  # on one rank a host, while the others wait
+            count_samples(split, self.hparams[split])
+
+    def setup(self, stage: str) -> None:
+        self.train, self.val = (
+            self._as_rank_0(split, count_samples(split, self.hparams[split]))
+            for split in ("train", "val")
+        )
+
+    def _as_rank_0(self, split: str, shards: dict[Path, int]) -> dict[Path, int]:
+        mine = {shard.name: held for shard, held in shards.items()}
+        if self.trainer is not None and self.trainer.strategy.broadcast(mine) != mine:
+            raise ValueError(
+                f"data.{split}={self.hparams[split]}: the shards on {socket.gethostname()} are not "
+                "those of rank 0"
+            )
+        return shards
+
+    def _ranks(self) -> tuple[int, int]:
+        """How many, and which."""
+        return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+
+    def _workers(self, shards: int) -> int:
+        workers = self.hparams["num_workers"]
+        if workers is not None:
+            return workers
+        return min(4, torch.get_num_threads(), shards // self._ranks()[0])
+
+    # ---------------------------------------------------------------- loaders
+
+    def train_dataloader(self) -> DataLoader:
+        (ranks, rank), shards, size = self._ranks(), len(self.train), self.hparams["batch_size"]
+        where, workers = f"data.train={self.hparams['train']}", self._workers(len(self.train))
+        if shards < ranks * max(1, workers):
+            raise ValueError(
+                f"{where}: {shards} shards for {ranks} ranks x {max(1, workers)} loader processes, "
+                "which need one each; make more of them or set data.num_workers lower"
+            )
+        share = Share(
+            self.train, size, ranks, rank, view(self.hparams["size"], augment=True),
+            self.hparams["buffer"], self.hparams["seed"],
+        )  # fmt: skip
+        if not share.steps:
+            raise ValueError(
+                f"{where}: {sum(self.train.values())} samples for {ranks} ranks x {size} of "
+                "data.batch_size; give a smaller one"
+            )
+        return self._loader(share, self._begin, workers, batch_size=size)
+
+    def val_dataloader(self) -> DataLoader:
+        ranks, rank = self._ranks()
+        if sum(self.val.values()) < ranks:
+            raise ValueError(f"data.val={self.hparams['val']}: fewer samples than {ranks} ranks")
+        look = view(self.hparams["size"], whole=False)
+        share = Share(self.val, self.hparams["batch_size"], ranks, rank, look)
+        return self._loader(share, lambda: (0, 0), self._workers(len(self.val)), batch_size=None)
+
+    def test_dataloader(self) -> DataLoader:
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader:
+        return self.val_dataloader()
+
+    def _loader(
+        self, share: Share, begin: Callable, workers: int, batch_size: int | None
+    ) -> DataLoader:
+        pin_memory = self.hparams["pin_memory"]
+        return ShareLoader(
+            share,
+            begin,
+            batch_size=batch_size,
+            num_workers=workers,
+            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+        )
+
+    # ---------------------------------------------------------------- going on
+
+    def _begin(self) -> tuple[int, int]:
+        """The epoch, and how many of its batches were trained before a checkpoint."""
+        if self.trainer is None:
+            return 0, 0
+        trained = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if trained and self.resumed != self.state_dict():
+            warnings.warn(
+                f"the checkpoint is of {self.resumed}, this run of {self.state_dict()}: the rest "
+                "of its epoch is drawn anew, some samples come twice in it and others not",
+                stacklevel=2,
+            )
+        return self.trainer.current_epoch, trained
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must be equal to go on within an epoch."""
+        names = ("batch_size", "buffer", "seed")
+        return {
+            "ranks": self._ranks()[0],
+            "num_workers": self._workers(len(self.train)),
+            **{name: self.hparams[name] for name in names},
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.resumed = state_dict

@@ -1,0 +1,160 @@
+"""A rank's share of samples in tar files of WebDataset's layout: <key>.jpg, <key>.cls, ...
+
+`Shards` gives it to a loader and says who reads what; here it is cut, shuffled and decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import socket
+import tarfile
+from collections.abc import Callable, Iterator
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import IterableDataset, default_collate, get_worker_info
+from webdataset.filters import shuffle
+from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
+
+Sample = tuple[Tensor, int]
+PICTURES = ("jpg", "jpeg", "png")
+NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # names that WebDataset passes over
+
+
+class Share(IterableDataset):
+    """What a rank sees of the shards in an epoch: samples in training, batches in evaluation.
+
+    Args:
+        shards: the number of samples of each.
+        batch_size: of a rank.
+        ranks: of all.
+        rank: this one.
+        look: makes a tensor of an image.
+        buffer: number of samples that are shuffled together; 0: evaluation, in the given order.
+        seed: of the order.
+
+    Attributes:
+        epoch: decides the order.
+        trained: batches of this rank that are left out at the beginning.
+        steps: batches of each rank.
+        samples: of all ranks in an epoch.
+    """
+
+    def __init__(
+        self, shards: dict[Path, int], batch_size: int, ranks: int, rank: int,
+        look: Callable[[Image.Image], Tensor], buffer: int = 0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.shards, self.ranks, self.rank = shards, ranks, rank
+        self.look, self.buffer, self.seed = look, buffer, seed
+        self.epoch = self.trained = 0
+        self.samples, together = sum(shards.values()), ranks * batch_size
+        if buffer:
+            self.steps = self.samples // together
+            self.samples = self.steps * together
+        else:  # no empty batch: with batch_size=1 some are of two
+            self.steps = min(-(-self.samples // together), self.samples // ranks)
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        place, workers = (info.id, info.num_workers) if info else (0, 1)
+        # The loader takes a batch from each worker in turns. Where it begins with batch t, worker 0
+        # goes on with what worker t % workers had.
+        worker = (place + self.trained) % workers
+        first = sum(len(range(other, self.steps, workers)) for other in range(worker))
+        batches = range(first, first + len(range(worker, self.steps, workers)))
+        edges = [self._edge(batch) for batch in [*batches, batches.stop]]
+        rows = self._read(edges[0], edges[-1])
+        if self.buffer:
+            order = random.Random(f"{self.seed} {self.epoch} {self.rank} {worker}")
+            rows = shuffle(self.buffer, initial=self.buffer, rng=order)(rows)
+        trained = len(range(worker, self.trained, workers))
+        samples = map(self._decode, islice(rows, edges[trained] - edges[0], None))
+        if self.buffer:
+            yield from samples
+        else:
+            for begin, end in zip(edges[trained:], edges[trained + 1 :]):
+                yield default_collate(list(islice(samples, end - begin)))
+
+    def _edge(self, batch: int) -> int:
+        """Where, in the row of all samples, a batch of this rank begins."""
+        return self.samples * (self.rank * self.steps + batch) // (self.ranks * self.steps)
+
+    def _read(self, begin: int, end: int) -> Iterator[dict[str, Any]]:
+        """The samples from `begin` to `end` of the epoch's row, not decoded."""
+        row = sorted(self.shards)
+        if self.buffer:
+            random.Random(f"{self.seed} {self.epoch}").shuffle(row)
+        passed = 0
+        for shard in row:
+            held = self.shards[shard]
+            skip, stop = max(0, begin - passed), min(held, end - passed)
+            passed += held
+            if skip >= stop:
+                continue
+            found = 0
+            with shard.open("rb") as stream:
+                files = tar_file_expander([{"url": str(shard), "stream": stream}])
+                for sample in islice(group_by_keys(files), skip, stop):
+                    found += 1
+                    yield sample
+            if found < stop - skip:
+                raise RuntimeError(f"{shard}: fewer than the {held} samples in index.json")
+
+    def _decode(self, sample: dict[str, Any]) -> Sample:
+        name = next((name for name in PICTURES if name in sample), None)
+        if name is None or "cls" not in sample:
+            raise RuntimeError(
+                f"{sample['__url__']}: {sample['__key__']} needs .cls and one of "
+                f"{', '.join(f'.{name}' for name in PICTURES)}"
+            )
+        with Image.open(io.BytesIO(sample[name])) as image:
+            return self.look(image.convert("RGB")), int(sample["cls"])
+
+
+def count_samples(split: str, pattern: str) -> dict[Path, int]:
+    """The number of samples of each shard, from index.json, which is written where it is old.
+
+    Raises:
+        FileNotFoundError: when there are no shards.
+        ValueError: when one is no tar file.
+        OSError: when index.json cannot be written.
+    """
+    where = Path(pattern)
+    shards = sorted(where.parent.glob(where.name))
+    if not shards:
+        raise FileNotFoundError(
+            f"data.{split}={pattern}: there are no shards; give a pattern of tar files"
+        )
+    index = where.parent / "index.json"
+    try:
+        known = json.loads(index.read_text())
+    except (OSError, ValueError):
+        known = {}
+    counted = {}
+    for shard in shards:
+        size = shard.stat().st_size
+        if known.get(shard.name, {}).get("bytes") != size:
+            known[shard.name] = {"bytes": size, "samples": _count(shard)}
+            counted[shard] = size
+    if counted:
+        unfinished = index.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
+        unfinished.write_text(json.dumps(known, indent=1) + "\n")
+        unfinished.rename(index)
+    return {shard: known[shard.name]["samples"] for shard in shards}
+
+
+def _count(shard: Path) -> int:
+    try:
+        with tarfile.open(shard, "r:") as files:
+            names = [file.name for file in files if file.isreg() and not NO_SAMPLE.match(file.name)]
+    except tarfile.TarError as error:
+        raise ValueError(f"{shard}: it is no uncompressed tar file: {error}") from error
+    keys = (base_plus_ext(name)[0] for name in names)
+    return sum(1 for _ in groupby(key for key in keys if key is not None))

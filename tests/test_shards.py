@@ -1,0 +1,222 @@
+"""Shards: each rank and loader process has samples of its own, all have equally many batches."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+from datamodules import tars
+from datamodules.folder import view
+from datamodules.shards import Shards
+from datamodules.tars import Share, count_samples
+from strategies import HorovodStrategy
+from tests.pictures import write_shards
+
+TRAIN, VAL = [9, 5, 3, 7, 6, 4, 8, 2], [3, 10]  # samples: 44 and 13
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("data") / "shards"
+    write_shards(made, train=TRAIN, val=VAL)
+    return made
+
+
+def batches(share: Share, workers: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The labels of each batch, as a loader with so many processes takes them, in turns."""
+
+    class Info:
+        def __init__(self, place: int) -> None:
+            self.id, self.num_workers = place, workers
+
+    parts = []
+    for place in range(workers):
+        monkeypatch.setattr(tars, "get_worker_info", lambda place=place: Info(place))
+        found = [labels for _, labels in share]
+        if share.buffer:
+            found = [found[start : start + 3] for start in range(0, len(found), 3)]
+        parts.append([[int(label) for label in batch] for batch in found])
+    turns = range(max(map(len, parts)))
+    return [part[turn] for turn in turns for part in parts if turn < len(part)]
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 1), (2, 1), (2, 2), (3, 2), (1, 3)])
+class TestShare:
+    def test_an_epoch_has_each_sample_at_most_once_and_even_batches(
+        self, ranks: int, workers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shards = count_samples("train", f"{folder}/train-*.tar")
+        assert list(shards.values()) == TRAIN
+        orders = []
+        for epoch in (0, 1):
+            seen: list[int] = []
+            for rank in range(ranks):
+                share = Share(shards, 3, ranks, rank, view(8), buffer=5, seed=1)
+                share.epoch = epoch
+                found = batches(share, workers, monkeypatch)
+                assert [len(batch) for batch in found] == [3] * (44 // (3 * ranks))
+                assert found == batches(share, workers, monkeypatch)
+                seen += chain(*found)
+                for trained in (1, 2, share.steps):  # a resumed epoch has the rest
+                    share.trained = trained
+                    rest = batches(share, workers, monkeypatch)
+                    assert rest == found[trained:]
+            assert len(set(seen)) == len(seen) == 44 - 44 % (3 * ranks) == share.samples
+            orders.append(seen)
+        assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
+
+    def test_evaluation_has_each_sample_once(
+        self, ranks: int, workers: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        shards = count_samples("val", f"{folder}/val-*.tar")
+        for batch_size in (1, 2, 4, 50):
+            of = [Share(shards, batch_size, ranks, rank, view(8)) for rank in range(ranks)]
+            found = [batches(share, workers, monkeypatch) for share in of]
+            assert len({len(rank) for rank in found}) == 1
+            assert sorted(chain(*chain(*found))) == list(range(13))
+            sizes = [len(batch) for rank in found for batch in rank]
+            assert min(sizes) > 0 and max(sizes) <= max(2, batch_size)
+
+
+def test_the_shards_come_in_another_order_each_epoch(folder: Path) -> None:
+    share = Share(count_samples("train", f"{folder}/train-*.tar"), 4, 1, 0, view(8), buffer=1)
+    first = [label for _, label in share]
+    share.epoch = 1
+    second = [label for _, label in share]
+    assert set(first) == set(second) == set(range(44)) and first != second
+    assert sum(after - before != 1 for before, after in pairwise(first)) <= len(TRAIN) - 1
+
+
+class TestIndex:
+    def test_a_shard_is_counted_once_and_again_when_it_changes(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        write_shards(tmp_path / "a", train=[4, 2])
+        pattern = f"{tmp_path}/a/train-*.tar"
+        assert list(count_samples("train", pattern).values()) == [4, 2]
+        assert sorted(file.name for file in (tmp_path / "a").iterdir())[0] == "index.json"
+        counted = []
+        count = tars._count
+        monkeypatch.setattr(tars, "_count", lambda shard: counted.append(shard) or count(shard))
+        write_shards(tmp_path / "b", train=[40])
+        (tmp_path / "b" / "train-0.tar").rename(tmp_path / "a" / "train-0.tar")
+        assert list(count_samples("train", pattern).values()) == [40, 2]
+        assert [shard.name for shard in counted] == ["train-0.tar"]
+
+    def test_fewer_samples_than_it_says_are_an_error_not_a_wait(self, folder: Path) -> None:
+        shards = dict.fromkeys(count_samples("val", f"{folder}/val-*.tar"), 11)
+        with pytest.raises(RuntimeError, match="fewer than the 11 samples"):
+            list(Share(shards, 2, 1, 0, view(8)))
+
+    def test_a_file_that_is_no_tar_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "train-0.tar").write_bytes(b"no tar" * 200)
+        with pytest.raises(ValueError, match="train-0.tar: it is no uncompressed tar file"):
+            count_samples("train", f"{tmp_path}/*.tar")
+
+
+class TestRefused:
+    def test_no_shards(self, tmp_path: Path) -> None:
+        with pytest.raises(FileNotFoundError, match=r"data.train=.*/none-\*.tar: .* no shards"):
+            Shards(f"{tmp_path}/none-*.tar", f"{tmp_path}/none-*.tar").prepare_data()
+
+    @pytest.mark.parametrize(
+        ("options", "reason"),
+        [
+            ({"num_workers": 9}, "8 shards for 1 ranks x 9 loader processes"),
+            ({"num_workers": 1, "batch_size": 45}, "44 samples for 1 ranks x 45"),
+        ],
+    )
+    def test_too_few(self, options: dict[str, Any], reason: str, folder: Path) -> None:
+        data = Shards(f"{folder}/train-*.tar", f"{folder}/val-*.tar", **options)
+        data.setup("fit")
+        with pytest.raises(ValueError, match=reason):
+            data.train_dataloader()
+
+
+# ------------------------------------------------------------------- two ranks
+
+
+class Seen(LightningModule):
+    """Keeps the epoch and the labels of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.trained: list[tuple[int, list[int]]] = []
+        self.tested: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trained.append((self.current_epoch, batch[1].tolist()))
+        return self.layer(batch[1].float().unsqueeze(1)).mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/loss", batch[1].float().mean(), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.tested += batch[1].tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def train_on_shards(folder: str) -> dict[str, Any]:
+    """Two epochs; the same from a checkpoint in the middle of the first, and from its end."""
+
+    def run(**options: Any) -> Trainer:
+        return Trainer(
+            strategy=HorovodStrategy(), accelerator="cpu", max_epochs=2, logger=False,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            default_root_dir=folder, **options,
+        )  # fmt: skip
+
+    def data(workers: int = 2) -> Shards:
+        train, val = (f"{folder}/shards/{split}-*.tar" for split in ("train", "val"))
+        return Shards(train, val, 3, size=8, buffer=5, num_workers=workers)
+
+    def keep(name: str, **when: Any) -> ModelCheckpoint:
+        return ModelCheckpoint(folder, filename=name, save_top_k=-1, **when)
+
+    steps = [keep("{step}", every_n_train_steps=3), keep("end{epoch}", every_n_epochs=1)]
+    whole, trainer = Seen(), run(callbacks=steps)
+    trainer.fit(whole, data())
+    trainer.test(whole, data(), verbose=False)
+    found: dict[str, Any] = {"whole": whole.trained, "tested": whole.tested}
+    for name in ("step=3", "endepoch=0"):
+        model = Seen()
+        run(enable_checkpointing=False).fit(model, data(), ckpt_path=f"{folder}/{name}.ckpt")
+        found[name] = model.trained
+    other = Seen()
+    with warnings.catch_warnings(record=True) as told:
+        run(enable_checkpointing=False).fit(other, data(1), ckpt_path=f"{folder}/step=3.ckpt")
+    found["other"] = other.trained
+    found["told"] = [str(warning.message) for warning in told]
+    return found
+
+
+def test_two_ranks_share_an_epoch_and_go_on_in_it(
+    tmp_path: Path, launch: Callable[..., list[Any]]
+) -> None:
+    write_shards(tmp_path / "shards", train=TRAIN, val=VAL)
+    first, second = launch(train_on_shards, 2, folder=str(tmp_path))
+    for epoch in (0, 1):
+        shares = [[b for e, b in rank["whole"] if e == epoch] for rank in (first, second)]
+        assert [len(batch) for rank in shares for batch in rank] == [3] * 14
+        seen = list(chain(*shares[0], *shares[1]))
+        assert len(set(seen)) == len(seen) == 42
+    assert sorted(first["tested"] + second["tested"]) == list(range(13))
+    for rank in (first, second):
+        assert rank["whole"][:7] != rank["whole"][7:]
+        assert rank["step=3"] == rank["whole"][3:]
+        assert rank["endepoch=0"] == rank["whole"][7:]
+        # With another number of loader processes: the same number of batches, and it says so.
+        assert [epoch for epoch, _ in rank["other"]] == [0] * 4 + [1] * 7
+        assert any("drawn anew" in text for text in rank["told"])

@@ -37,7 +37,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 .DEFAULT_GOAL := help
 .PHONY: help install environment train doctor sync launch status logs stop test test-slow \
         test-mutations check bench bench-check bench-overheads bench-readme bench-step \
-        bench-step-slow profile hello bench-allreduce predict predict-proof tensorboard clean
+        bench-step-slow bench-losses profile hello bench-allreduce predict predict-proof tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -135,6 +135,11 @@ predict: ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK=
 predict-proof: ## predictions beside measurements, on hosts made of this one (root)
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
+
+bench-losses: ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m benchmarks.losses $(if $(filter command environment,$(origin NP)),--np $(NP)) \
+	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

@@ -186,13 +186,16 @@ def main() -> int:
     jobs = jobs or JOBS
     results: Results = {"benchmark": "losses", **hardware(), "steps": arguments.steps, "jobs": []}
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
 
+    name = f"losses_{slug(losses_report.hardware_of(results))}_{results['date'][:10]}"
+    text = ""
     try:
         for job, batch in zip(jobs, batches(jobs, arguments.np)):
             found = measure(job, batch, arguments.np, arguments.steps, launch, say)
             results["jobs"].append(found)
+            text = losses_report.write(results, arguments.out / name)
     except Refusal as refusal:
         say(f"error: {refusal}")
         return 2
@@ -200,13 +203,12 @@ def main() -> int:
         say(str(failed))
         return 1
     except KeyboardInterrupt:
-        say("\nstopped; nothing is written")
+        say(f"\nstopped; jobs that are written: {len(results['jobs'])}")
         return 130
-    name = slug(losses_report.hardware_of(results))
-    print(losses_report.write(results, arguments.out / f"losses_{name}_{results['date'][:10]}"))
+    print(text)
     wrong = unequal(results)
-    for text in wrong:
-        say(f"error: not equal: {text}")
+    for run in wrong:
+        say(f"error: not equal: {run}")
     return 1 if wrong else 0
 
 

@@ -21,7 +21,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC NAME DIR,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -38,10 +38,10 @@ MPI_FLAG := $(if $(MPI),--mpi)
 JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train doctor sync launch status logs stop test test-slow \
-        test-mutations check bench bench-check bench-overheads bench-readme bench-step \
-        bench-step-slow profile hello bench-allreduce predict predict-proof sweep new tensorboard \
-        clean
+.PHONY: help install environment train sweep hello doctor sync launch status logs stop \
+        profile new test test-slow test-mutations check bench bench-check bench-readme \
+        bench-step bench-step-slow bench-overheads bench-allreduce predict predict-proof \
+        bench-losses export tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -146,6 +146,14 @@ predict: ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK=
 predict-proof: ## predictions beside measurements, on hosts made of this one (root)
 	@$(INSTALL) $(MPI_FLAG) --dev
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
+
+bench-losses: ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"
+	@$(INSTALL) $(MPI_FLAG) --dev
+	@$(PYTHON) -m benchmarks.losses $(if $(filter command environment,$(origin NP)),--np $(NP)) \
+	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
+
+export: environment ## a trained model as one file beside CKPT= that needs torch alone; FORMAT=pt2|onnx
+	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) $(CKPT)
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

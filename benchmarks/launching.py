@@ -91,7 +91,8 @@ class Launcher:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             runs, writers = f"{folder}/runs", used if job.alone else used[:1]
             try:
-                self._train(self.command(job, [*length, f"log_dir={runs}"]), job, Path(folder))
+                command = self.command(job, [*length, f"log_dir={runs}"])
+                train(command, job, Path(folder) / "output", self.threads)
             finally:
                 summaries = [summary for host in writers for summary in collect(host, runs)]
         if len(summaries) != (job.np if job.alone else 1):
@@ -109,26 +110,31 @@ class Launcher:
         ours = [*MEASURED, f"strategy={job.strategy}", f"data.batch_size={job.batch}", *overrides]
         return [*launcher, *alone, sys.executable, "template.py", *self.arguments, *ours]
 
-    def _train(self, command: list[str], job: Job, folder: Path) -> None:
-        log = folder / "output"
-        environment = {**os.environ, "OMP_NUM_THREADS": str(self.threads)}
-        with log.open("w") as output:
-            # In a session of its own: Ctrl-C is for us, who end it.
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=output, stderr=output,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-            try:
-                status = process.wait()
-            except BaseException:
-                for number in (signal.SIGINT, signal.SIGTERM):  # the second ends it at once
-                    process.send_signal(number)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=30)
-                raise
-        if status:
-            lines = log.read_text(errors="replace").splitlines()[-15:]
-            raise Failed("\n".join([*lines, f"error: {job}: ended with status {status}"]))
+
+def train(command: list[str], what: object, log: Path, threads: int) -> None:
+    """Wait for the command, whose output goes to the log.
+
+    Raises:
+        Failed: when it did not end well, named as `what`.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    with log.open("w") as output:
+        # In a session of its own: Ctrl-C is for us, who end it.
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=output,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+        try:
+            status = process.wait()
+        except BaseException:
+            for number in (signal.SIGINT, signal.SIGTERM):  # the second ends it at once
+                process.send_signal(number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=30)
+            raise
+    if status:
+        lines = log.read_text(errors="replace").splitlines()[-15:]
+        raise Failed("\n".join([*lines, f"error: {what}: ended with status {status}"]))
 
 
 def collect(host: Host, folder: str) -> list[dict[str, Any]]:

@@ -68,6 +68,7 @@ class DCGAN(LightningModule):
             raise ValueError(f"size={size}: an even number of pixels from 8")
         self.save_hyperparameters()
         self.automatic_optimization = False
+        self.example_input_array = torch.zeros(2, latent)  # what make export traces forward with
         self.generator = generator(size, channels, latent, width)
         self.discriminator = discriminator(size, channels, width)
         for network in (self.generator, self.discriminator):

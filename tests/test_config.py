@@ -16,8 +16,8 @@ from runs.refusal import Refusal
     ("override", "message"),
     [
         ("modl=denoiser", "no key 'modl'; it has: .*did you mean model"),
-        ("model=denoisr", "no conf/model/denoisr.yaml; there are: classifier, denoiser .*did you"),
-        ("experiment=nope", "no conf/experiment/nope.yaml; there are: denoiser"),
+        ("model=denoisr", "no conf/model/denoisr.yaml; there are: classifier, .*did you"),
+        ("experiment=nope", "no conf/experiment/nope.yaml; there are: cifar_resnet, "),
         ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
         ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),
         ("model.lr.value=1", "model.lr has no key 'value'"),

@@ -1,0 +1,216 @@
+"""Proof of value: the losses of one process, of Horovod and of DDP, at the same global batches.
+
+    make bench-losses                                   the jobs below, on 1, 2 and 4 ranks
+    make bench-losses NP=2 ARGS="model=mine model.dropout=0"    a job of yours; its data.batch_size
+                                                        is that of all ranks together
+
+Each job is trained by Lightning's own strategy for one device (benchmarks/losses_worker.py), then
+on some ranks by Horovod and by DDP, each rank with its share of the batch: same seed, same weights
+at the start, same samples in each step. What is compared is val/loss over all ranks, every few
+steps. All of it twice: in 32 bits, as one trains, and in 64 bits. Several ranks add in another
+order, and training makes that rounding larger. In 64 bits it begins 2^29 times smaller: what is
+left there is no rounding but another computation. A run is "equal" when in 64 bits no loss differs
+from that of one process by more than `EQUAL` of it; one that is not, though it ought to be, makes
+the exit status 1.
+
+What such a job needs: no dropout, which each rank draws for itself; samples to validate that the
+ranks divide, as DDP repeats some otherwise; ranks on this host. No time is measured.
+Results go to benchmarks/results/losses_<hardware>_<date>.json, .md, .png and .svg.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import losses_report
+from benchmarks.hardware import RESULTS, hardware, machine, slug
+from benchmarks.launching import Failed, train
+from benchmarks.losses_report import Results, unequal
+from benchmarks.scaling_plan import configuration
+from cluster.hosts import Refusal
+
+STEPS, POINTS = 200, 40
+PRECISIONS = ["32-true", "64-true"]
+ALONE = "strategy._target_=benchmarks.losses_worker.single_in_order"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained.
+
+    Attributes:
+        arguments: of template.py; data.batch_size is that of all ranks together.
+        differs: why several ranks are expected not to compute what one does; empty: they are to.
+        ddp_on_cpu: why DDP cannot train it without a GPU; empty: it can.
+    """
+
+    name: str
+    arguments: list[str] = field(default_factory=list)
+    differs: str = ""
+    ddp_on_cpu: str = ""
+
+
+DENOISER = ["experiment=denoiser", "model.depth=5", "model.features=16", "data.size=32"]
+JOBS = [
+    Job("classifier", ["model=classifier", "model.dropout=0", "data.batch_size=64"]),
+    Job(
+        "denoiser, sync_batchnorm",
+        [*DENOISER, "data.batch_size=16", "trainer.sync_batchnorm=true"],
+        ddp_on_cpu="torch's SyncBatchNorm takes GPU tensors only",
+    ),
+    Job(
+        "denoiser",
+        [*DENOISER, "data.batch_size=16"],
+        differs="each rank normalizes over its share of the batch",
+    ),
+]  # fmt: skip
+Measure = Callable[[list[str], int], dict[str, Any]]
+
+
+# ---------------------------------------------------------------------------- measuring
+
+
+def launch(arguments: list[str], np: int) -> dict[str, Any]:
+    """Train on this host; the summary of the run, and its validation losses by step.
+
+    Raises:
+        Failed: when it did not end well, or on another number of ranks.
+    """
+    what = f"np={np} {' '.join(arguments)}"
+    with tempfile.TemporaryDirectory(prefix="losses-") as folder:
+        command = [
+            sys.executable, "-m", "cluster.horovodrun", "-np", str(np), "-H", f"localhost:{np}",
+            sys.executable, "template.py", *arguments, f"log_dir={folder}/runs",
+        ]  # fmt: skip
+        train(command, what, Path(folder) / "output", threads=1)
+        (run,) = Path(folder).glob("runs/*/runs/*/")
+        summary = json.loads((run / "summary.json").read_text())
+        found = read(run / "metrics.csv")
+    if summary["world_size"] != np or not found:
+        raise Failed(f"error: {what}: {summary['world_size']} ranks, {len(found)} losses")
+    return {**summary, "losses": found}
+
+
+def read(metrics: Path) -> dict[int, float]:
+    """val/loss by the number of steps before it."""
+    with metrics.open() as file:
+        rows = [row for row in csv.DictReader(file) if row.get("val/loss")]
+    return {int(row["step"]) + 1: float(row["val/loss"]) for row in rows}
+
+
+def measure(
+    job: Job, batch: int, sizes: list[int], steps: int, launch: Measure, say: Callable[[str], None]
+) -> dict[str, Any]:
+    """All runs of a job, one process first."""
+    quick = ["test=false", "callbacks=none", "~logger.tensorboard"]
+    common = [*job.arguments, *quick, "trainer.enable_checkpointing=false"]
+    ends = ["trainer.max_epochs=-1", "trainer.max_steps=1", "trainer.limit_val_batches=1",
+            "trainer.val_check_interval=1"]  # fmt: skip
+    first = launch([*common, *ends, f"data.batch_size={batch}"], 1)
+    full = first["train_samples"] // batch
+    if not full:
+        raise Refusal(f"{job.name}: {first['train_samples']} samples make no batch of {batch}")
+    # The last batch of an epoch, which ranks might have to fill up, is left out.
+    length = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}",
+              f"trainer.limit_train_batches={full}", "trainer.check_val_every_n_epoch=null",
+              f"trainer.val_check_interval={max(1, steps // POINTS)}"]  # fmt: skip
+    ddp = bool(machine()["gpus"]) or not job.ddp_on_cpu
+    runs = []
+    for precision in PRECISIONS:
+        for strategy, np in plan(sizes, ddp):
+            kind = ["strategy=single", ALONE] if strategy == "single" else [f"strategy={strategy}"]
+            own = [*kind, f"trainer.precision={precision}", f"data.batch_size={batch // np}"]
+            say(f"{job.name}: {precision} {strategy}, {np} x {batch // np}")
+            losses = launch([*common, *length, *own], np)["losses"]
+            runs.append(
+                {"precision": precision, "strategy": strategy, "np": np, "batch": batch // np,
+                 "steps": list(losses), "losses": list(losses.values())}
+            )  # fmt: skip
+    return {**asdict(job), "model": first["model"], "global_batch": batch, "runs": runs}
+
+
+def plan(sizes: list[int], ddp: bool) -> list[tuple[str, int]]:
+    """Strategies and numbers of ranks; the first is what the others are compared with."""
+    strategies = ["horovod", "ddp"] if ddp else ["horovod"]
+    several = [(strategy, np) for np in sizes if np > 1 for strategy in strategies]
+    return [("single", 1), ("horovod", 1), *several]
+
+
+# ---------------------------------------------------------------------------- the command
+
+
+def parse(line: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.losses", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--np", type=int, nargs="+", default=[2, 4], help="ranks: 2 4")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="*", help="of template.py: one job instead of ours")
+    arguments = parser.parse_args(line)
+    if min([arguments.steps, *arguments.np]) < 1:
+        parser.error("STEPS and NP: at least 1")
+    return arguments
+
+
+def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
+    """The global batch of each job.
+
+    Raises:
+        Refusal: for one that template.py would refuse, or that the ranks do not divide.
+    """
+    found = []
+    for job in jobs:
+        batch = configuration(job.arguments, ["single"])["data"]["batch_size"]
+        wrong = [str(np) for np in sizes if batch % np]
+        if wrong:
+            raise Refusal(
+                f"data.batch_size={batch} does not divide by NP={' '.join(wrong)}: it is shared "
+                "by the ranks; give another of the two"
+            )
+        found.append(batch)
+    return found
+
+
+def main() -> int:
+    arguments = parse()
+    jobs = [Job(" ".join(arguments.overrides), arguments.overrides)] * bool(arguments.overrides)
+    jobs = jobs or JOBS
+    results: Results = {"benchmark": "losses", **hardware(), "steps": arguments.steps, "jobs": []}
+
+    def say(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    name = f"losses_{slug(losses_report.hardware_of(results))}_{results['date'][:10]}"
+    text = ""
+    try:
+        for job, batch in zip(jobs, batches(jobs, arguments.np)):
+            found = measure(job, batch, arguments.np, arguments.steps, launch, say)
+            results["jobs"].append(found)
+            text = losses_report.write(results, arguments.out / name)
+    except Refusal as refusal:
+        say(f"error: {refusal}")
+        return 2
+    except Failed as failed:
+        say(str(failed))
+        return 1
+    except KeyboardInterrupt:
+        say(f"\nstopped; jobs that are written: {len(results['jobs'])}")
+        return 130
+    print(text)
+    wrong = unequal(results)
+    for run in wrong:
+        say(f"error: not equal: {run}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

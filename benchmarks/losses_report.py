@@ -1,0 +1,178 @@
+"""The results of benchmarks/losses.py for readers: Markdown and a plot.
+
+    python -m benchmarks.losses_report benchmarks/results/losses_....json      its files, again
+
+Above, the losses in 32 bits, drawn from the widest line to the narrowest as they lie on each other;
+below, how far they are from those of one process: thick in 32 bits, thin in 64.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from benchmarks.scaling_report import markdown
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Results = dict[str, Any]
+EQUAL = 1e-8  # of a loss, in 64 bits: what 32 bits could not even tell apart
+FLOOR = 1e-18  # where "no difference" stands on a log axis
+TICKS = [1e-16, 1e-12, 1e-8, 1e-4, 1]
+# Okabe and Ito, which the colour-blind can tell apart
+COLORS = {"single": "0.75", "horovod": "#0072B2", "ddp": "#D55E00"}
+DASHES = {1: "-", 2: "--", 4: ":"}
+FONTS = {
+    "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 7, "axes.spines.top": False,
+    "axes.spines.right": False, "svg.hashsalt": "losses", "legend.frameon": False,
+}  # fmt: skip
+
+
+def hardware_of(results: Results) -> str:
+    return ", ".join(results["gpus"]) or f"{results['cpu']}, {results['cores']} cores"
+
+
+def differences(job: dict[str, Any], run: dict[str, Any]) -> list[float]:
+    """|loss - loss of one process| / loss of one process, at each step of both.
+
+    Raises:
+        ValueError: when both were not evaluated at the same steps.
+    """
+    alone = next(r for r in job["runs"] if r["precision"] == run["precision"])
+    if alone["steps"] != run["steps"]:
+        raise ValueError(f"{job['name']}: steps {run['steps']} beside {alone['steps']}")
+    return [abs(a - b) / abs(b) for a, b in zip(run["losses"], alone["losses"])]
+
+
+def unequal(results: Results) -> list[str]:
+    """The runs that differ by more than rounding, of jobs that are to be equal."""
+    return [
+        f"{job['name']}: {run['strategy']} on {run['np']}, by {max(differences(job, run)):.1e}"
+        for job in results["jobs"]
+        for run in job["runs"]
+        if run["precision"] == "64-true"
+        and not job["differs"]
+        # not <=: a loss that is no number is not equal
+        and not max(differences(job, run)) <= EQUAL
+    ]
+
+
+# ---------------------------------------------------------------------------- the table
+
+
+def table(results: Results) -> str:
+    head = ["job", "strategy", "ranks x batch", "first val/loss", "last val/loss",
+            "32 bits: first difference", "largest", "64 bits: largest", ""]  # fmt: skip
+    lines = []
+    for job in results["jobs"]:
+        narrow = [run for run in job["runs"] if run["precision"] == "32-true"]
+        wide = [run for run in job["runs"] if run["precision"] == "64-true"]
+        for run, exact in zip(narrow, wide):
+            alone = run["strategy"] == "single"
+            in_32, in_64 = differences(job, run), max(differences(job, exact))
+            verdict = "equal" if in_64 <= EQUAL else "differs"
+            lines.append(
+                [job["name"], run["strategy"], f"{run['np']} x {run['batch']}",
+                 f"{run['losses'][0]:.7g}", f"{run['losses'][-1]:.7g}",
+                 *([""] * 4 if alone else
+                   [f"{in_32[0]:.1e}", f"{max(in_32):.1e}", f"{in_64:.1e}", verdict])]
+            )  # fmt: skip
+    return markdown(head, lines)
+
+
+def description(results: Results) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    jobs = "\n".join(
+        f"- {job['name']}: `{' '.join(job['arguments'])}` ({job['model']})"
+        + (f"; expected to differ: {job['differs']}" if job["differs"] else "")
+        + (f"; not under DDP on CPUs: {job['ddp_on_cpu']}" if job["ddp_on_cpu"] else "")
+        for job in results["jobs"]
+    )
+    return (
+        f"{hardware_of(results)}; Python {results['python']}, {versions}; commit "
+        f"{results['commit']}, {results['date'][:10]}. {results['steps']} steps; val/loss over all "
+        "ranks, and its difference from that of one process as a share of it. Equal: at most "
+        f"{EQUAL:.0e} in 64 bits.\n\n{jobs}"
+    )
+
+
+# ---------------------------------------------------------------------------- the plot
+
+
+def draw(results: Results, files: list[Path]) -> None:
+    """A column of two panels for each job, into each of the files."""
+    jobs = results["jobs"]
+    with plt.rc_context(FONTS):
+        figure, grid = plt.subplots(
+            2, len(jobs), squeeze=False, sharex="col", layout="constrained",
+            figsize=(max(5, 0.6 + 2.5 * len(jobs)), 4.6),
+        )  # fmt: skip
+        for job, top, bottom in zip(jobs, *grid):
+            top.set_title(job["name"] if len(jobs) > 1 else "")
+            for run in job["runs"]:
+                _line(job, run, top, bottom)
+            bottom.set_xlabel("step")
+            top.set_ylim(bottom=0)
+            bottom.set_yscale("log")
+            bottom.set_ylim(FLOOR / 3, 1)
+            bottom.set_yticks([FLOOR, *TICKS], ["0", *(f"{tick:.0e}" for tick in TICKS)])
+            bottom.minorticks_off()
+            for panel in (top, bottom):
+                panel.grid(color="0.9", linewidth=0.6)
+                panel.set_axisbelow(True)
+        grid[0][0].set_ylabel("val/loss, 32 bits")
+        grid[1][0].set_ylabel("relative difference")
+        lines, names = grid[0][0].get_legend_handles_labels()
+        lines.append(plt.Line2D([], [], color="0.4", linewidth=1.4))
+        lines.append(plt.Line2D([], [], color="0.4", linewidth=0.6))
+        names += ["32 bits (thick)", "64 bits (thin)"]
+        figure.legend(lines, names, loc="outside lower center", ncols=max(3, len(jobs) + 1))
+        for file in files:
+            # Without the date: the same results give the same file.
+            kind = {".svg": {"Date": None}, ".png": {"Software": None}}[file.suffix]
+            figure.savefig(file, dpi=200, metadata=kind)
+        plt.close(figure)
+
+
+def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> None:
+    strategy, np = run["strategy"], run["np"]
+    style: dict[str, Any] = {"color": COLORS[strategy], "linestyle": DASHES.get(np, "-.")}
+    exact = run["precision"] == "64-true"
+    if not exact:
+        width = 5 if strategy == "single" else 1.4
+        label = "one process" if strategy == "single" else f"{strategy}, {np}"
+        top.plot(run["steps"], run["losses"], linewidth=width, label=label, **style)
+    if strategy != "single":
+        shown = [max(FLOOR, value) for value in differences(job, run)]
+        bottom.plot(run["steps"], shown, linewidth=0.6 if exact else 1.4, **style)
+
+
+# ---------------------------------------------------------------------------- files
+
+
+def write(results: Results, name: Path) -> str:
+    """All files of a result; what to print of them."""
+    name.parent.mkdir(parents=True, exist_ok=True)
+    file = name.with_name(f"{name.name}.json")
+    unfinished = name.with_name(f"{name.name}.part")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(file)
+    return report(results, name)
+
+
+def report(results: Results, name: Path) -> str:
+    body = f"{description(results)}\n\n{table(results)}\n"
+    name.with_name(f"{name.name}.md").write_text(body)
+    draw(results, [name.with_name(name.name + suffix) for suffix in (".png", ".svg")])
+    return f"{body}\nwritten to {name}.json, .md, .png and .svg"
+
+
+if __name__ == "__main__":
+    for given in map(Path, sys.argv[1:]):
+        print(report(json.loads(given.read_text()), given.with_suffix("")))

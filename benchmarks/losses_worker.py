@@ -1,0 +1,45 @@
+"""Lightning's own strategy for one device, with the samples in the order that several ranks have.
+
+benchmarks/losses.py starts template.py with it, in the place of `strategy=single`, which draws the
+order of samples from another generator: its global batches would be others. Only the order of
+training is changed. No part of HorovodStrategy is in it.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.trainer.states import RunningStage
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from typing_extensions import override
+
+
+class SingleInOrder(SingleDeviceStrategy):
+    """Lightning's, with the sampler that it gives to each of several ranks, for one of one."""
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        assert self.lightning_module is not None
+        stage = self.lightning_module.trainer.state.stage
+        if (
+            stage == RunningStage.TRAINING
+            and isinstance(dataloader, DataLoader)
+            and isinstance(dataloader.sampler, RandomSampler)
+        ):
+            seed = int(os.environ["PL_GLOBAL_SEED"])  # as Lightning seeds it
+            order: DistributedSampler = DistributedSampler(
+                dataloader.dataset, num_replicas=1, rank=0, shuffle=True, seed=seed
+            )
+            assert dataloader.batch_size is not None
+            batches = BatchSampler(order, dataloader.batch_size, dataloader.drop_last)
+            # A DataLoader refuses plain assignment once it is made.
+            object.__setattr__(dataloader, "batch_sampler", batches)
+        return dataloader
+
+
+def single_in_order(accelerator: str = "auto") -> SingleInOrder:
+    """For the first GPU where there is one, unless "cpu"."""
+    gpu = accelerator != "cpu" and torch.cuda.is_available()
+    return SingleInOrder("cuda:0" if gpu else "cpu")

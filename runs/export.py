@@ -1,0 +1,181 @@
+"""A trained model as one file that runs without this repository, and without Lightning.
+
+    python -m runs.export logs/.../checkpoints/epoch_018.ckpt                  beside it, as .pt2
+    python -m runs.export logs/.../checkpoints/epoch_018.ckpt --format onnx    as .onnx
+    make export CKPT=logs/.../checkpoints/epoch_018.ckpt                       the same
+
+What is exported is the model's `forward`. Model and data are made again from .hydra/config.yaml of
+the run's folder. The example that forward is traced with is the model's `example_input_array`, or
+else the first tensor of a batch for validation. The file is read back and must give what the model
+gives, for that batch and for a smaller one, before it is kept. To use it:
+
+    model = torch.export.load("epoch_018.pt2").module()
+
+pt2 is torch.export's, which took the place of TorchScript; that is deprecated, and not offered.
+ONNX needs packages that nothing else here needs: onnx, onnxscript, and onnxruntime to compare with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from pytorch_lightning import LightningModule
+from torch import Tensor
+from torch.export import Dim, ExportedProgram
+
+from runs.config import ROOT
+from runs.refusal import Refusal, refuse
+from runs.run import MISTAKES, UNREADABLE
+
+FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+TOLERANCE = 1e-4  # of an output, or absolute: other kernels round otherwise
+
+
+def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
+    """The trained model, ready to evaluate, and an input for it.
+
+    Raises:
+        Refusal: for a file that is no checkpoint, or lies in no run's folder.
+    """
+    file = checkpoint.absolute().parent.parent / ".hydra" / "config.yaml"
+    if not checkpoint.is_file():
+        raise Refusal(f"{checkpoint}: there is no such file; see logs/*/runs/*/checkpoints/")
+    if not file.is_file():
+        raise Refusal(f"{checkpoint}: no run's folder, {file} is missing; export it where it lay")
+    config = OmegaConf.load(file)
+    try:
+        weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
+        model: LightningModule = instantiate(config.model, _convert_="all")
+        model.load_state_dict(weights)
+        example = model.example_input_array
+        if not isinstance(example, Tensor):
+            data = instantiate(config.data, _convert_="all")
+            data.prepare_data()
+            data.setup("fit")
+            example = next(iter(data.val_dataloader()))
+    except (*MISTAKES, *UNREADABLE, KeyError) as error:
+        raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}") from error
+    while isinstance(example, (list, tuple)):
+        example = example[0]
+    if not isinstance(example, Tensor):
+        raise Refusal(
+            f"a batch begins with a {type(example).__name__}: give an example_input_array"
+        )
+    return model.eval(), example
+
+
+def trace(model: LightningModule, example: Tensor) -> ExportedProgram:
+    """`forward` as a graph, for any batch size if nothing in the model fixes it.
+
+    Raises:
+        Refusal: when forward does not take the example, or cannot be traced.
+    """
+    try:
+        with torch.no_grad():
+            model(example)
+    except Exception as error:
+        raise Refusal(
+            f"{type(model).__name__}.forward does not take {tuple(example.shape)}, the first "
+            f"tensor of a batch: give the model an example_input_array ({str(error)[:150]})"
+        ) from error
+    try:
+        return torch.export.export(model, (example,), dynamic_shapes=({0: Dim.AUTO},))
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0][:200]
+        raise Refusal(f"{type(model).__name__}.forward cannot be traced: {reason}") from error
+
+
+def compare(model: LightningModule, made: Callable[[Tensor], Any], example: Tensor) -> bool:
+    """Whether another batch size works too.
+
+    Raises:
+        Refusal: when what was made gives something else than the model.
+    """
+    for batch in (example, example[:-1]):
+        if not len(batch):
+            return False
+        with torch.no_grad():
+            wanted = model(batch)
+        try:
+            found = made(batch)
+        except Exception:
+            if batch is example:
+                raise
+            return False
+        try:
+            torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        except AssertionError as error:
+            reason = " ".join(str(error).split())
+            raise Refusal(f"what was exported computes something else: {reason[:250]}") from error
+    return True
+
+
+def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
+    """The file's content, and what is read back from it."""
+    buffer = io.BytesIO()
+    torch.export.save(program, buffer)
+    content = buffer.getvalue()
+    return content, torch.export.load(io.BytesIO(content)).module()
+
+
+def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
+    """The same with weights within, for models of at most 2 GiB; the first output is compared."""
+    import onnxruntime
+
+    try:
+        made = torch.onnx.export(program, dynamo=True, verbose=False)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise Refusal(f"torch.onnx cannot convert it: {reason}; format pt2 may do") from error
+    assert made is not None
+    content = made.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    name = session.get_inputs()[0].name
+    return content, lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
+
+
+def export(checkpoint: Path, kind: str) -> str:
+    """Write the file beside the checkpoint; what to print of it."""
+    lacking = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise Refusal(f"format {kind} needs {' '.join(lacking)}: pip install {' '.join(lacking)}")
+    model, example = load(checkpoint)
+    content, made = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
+    any_batch = compare(model, made, example)
+    file = checkpoint.with_suffix(f".{kind}")
+    unfinished = file.with_suffix(".part")
+    unfinished.write_bytes(content)
+    unfinished.replace(file)
+    first = "any batch" if any_batch else f"batch {len(example)} only"
+    shape = ", ".join(map(str, example.shape[1:]))
+    dtype = str(example.dtype).removeprefix("torch.")
+    return f"{file}: {len(content):,} bytes, takes {dtype} ({first}, {shape})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m runs.export", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--format", default="pt2", choices=list(FORMATS))
+    arguments = parser.parse_args()
+    sys.path.insert(0, str(ROOT))  # models/ and datamodules/
+    warnings.filterwarnings("ignore")  # of tracing, about torch's own code
+    try:
+        print(export(arguments.checkpoint, arguments.format))
+    except Refusal as refusal:
+        refuse(str(refusal))
+
+
+if __name__ == "__main__":
+    main()

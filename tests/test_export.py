@@ -1,0 +1,77 @@
+"""What `make export` writes computes what the model does, and nothing is written that does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from runs import export
+from runs.config import CONF
+from runs.refusal import Refusal
+
+
+def trained(folder: Path, *overrides: str) -> tuple[Path, Any]:
+    """A checkpoint in the folder of a run, and the model that is in it."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", list(overrides))
+    torch.manual_seed(1)
+    model = instantiate(config.model, _convert_="all").eval()
+    checkpoint = folder / "checkpoints" / "last.ckpt"
+    checkpoint.parent.mkdir()
+    (folder / ".hydra").mkdir()
+    OmegaConf.save(config, folder / ".hydra" / "config.yaml")
+    torch.save({"state_dict": model.state_dict()}, checkpoint)
+    return checkpoint, model
+
+
+def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
+    checkpoint, model = trained(tmp_path)
+    torch.manual_seed(2)  # weights come from the checkpoint, not from the seed
+    told = export.export(checkpoint, "pt2")
+    assert "last.pt2" in told and told.endswith("takes float32 (any batch, 1, 8, 8)")
+    made = torch.export.load(checkpoint.with_suffix(".pt2")).module()
+    images = torch.rand(5, 1, 8, 8)
+    with torch.no_grad():  # dropout is off in both
+        torch.testing.assert_close(made(images), model(images))
+
+
+def test_a_model_may_say_what_its_forward_takes(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path, "experiment=dcgan")
+    assert export.export(checkpoint, "pt2").endswith("(any batch, 100)")
+
+
+def test_another_computation_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_pt2 = export.as_pt2
+
+    def wrong(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
+        content, made = as_pt2(program)
+        return content, lambda batch: 1.01 * made(batch)
+
+    monkeypatch.setattr(export, "as_pt2", wrong)
+    checkpoint, _ = trained(tmp_path)
+    with pytest.raises(Refusal, match="computes something else"):
+        export.export(checkpoint, "pt2")
+    assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Refusal, match="there is no such file"):
+        export.export(tmp_path / "none.ckpt", "pt2")
+    checkpoint, _ = trained(tmp_path)
+    (tmp_path / ".hydra" / "config.yaml").unlink()
+    with pytest.raises(Refusal, match="no run's folder"):
+        export.export(checkpoint, "pt2")
+    monkeypatch.setattr(export, "FORMATS", {"onnx": ["no_such_package"]})
+    with pytest.raises(Refusal, match="pip install no_such_package"):
+        export.export(checkpoint, "onnx")

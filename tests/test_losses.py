@@ -1,0 +1,97 @@
+"""`make bench-losses` tells rounding from another computation: made-up curves, no launch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import losses, losses_report
+from benchmarks.losses import Job
+from cluster.hosts import Refusal
+
+STEPS = 20
+
+
+def curve(error: float) -> dict[int, float]:
+    return {step: (1 + error) * 2.0 / step for step in range(5, STEPS + 1, 5)}
+
+
+class Source:
+    """Stands for template.py: losses that differ from those of one process by known shares."""
+
+    def __init__(self, in_32: float, in_64: float) -> None:
+        self.errors = {"32-true": in_32, "64-true": in_64}
+        self.asked: list[tuple[list[str], int]] = []
+
+    def __call__(self, arguments: list[str], np: int) -> dict[str, Any]:
+        self.asked.append((arguments, np))
+        precision = [a.partition("=")[2] for a in arguments if a.startswith("trainer.precision=")]
+        error = self.errors[precision[0]] if precision and np > 1 else 0.0
+        return {"train_samples": 100, "model": "toy", "losses": curve(error)}
+
+
+def results(source: Source, job: Job) -> dict[str, Any]:
+    found = losses.measure(job, 8, [2, 4], STEPS, source, lambda text: None)
+    return {
+        "cpu": "Test CPU", "cores": 2, "gpus": [], "python": "3.11", "versions": {"torch": "2"},
+        "commit": "abc", "date": "2026-01-02T03:04:05", "steps": STEPS, "jobs": [found],
+    }  # fmt: skip
+
+
+def test_rounding_is_equal_and_anything_else_is_told() -> None:
+    rounding = results(Source(1e-5, 1e-14), Job("toy"))
+    assert losses_report.unequal(rounding) == []
+    assert losses_report.table(rounding).count("equal") == 5
+    other = results(Source(1e-5, 1e-6), Job("toy"))
+    told = losses_report.unequal(other)
+    assert [text.partition(",")[0] for text in told] == [
+        "toy: horovod on 2", "toy: ddp on 2", "toy: horovod on 4", "toy: ddp on 4",
+    ]  # fmt: skip
+    assert "1.0e-06" in told[0]
+    lines = losses_report.table(other).splitlines()
+    assert "| toy | horovod | 2 x 4 | 0.400004 | 0.100001 | 1.0e-05 | 1.0e-05 |" in lines[4]
+    assert lines[4].endswith("| 1.0e-06 | differs |")
+    assert losses_report.unequal(results(Source(0, float("nan")), Job("toy")))
+    assert not losses_report.unequal(results(Source(0, 1), Job("toy", differs="it is so")))
+
+
+def test_all_share_the_global_batch_and_whole_batches_only() -> None:
+    source = Source(0, 0)
+    results(source, Job("toy", ["data.batch_size=8"]))
+    (first, alone), *rest = source.asked
+    assert alone == 1 and "trainer.max_steps=1" in first
+    assert [np for _, np in rest] == 2 * [1, 1, 2, 2, 4, 4]
+    for arguments, np in rest:
+        assert arguments[-1] == f"data.batch_size={8 // np}"  # of two equal keys the last counts
+        assert "trainer.limit_train_batches=12" in arguments  # of 100 samples
+    assert losses.ALONE in rest[0][0] and losses.ALONE not in rest[1][0]
+
+
+def test_curves_of_other_steps_are_not_compared() -> None:
+    found = results(Source(0, 0), Job("toy"))
+    found["jobs"][0]["runs"][1]["steps"] = [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="toy: steps"):
+        losses_report.table(found)
+
+
+def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
+    with pytest.raises(Refusal, match="data.batch_size=10 does not divide by NP=4"):
+        losses.batches([Job("toy", ["data.batch_size=10"])], [2, 4])
+
+
+def test_losses_are_read_from_the_rows_that_have_them(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.csv"
+    file.write_text("epoch,step,train/loss,val/loss\n0,4,,2.5\n0,9,1.5,\n0,9,,0.125\n")
+    assert losses.read(file) == {5: 2.5, 10: 0.125}
+
+
+def test_files_are_made_again_from_the_json(tmp_path: Path) -> None:
+    name = tmp_path / "losses_x"
+    losses_report.write(results(Source(1e-6, 1e-15), Job("toy")), name)
+    written = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert sorted(written) == [f"losses_x.{kind}" for kind in ("json", "md", "png", "svg")]
+    losses_report.report(json.loads(written["losses_x.json"]), name)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == written

@@ -4,7 +4,7 @@
     make new NAME=my_project DIR=/data/mine
 
 What git tracks is copied, as it stands here. Results of this repository stay behind: pictures,
-measurements, the entries of the changelog, and of the README what stands between
+measurements, the entries of the changelog, and of README and docs/ what stands between
 `<!-- ours -->` and `<!-- /ours -->`. The license stays, as it asks for. No environment is copied:
 `make train` makes one there, with the Horovod that was built here. Needs Python and git alone.
 """
@@ -23,6 +23,10 @@ from runs.refusal import Refusal, refuse
 
 ROOT = Path(__file__).resolve().parent
 LEFT_OUT = ("benchmarks/results/", "docs/images/")
+MEASURED = re.compile(
+    r"(?<=<!-- scaling: written by make bench-readme -->\n).*?(?=\| published)", re.S
+)
+NOTHING = "\nNo result of `make bench` is in `benchmarks/results/` yet.\n\n"
 OURS = re.compile(r"<!-- ours -->.*?<!-- /ours -->\n*", re.DOTALL)
 
 
@@ -56,10 +60,12 @@ def new(name: str, folder: Path) -> int:
 
 def _make_theirs(copy: Path, name: str) -> None:
     """Their title, and none of our results."""
-    readme = OURS.sub("", (copy / "README.md").read_text())
+    readme = MEASURED.sub(NOTHING, OURS.sub("", (copy / "README.md").read_text()))
     title, _, rest = readme.partition("\n")
     made = f"Made from *{title.removeprefix('# ')}*, {_origin()}. What it is for: say it here.\n"
     (copy / "README.md").write_text(f"# {name}\n\n{made}{rest}")
+    for page in (copy / "docs").glob("*.md"):
+        page.write_text(OURS.sub("", page.read_text()))
     changes = (copy / "CHANGELOG.md").read_text().partition("## Unreleased\n")
     (copy / "CHANGELOG.md").write_text(f"{changes[0]}{changes[1]}\n- Made from {_origin()}.\n")
     notes = (copy / "benchmarks" / "NOTES.md").read_text().partition("\n## ")[0]

@@ -88,7 +88,9 @@ class Space:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         space = self._distributions()
         sampler = optuna.samplers.TPESampler(seed=number)
-        study = optuna.create_study(direction=f"{mode}imize", sampler=sampler)
+        study = optuna.create_study(
+            direction="minimize" if mode == "min" else "maximize", sampler=sampler
+        )
         for changes, value in told:
             drawn = {key: self._read(key, changes) for key in space}
             study.add_trial(

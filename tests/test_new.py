@@ -47,7 +47,8 @@ def test_it_has_their_title_and_none_of_our_results(copy: Path) -> None:
     readme = (copy / "README.md").read_text()
     assert readme.startswith("# my_project\n\nMade from *Lightning + Horovod, a template*, ")
     assert "<img" not in readme and "![" not in readme and "ours -->" not in readme
-    assert "benchmarks/results" not in readme and "## Put your model in" in readme
+    assert "results/scaling_" not in readme and "## Put your model in" in readme
+    assert "No result of `make bench`" in readme
     assert (copy / "CHANGELOG.md").read_text().count("\n- ") == 1
     assert "|" not in (copy / "benchmarks" / "NOTES.md").read_text()
 
@@ -57,7 +58,8 @@ def test_it_works(copy: Path, tmp_path: Path) -> None:
     done = run(job, cwd=copy)
     assert done.returncode == 0 and "test/acc" in done.stdout, done.stdout
     tests = ["tests/test_config.py", "tests/test_conf.py", "tests/test_readme.py"]
-    cheap = "test_config or begins_with or can_be_made or exist or short"
+    tests += ["tests/test_scaling.py"]
+    cheap = "test_config or begins_with or can_be_made or exist or short or links or newest"
     done = run([sys.executable, "-m", "pytest", *tests, "-k", cheap], cwd=copy)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout
 

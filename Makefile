@@ -38,7 +38,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment train sweep hello doctor sync launch status logs stop \
+.PHONY: help install environment dev-environment train sweep hello doctor sync launch status logs stop \
         profile new test test-slow test-mutations check bench bench-check bench-readme \
         bench-step bench-step-slow bench-overheads bench-allreduce predict predict-proof \
         bench-losses export tensorboard clean
@@ -52,6 +52,9 @@ install: environment ## make .venv and build Horovod, once; MPI=1 with MPI too
 
 environment:
 	@$(INSTALL) $(MPI_FLAG)
+
+dev-environment:
+	@$(INSTALL) $(MPI_FLAG) --dev
 
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
@@ -85,32 +88,26 @@ logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
 
-profile: ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
-	@$(INSTALL) $(MPI_FLAG) --dev
+profile: dev-environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 new: ## copy this to ../NAME for a project of your own, without our results; DIR= elsewhere
 	@python3 new.py "$(NAME)" "$(DIR)"
 
-test: ## run all tests; a part of them: make test ARGS="-k strategy"
-	@$(INSTALL) $(MPI_FLAG) --dev
+test: dev-environment ## run all tests; a part of them: make test ARGS="-k strategy"
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-slow: ## train the jobs that fit a laptop to the results that they promise (minutes)
-	@$(INSTALL) $(MPI_FLAG) --dev
+test-slow: dev-environment ## train the jobs that fit a laptop to the results that they promise (minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
 
-test-mutations: ## break the strategy in many places and see tests fail (slow)
-	@$(INSTALL) $(MPI_FLAG) --dev
+test-mutations: dev-environment ## break the strategy in many places and see tests fail (slow)
 	@$(PYTHON) tests/mutations.py $(ARGS)
 
-check: ## lint, format and types
-	@$(INSTALL) $(MPI_FLAG) --dev
+check: dev-environment ## lint, format and types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
-	@$(INSTALL) $(MPI_FLAG) --dev
+bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
 	@$(PYTHON) -m benchmarks.scaling $(SIZES) $(if $(STRATEGY),--strategy $(STRATEGY)) \
 	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WARMUP),--warmup $(WARMUP)) \
@@ -119,8 +116,7 @@ bench: ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|stron
 bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
 
-bench-readme: ## write the README's table from the newest result of make bench
-	@$(INSTALL) $(MPI_FLAG) --dev
+bench-readme: dev-environment ## write the README's table from the newest result of make bench
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
@@ -133,22 +129,18 @@ bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of
 bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
 	@$(PYTHON) -m benchmarks.overheads $(ARGS)
 
-bench-allreduce: ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
-	@$(INSTALL) $(MPI_FLAG) --dev
+bench-allreduce: dev-environment ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
 
-predict: ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
-	@$(INSTALL) $(MPI_FLAG) --dev
+predict: dev-environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
 	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
 	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(filter command environment,$(origin NP)),--ranks "$(NP)") $(ARGS)
 
-predict-proof: ## predictions beside measurements, on hosts made of this one (root)
-	@$(INSTALL) $(MPI_FLAG) --dev
+predict-proof: dev-environment ## predictions beside measurements, on hosts made of this one (root)
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
 
-bench-losses: ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"
-	@$(INSTALL) $(MPI_FLAG) --dev
+bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"
 	@$(PYTHON) -m benchmarks.losses $(if $(filter command environment,$(origin NP)),--np $(NP)) \
 	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 

@@ -195,6 +195,29 @@ MUTATIONS = [
         "horovod-2 and resume",
     ),
     Mutation(
+        "workers go on with the order of the first epoch", "horovod.py",
+        "        iter(loop._data_fetcher)\n", "", "loaders_were_made", "test_strategy",
+    ),
+    Mutation(
+        "on_after_backward sees the gradients of its own rank", "horovod.py",
+        "        self.post_backward(loss)\n",
+        "        self.lightning_module.on_after_backward()\n        self.post_backward(loss)\n",
+        "horovod-2 and after_backward",
+    ),
+    Mutation(
+        "the time of an exchange counts again in the next step", "horovod.py",
+        "        self._buckets.exchanges.clear()\n", "", "planted", "test_anatomy",
+    ),
+    Mutation(
+        "a GPU is asked for a time that it has not reached", "clock.py",
+        "    second.synchronize()\n", "", "moments_are_events", "test_anatomy",
+    ),
+    Mutation(
+        "what the slowest rank waits is the network's", "anatomy.py",
+        "steps[:, :, ALL_REDUCE].min(0).values", "steps[:, :, ALL_REDUCE].max(0).values",
+        "waits_least", "test_anatomy", "runs",
+    ),
+    Mutation(
         "each rank takes the checkpoint from its own file system", "horovod.py",
         "checkpoint = self.broadcast(checkpoint)", "pass",
         "horovod-2 and resume",

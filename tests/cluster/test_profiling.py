@@ -31,7 +31,9 @@ def output(project: Path, theirs: Path) -> Iterator[str]:
         hosts[1].shows(theirs.parent, project.parent)
         target = ["make", f"PYTHON={PYTHON}", "HOSTS=node1:1,node2:1", "STEPS=6", "profile"]
         # Not make's own check of the environment, which is not that of this copy.
-        done = run(hosts[0].command("env", "-C", str(project), *target, "--assume-old=environment"))
+        done = run(
+            hosts[0].command("env", "-C", str(project), *target, "--assume-old=dev-environment")
+        )
         assert done.returncode == 0, done.stdout
         yield done.stdout
 

@@ -23,6 +23,7 @@ def test_the_planted_law_is_found_under_noise(name: str) -> None:
     assert overheads.law(RANKS, costs) == name
 
 
+@pytest.mark.slow
 def test_all_costs_are_measured_on_all_ranks(tmp_path: Path) -> None:
     few = ["--ranks", "2", "1", "--repeats", "1", "--out", str(tmp_path)]
     done = run([sys.executable, "-m", "benchmarks.overheads", *few])

@@ -156,6 +156,7 @@ def wake_ups(**environment: str) -> int:
     return idle
 
 
+@pytest.mark.slow
 def test_horovod_sleeps_while_there_is_nothing_to_do(launch: Callable) -> None:
     asks_all_the_time = launch(wake_ups, 2, HOROVOD_IDLE_TIME="0")
     # Were a call for work lost, each of the barriers would take ten seconds, and time runs out.

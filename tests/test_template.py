@@ -133,7 +133,7 @@ class TestOtherRuns:
         assert found["steps"] == 20 * (epochs + 2)
         seen = found["samples_per_second"] * found["train_seconds"]
         assert seen == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
-        reports = folders(tmp_path)[0].glob("fit-profile*")
+        reports = folders(tmp_path)[-1].glob("fit-profile*")
         assert sorted(f.name for f in reports) == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
         assert found["train"] is True
 

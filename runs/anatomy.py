@@ -293,10 +293,11 @@ def verdict(
         )
     rate, less = "", ""
     if wire:
+        large = wire["payload_bytes"] > LATENCY_BOUND
         known, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
-        of = f", {reached / known:.0%} of what bench-allreduce measured" if known else ""
+        of = f", {reached / known:.0%} of what bench-allreduce measured" if known and large else ""
         rate = f" at {reached:,.0f} MB/s{of}"
-        less = "strategy.compression=bf16, " if wire["payload_bytes"] > LATENCY_BOUND else ""
+        less = "strategy.compression=bf16, " if large else ""
     return (
         f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"

@@ -39,6 +39,11 @@ class Progress(ProgressBar):
         if not trainer.is_global_zero:
             self.disable()
 
+    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        super().on_train_start(trainer, *_)
+        # on_train_epoch_start is left out when a run resumes within an epoch.
+        self._epoch_began = self._last_line = time.monotonic()
+
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer, *_)
         self._epoch_began = self._last_line = time.monotonic()

@@ -132,11 +132,15 @@ class Report(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.first_step, self.first_epoch = trainer.global_step, trainer.current_epoch
+        self._begin_epoch()  # on_train_epoch_start is left out when a run resumes within an epoch
 
     def on_train_batch_start(self, *arguments: Any) -> None:
         self.started = True
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
         self._clock = time.monotonic()
         self._epoch_began = self.samples, self.seconds
 

@@ -1,20 +1,28 @@
-"""The newest checkpoint, and what keeps predictions from being written; in one process."""
+"""The newest checkpoint, predictions, what a resumed run tells of its time; in one process."""
 
 from __future__ import annotations
 
+import csv
 import os
+import re
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from omegaconf import OmegaConf
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runs.predictions import Predictions
+from runs.progress import Progress
 from runs.refusal import Refusal
+from runs.report import Report
 from runs.run import newest_checkpoint
 
 
@@ -115,3 +123,43 @@ def test_predictions_refused_before_training(model: Any, data: Any, message: str
     trainer: Any = SimpleNamespace(datamodule=data())
     with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
         Predictions().setup(trainer, model(), "fit")
+
+
+class Times(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight * batch).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:
+    config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x"})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(folder, name="", version=""), log_every_n_steps=1,
+        enable_model_summary=False, callbacks=[report, Progress(), *callbacks], max_epochs=1,
+    )  # fmt: skip
+    trainer.fit(Times(), DataLoader(torch.ones(20), batch_size=2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    return report
+
+
+def test_a_run_resumed_within_an_epoch_tells_its_own_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = ModelCheckpoint(tmp_path, "last", every_n_train_steps=8)
+    train(tmp_path / "first", saved)
+    capsys.readouterr()
+    began = time.monotonic()
+    report = train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
+    passed = time.monotonic() - began
+    assert report.samples == 4 and 0 < report.seconds < passed
+    (told,) = re.findall(r"epoch 1/1  ([\d.]+) s", capsys.readouterr().out)
+    assert float(told) <= passed + 0.1
+    with open(tmp_path / "second" / "metrics.csv") as file:
+        (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
+    assert float(rate) == pytest.approx(report.samples / report.seconds)

@@ -14,8 +14,9 @@ spends there is the network's, and what others wait longer is counted as "stragg
 strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
-costs two readings of the clock a hook, and a gather of some kilobytes every 200 steps. On a GPU
-moments are events in its stream: phases are those of the GPU, not of the program that runs ahead.
+costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps.
+On a GPU moments are events in its stream: phases are those of the GPU, not of the program that
+runs ahead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import math
 import socket
 from collections import deque
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -122,7 +122,8 @@ class Anatomy(Callback):
             self._read()
         if self._count - self._logged >= WINDOW:
             self._log(trainer)
-            self._tell_stragglers(trainer)
+            if self._steps:
+                self._tell_stragglers(trainer)
 
     def _read(self) -> None:
         """Turn the moments of the oldest unread step into seconds."""
@@ -148,8 +149,8 @@ class Anatomy(Callback):
 
     def _log(self, trainer: pl.Trainer) -> None:
         """This rank's phases since the last time, to the loggers; those of rank 0 write."""
-        steps = list(self._steps)[-(self._count - self._logged) :]
-        self._logged = self._count
+        since, self._logged = self._count - self._logged, self._count
+        steps = list(self._steps)[-since:] if since else []
         if not steps or not trainer.loggers:
             return
         mine = 1e3 * torch.tensor(steps).mean(0)
@@ -233,7 +234,7 @@ def shares(steps: Tensor) -> dict[str, float]:
 
 
 def straggler(steps: Tensor) -> dict[str, Any] | None:
-    """The rank whose own work takes longer than that of all others in nearly every step, if any.
+    """The rank whose own work takes SLOWER times that of the others in PERSISTENT of the steps.
 
     Args:
         steps: seconds, of shape (ranks, steps, phases).
@@ -306,12 +307,15 @@ def verdict(
 
 def measured(hosts: list[str], operations: str, size: float) -> float | None:
     """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
-    was run: that of the size nearest to `size` bytes."""
-    for file in sorted(
-        Path(ROOT / "benchmarks" / "results").glob("allreduce_*.json"), reverse=True
-    ):
-        found = json.loads(file.read_text())
-        if found.get("ranks") == hosts and found.get("operations") == operations:
-            nearest = min(found["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
-            return float(nearest["bus_mb_s"])
-    return None
+    was run: the newest result's, at the size nearest to `size` bytes."""
+    newest, bandwidth = "", None
+    for file in (ROOT / "benchmarks" / "results").glob("allreduce_*.json"):
+        try:
+            found = json.loads(file.read_text())
+            same = found["ranks"] == hosts and found["operations"] == operations
+            if same and found["date"] > newest:
+                nearest = min(found["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
+                newest, bandwidth = found["date"], float(nearest["bus_mb_s"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # half copied, or a forker's own: no reason to lose a training's summary
+    return bandwidth

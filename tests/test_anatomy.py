@@ -90,8 +90,13 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     sizes = [{"bytes": size, "bus_mb_s": size / 1e4} for size in (2**12, 2**20, 2**26)]
-    found = {"ranks": ["a", "b"], "operations": "Gloo", "sizes": sizes}
-    (folder / "allreduce_a.json").write_text(json.dumps(found))
+    found = {"ranks": ["a", "b"], "operations": "Gloo", "date": "2026-11-22", "sizes": sizes}
+    (folder / "allreduce_b.json").write_text(json.dumps(found))
+    older = {**found, "date": "2026-11-21", "sizes": [{"bytes": 2**20, "bus_mb_s": 1}]}
+    (folder / "allreduce_a.json").write_text(json.dumps(older))
+    (folder / "allreduce_c.json").write_text(json.dumps(older))
+    (folder / "allreduce_d.json").write_text(json.dumps(found)[:40])
+    (folder / "allreduce_e.json").write_text("[]")
     assert anatomy.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
     assert anatomy.measured(["a", "b"], "NCCL", 3e6) is None
     assert anatomy.measured(["a", "a"], "Gloo", 3e6) is None
@@ -163,6 +168,17 @@ def found(model: Net, data: DataLoader | None = None, **arguments: Any) -> dict[
     run.fit(model, data or loader())
     assert timed.found is not None
     return timed.found
+
+
+def test_a_long_warmup_leaves_nothing_to_tell(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(anatomy, "WINDOW", 4)
+    for warmup, steps in ((30, None), (9, 1)):
+        timed = Anatomy(warmup)
+        trainer("horovod", callbacks=[timed], max_epochs=1).fit(Sleeps(0), loader())
+        assert (timed.found and timed.found["steps"]) == steps
+    assert "slow " not in capfd.readouterr().out
 
 
 def planted(folder: str) -> dict[str, Any]:

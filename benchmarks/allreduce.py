@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
 from cluster.hosts import Refusal, add_arguments, chosen, ranks
 
 KIB, MIB = 2**10, 2**20
@@ -176,7 +176,7 @@ def write(results: dict[str, Any], folder: Path) -> Path:
         writer = csv.DictWriter(text, list(results["sizes"][0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(results["sizes"])
-    file.with_name(f"{file.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(results, file.with_name(f"{file.name}.json"))
     return file
 
 

@@ -25,6 +25,14 @@ RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
 
 
+def write_json(results: dict[str, Any], file: Path) -> None:
+    """All or nothing, whenever it is interrupted; others may read it at any time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".part")
+    unfinished.write_text(json.dumps(results, indent=1) + "\n")
+    unfinished.replace(file)
+
+
 def hardware() -> dict[str, Any]:
     """Of this host, with the versions, the commit and the time."""
     return {**machine(), "load_before": os.getloadavg()[0], **software()}

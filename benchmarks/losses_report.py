@@ -15,6 +15,7 @@ from typing import Any
 
 import matplotlib
 
+from benchmarks.hardware import write_json
 from benchmarks.scaling_report import markdown
 
 matplotlib.use("Agg")
@@ -158,11 +159,7 @@ def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> 
 
 def write(results: Results, name: Path) -> str:
     """All files of a result; what to print of them."""
-    name.parent.mkdir(parents=True, exist_ok=True)
-    file = name.with_name(f"{name.name}.json")
-    unfinished = name.with_name(f"{name.name}.part")
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(file)
+    write_json(results, name.with_name(f"{name.name}.json"))
     return report(results, name)
 
 

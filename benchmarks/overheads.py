@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
 
 LAWS: dict[str, Callable[[float], float]] = {
     "constant": lambda p: 0.0,
@@ -57,7 +57,7 @@ def law(ranks: list[int], seconds: list[float]) -> str:
     best, least = "constant", math.inf
     for name, f in LAWS.items():
         error = _error([f(p) for p in ranks], seconds)
-        if error < least * (0.5 if best != name and least < math.inf else 1):
+        if error < least / 2:
             best, least = name, error
     return best
 
@@ -200,8 +200,7 @@ def main() -> None:
         "interleaved repeats.\n\n"
     )
     name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}"
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    (arguments.out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(results, arguments.out / f"{name}.json")
     (arguments.out / f"{name}.md").write_text(head + shown + "\n")
     print(shown)
     print(f"written to {arguments.out / name}.json and .md")

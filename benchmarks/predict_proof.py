@@ -17,7 +17,6 @@ Results, with the back-test on published figures, go to benchmarks/results/predi
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import statistics
 import sys
@@ -27,7 +26,7 @@ from typing import Any
 from benchmarks import published
 from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, fit, predict
-from benchmarks.hardware import RESULTS, hardware, slug
+from benchmarks.hardware import RESULTS, hardware, slug, write_json
 from cluster.hosts import Refusal
 from cluster.testbed import BURST, Testbed, missing
 
@@ -242,7 +241,7 @@ def main() -> int:
     plot(results, file)
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"
     file.with_name(f"{file.name}.md").write_text(text)
-    file.with_name(f"{file.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(results, file.with_name(f"{file.name}.json"))
     print(f"{text}\nwritten to {file}.json, .md, .png, .svg")
     return 0
 

@@ -32,7 +32,7 @@ from typing import Any
 
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, runs_of
-from benchmarks.hardware import RESULTS, slug
+from benchmarks.hardware import RESULTS, slug, write_json
 from benchmarks.launching import Failed, Job
 from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
 from cluster.hosts import Refusal, add_arguments
@@ -113,14 +113,6 @@ def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
     raise AssertionError("unreachable")
 
 
-def write(results: Results, file: Path) -> None:
-    """All or nothing, whenever it is interrupted."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(file)
-
-
 # ---------------------------------------------------------------------------- the command
 
 
@@ -164,7 +156,7 @@ def main() -> int:
         file, results = open_file(results, arguments.out)
         if results["runs"]:
             say(f"going on with {file}: {len(results['runs'])} runs are there")
-        run(results, launcher.run, functools.partial(write, results, file))
+        run(results, launcher.run, functools.partial(write_json, results, file))
         print(scaling_report.write(results, file))
     except Refusal as refusal:
         say(f"error: {refusal}")

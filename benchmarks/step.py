@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 # What strategies/environment.py sets for itself, so that it can be told from the rest.
@@ -291,7 +291,7 @@ def main() -> None:
 
 
 def write(results: dict[str, Any], file: Path) -> None:
-    file.with_name(f"{file.name}.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_json(results, file.with_name(f"{file.name}.json"))
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     head = (
         f"Step time, {results['hosts']} over {results['network']}: {results['cpu']}, "

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import check, load, scaling, scaling_plan, scaling_report
+from benchmarks import check, hardware, load, scaling, scaling_plan, scaling_report
 from benchmarks.efficiency import Results, Row, rows, steps_per_epoch
 from benchmarks.launching import Failed, Job, Launcher
 from cluster.hosts import Refusal, parse
@@ -267,7 +267,7 @@ def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) -> Non
 
     file, made = scaling.open_file(results(), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        scaling.run(made, interrupted, lambda: scaling.write(made, file))
+        scaling.run(made, interrupted, lambda: hardware.write_json(made, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
 
     named, _ = scaling.open_file(results(network="10 Gbit/s"), tmp_path)
@@ -277,7 +277,7 @@ def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) -> Non
     again, found = scaling.open_file(results() | {"date": "2026-01-03T00:00:00"}, tmp_path)
     assert again == file
     rest = Source(lambda job, _: float(job.np))
-    scaling.run(found, rest, lambda: scaling.write(found, file))
+    scaling.run(found, rest, lambda: hardware.write_json(found, file))
     assert len(rest.asked) == 5 and found["finished"]
     done = {(each["np"], each["repeat"]) for each in json.loads(file.read_text())["runs"]}
     assert len(done) == 9
@@ -298,7 +298,7 @@ def test_other_code_or_hardware_does_not_continue_a_file(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     file, made = scaling.open_file(results(), tmp_path)
-    scaling.write(made, file)
+    hardware.write_json(made, file)
     assert scaling.open_file(results(), tmp_path)[0] == file
     other, _ = scaling.open_file(results() | changed, tmp_path)
     assert other.name == f"{file.stem}_2.json"
@@ -324,7 +324,7 @@ def both(tmp_path: Path) -> tuple[Results, Path]:
         }
         for np in (1, 2, 4)
     ]
-    scaling.write(made, file)
+    hardware.write_json(made, file)
     return made, file
 
 

@@ -30,6 +30,7 @@ from typing import Any
 
 LIFE_SECONDS = 3  # between signs of life
 SILENCE_SECONDS = 25  # after which the other side is taken for gone
+PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 SIOCGIFADDR = 0x8915  # netdevice(7)
 LONGEST_LINE = 1 << 20
@@ -41,7 +42,7 @@ class Agent:
 
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by process id
-        self._prctl = ctypes.CDLL(None).prctl
+        self._preloading: tuple[subprocess.Popen, list[int]] | None = None  # and its ranks
         self._saying = threading.Lock()
         self._locks: list[Any] = []
         self._ending = threading.Lock()
@@ -59,15 +60,18 @@ class Agent:
         except (ValueError, OSError) as error:
             self._say(error=str(error))
             return
-        self._prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         selector = selectors.DefaultSelector()
-        for rank, variables in job["ranks"].items():
-            try:
-                self._start(int(rank), job["command"], environment | variables, selector)
-            except OSError as error:
-                self._say(error=f"{job['command'][0]}: {error.strerror}")
-                self._end_all(0)
-                return
+        try:
+            if job["preload"] and len(job["ranks"]) > 1 and runs_script(job["command"]):
+                self._start_together(job, environment, selector)
+            else:
+                for rank, variables in job["ranks"].items():
+                    self._start(int(rank), job["command"], environment | variables, selector)
+        except OSError as error:
+            self._say(error=f"{job['command'][0]}: {error.strerror}")
+            self._end_all(0)
+            return
         # Only now: threads that exist while a process is started can leave it with their locks.
         threading.Thread(target=self._listen, daemon=True).start()
         self._watch(selector)
@@ -118,22 +122,61 @@ class Agent:
     ) -> None:  # fmt: skip
         process = subprocess.Popen(
             command, env=environment, start_new_session=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=self._become_rank,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_become_rank,
         )  # fmt: skip
         process.returncode = 0  # not Popen's to wait for: all children are waited for together
         self._ranks[process.pid] = rank
         for stream in ("stdout", "stderr"):
             selector.register(getattr(process, stream), selectors.EVENT_READ, [rank, stream, b""])
 
-    def _become_rank(self) -> None:
-        self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        for number in IGNORED:
-            signal.signal(number, signal.SIG_DFL)
+    def _start_together(
+        self, job: dict[str, Any], environment: dict[str, str], selector: selectors.BaseSelector
+    ) -> None:
+        """All ranks from one process that has made their imports: cluster/preload.py."""
+        python, *script = job["command"]
+        outputs: dict[str, list[int]] = {}
+        for rank in job["ranks"]:
+            outputs[rank] = []
+            for stream in ("stdout", "stderr"):
+                reads, writes = os.pipe()
+                outputs[rank].append(writes)
+                selector.register(reads, selectors.EVENT_READ, [int(rank), stream, b""])
+        writing = [descriptor for pair in outputs.values() for descriptor in pair]
+        process = subprocess.Popen(
+            [python, "-m", "cluster.preload", *script], env=environment, start_new_session=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=writing[1], pass_fds=writing,
+            preexec_fn=_become_rank,
+        )  # fmt: skip
+        process.returncode = 0  # as above
+        for descriptor in writing:
+            os.close(descriptor)
+        self._preloading = process, [int(rank) for rank in job["ranks"]]
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), process.stdin as orders:
+            orders.write(json.dumps({"ranks": job["ranks"], "outputs": outputs}).encode())
+
+    def _adopt(self, pid: int, status: int) -> None:
+        """The ranks are our children now, if their parent has ended; those that it did not get to
+        ended with it. A child has ended: it, one of them, or what an import had left behind."""
+        assert self._preloading is not None
+        process, ranks = self._preloading
+        if pid != process.pid:
+            ended, status = os.waitpid(process.pid, os.WNOHANG)
+            if not ended:
+                return
+        self._preloading = None
+        assert process.stdout is not None
+        with process.stdout:
+            for line in process.stdout:
+                child, rank = map(int, line.split())
+                self._ranks[child] = rank
+        for rank in set(ranks) - set(self._ranks.values()):
+            self._say(rank=rank, exit=os.waitstatus_to_exitcode(status))
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Pass on what ranks print, and tell their ends, until none is left."""
         told_life = 0.0
-        while self._ranks:
+        while self._ranks or self._preloading:
             for key, _ in selector.select(timeout=0.2):
                 self._pass_on(key, selector)
             if time.monotonic() - told_life > LIFE_SECONDS:
@@ -161,6 +204,8 @@ class Agent:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
+                if self._preloading and pid not in self._ranks:
+                    self._adopt(pid, status)
                 if pid not in self._ranks:
                     continue
                 rank = self._ranks[pid]
@@ -187,7 +232,8 @@ class Agent:
             for line in lines:
                 order = json.loads(line)
                 if "signal" in order:
-                    for pid in list(self._ranks):
+                    preloading = [self._preloading[0].pid] if self._preloading else []
+                    for pid in [*preloading, *self._ranks]:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, getattr(signal, order["signal"]))
                 if "end" in order:
@@ -218,6 +264,23 @@ class Agent:
                 sys.stdout.buffer.flush()
             except OSError:
                 os._exit(1)  # nobody listens; the kernel kills the ranks
+
+
+def runs_script(command: list[str]) -> bool:
+    """Whether it is `python script.py ...`."""
+    if len(command) < 2 or not Path(command[0]).name.startswith("python"):
+        return False
+    return command[1].endswith(".py") and Path(command[1]).is_file()
+
+
+def die_with_parent() -> None:
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _become_rank() -> None:
+    die_with_parent()
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_DFL)
 
 
 def _readable(descriptor: int) -> bool:

@@ -1,0 +1,177 @@
+"""Ranks that share their imports are as ranks that do not: in what they see and how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.preload import imported
+from tests.cluster.conftest import PYTHON
+from tests.conftest import ROOT, run
+
+RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")  # each job's own
+COUNTS = """\
+from pathlib import Path
+with open(Path(__file__).with_name("log"), "a") as log:
+    log.write("x")
+"""
+SLEEPS = COUNTS + "import time; time.sleep(600)\n"
+THREAD = COUNTS + "import threading, time; threading.Thread(target=time.sleep, args=[3]).start()\n"
+SCRIPT = """\
+import json, multiprocessing, os, sys
+import planted
+
+def child():
+    return __name__
+
+def tell():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        name = pool.apply(child)
+    ignored = [line for line in open("/proc/self/status") if line.startswith("SigIgn")]
+    return {
+        "rank": int(os.environ["HOROVOD_RANK"]), "environment": dict(os.environ), "child": name,
+        "argv": sys.argv, "file": __file__, "path": sys.path[0], "name": __name__,
+        "stdin": sys.stdin.read(), "files": sorted(os.listdir("/proc/self/fd")),
+        "leads": os.getsid(0) == os.getpid(), "ignored": ignored,
+    }
+
+if __name__ == "__main__":
+    print(json.dumps(tell()))
+    print("error of", os.environ["HOROVOD_RANK"], file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Path]:
+    """A script that imports a planted module; nothing of it may be left."""
+    (tmp_path / "planted.py").write_text(COUNTS)
+    (tmp_path / "script.py").write_text(SCRIPT)
+    yield tmp_path / "script.py"
+    deadline = time.monotonic() + 5
+    while found := running(tmp_path / "script.py"):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
+
+
+def running(script: Path) -> dict[int, int]:
+    """Processes that run it, without the launcher: their parents."""
+    found = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+            state, parent, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if str(script) in words and "cluster.horovodrun" not in words and state not in "ZX":
+            found[int(entry.name)] = int(parent)
+    return found
+
+
+def launched(script: Path, ranks: int = 3) -> list[str]:
+    where = ["-np", str(ranks), "-H", f"localhost:{ranks}"]
+    return [PYTHON, "-m", "cluster.horovodrun", *where, PYTHON, str(script), "a=1", "b"]
+
+
+def told(output: str) -> list[dict[str, Any]]:
+    lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]
+    return sorted((json.loads(line) for line in lines), key=lambda rank: rank["rank"])
+
+
+def imports(script: Path) -> int:
+    """Processes that imported the planted module."""
+    log = script.with_name("log")
+    count = len(log.read_text()) if log.exists() else 0
+    log.unlink(missing_ok=True)
+    return count
+
+
+def test_the_first_level_is_read() -> None:
+    source = b"import a, b.c as d\nfrom e.f import g\nfrom . import h\nif x:\n    import i\n"
+    assert imported(source) == ["a", "b.c", "e.f"]
+
+
+def test_a_rank_sees_what_it_would_see_alone(script: Path) -> None:
+    seen = []
+    for preload, count in (("1", 1), ("0", 3)):
+        done = run(launched(script), PRELOAD=preload)
+        assert done.returncode == 0, done.stdout
+        assert imports(script) == count + 3  # of those that ranks spawn, each for itself
+        ranks = told(done.stdout)
+        assert [rank["rank"] for rank in ranks] == [0, 1, 2]
+        for rank in ranks:
+            assert rank["leads"] and rank["child"] == "__mp_main__"
+            assert f"[{rank['rank']}]<stderr>:error of {rank['rank']}\n" in done.stdout
+            for name in ("PRELOAD", *RENDEZVOUS):
+                del rank["environment"][name]
+        seen.append(ranks)
+    assert seen[0] == seen[1]
+
+
+def test_after_a_thread_ranks_import_for_themselves(script: Path) -> None:
+    script.with_name("planted.py").write_text(THREAD)
+    done = run(launched(script))
+    assert done.returncode == 0, done.stdout
+    assert imports(script) == 1 + 3 + 3
+    assert [rank["rank"] for rank in told(done.stdout)] == [0, 1, 2]
+
+
+def test_a_mistake_in_an_import_is_told_by_ranks(script: Path) -> None:
+    script.with_name("planted.py").write_text("import no_such_module\n")
+    done = run(launched(script, 2))
+    assert done.returncode == 1
+    assert done.stdout.count("No module named 'no_such_module'") >= 1
+    assert "horovodrun: rank " in done.stdout and "ended with exit code 1" in done.stdout
+
+
+def test_a_rank_that_ends_is_told(script: Path) -> None:
+    script.write_text("import os, sys; sys.exit(7 * int(os.environ['HOROVOD_RANK']))")
+    done = run(launched(script, 2))
+    assert done.returncode == 7
+    assert "horovodrun: rank 1 on localhost ended with exit code 7" in done.stdout
+
+
+def begun(script: Path, log: Path, ready: str, count: int) -> subprocess.Popen:
+    """The launcher, once what it started has come so far."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            launched(script, 2), cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+        )
+    deadline = time.monotonic() + 30
+    seen = script.with_name("log")
+    while (seen.read_text() if seen.exists() else "").count(ready) < count:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.05)
+    return process
+
+
+def test_killed_or_told_to_stop_within_the_imports(script: Path, tmp_path: Path) -> None:
+    script.with_name("planted.py").write_text(SLEEPS)
+    process = begun(script, tmp_path / "out", "x", 1)
+    (preloading,) = running(script)
+    os.kill(preloading, signal.SIGKILL)
+    assert process.wait(20) == 128 + signal.SIGKILL
+    assert "was killed by SIGKILL" in (tmp_path / "out").read_text()
+
+    imports(script)
+    process = begun(script, tmp_path / "out", "x", 1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(20) == 128 + signal.SIGTERM
+    assert "horovodrun: stopped by SIGTERM" in (tmp_path / "out").read_text()
+
+
+def test_ranks_end_with_their_agent(script: Path, tmp_path: Path) -> None:
+    """They are its children by adoption."""
+    script.write_text(f"import planted\nopen({str(tmp_path / 'log')!r}, 'a').write('r')\n{SLEEPS}")
+    process = begun(script, tmp_path / "out", "r", 2)
+    agents = set(running(script).values())
+    assert len(agents) == 1
+    os.kill(agents.pop(), signal.SIGKILL)
+    assert process.wait(20) != 0

@@ -6,7 +6,7 @@
 A stub stands for the job: it imports what each rank needs, and makes the strategy's collectives
 with little in them. Each quantity gets the law that fits it best of: constant, log p, p, p log p,
 p^2, each with a constant beside it. All ranks share this host's cores, so what each rank computes
-(its imports) grows with p here, and would not on hosts of their own.
+grows with p here, and would not on hosts of their own.
 Results go to benchmarks/results/ as JSON and as a Markdown table.
 """
 
@@ -35,6 +35,7 @@ LAWS: dict[str, Callable[[float], float]] = {
 }
 WHAT = {
     "launch": "start and end of p processes that do nothing",
+    "doctor": "make doctor, all that it checks",
     "lines": "collecting 1,000 lines of output from each rank",
     "import": "torch, Lightning, Horovod and Hydra, until the last rank has them",
     "init": "hvd.init()",
@@ -45,7 +46,8 @@ WHAT = {
     "checkpoint": "broadcast of a checkpoint of 16 MiB",
     "barrier": "a barrier",
 }
-BEGUN = "OVERHEADS_BEGUN"
+BEGUN = "OVERHEADS_BEGUN"  # in the environment of ranks: when the launcher was started
+WORKER = ROOT / "benchmarks" / "overheads_worker.py"
 
 
 def law(ranks: list[int], seconds: list[float]) -> str:
@@ -81,83 +83,32 @@ def _error(x: list[float], y: list[float]) -> float:
     return sum(((start + slope * b) / c - 1) ** 2 for b, c in zip(x, y))
 
 
-# ------------------------------------------------------------------------------ on each rank
-
-
-def worker() -> None:
-    began = float(os.environ[BEGUN])
-    import horovod.torch as hvd
-    import hydra  # noqa: F401
-    import pytorch_lightning  # noqa: F401
-    import torch
-
-    from strategies import HorovodStrategy
-
-    imported = time.time()
-    torch.set_num_threads(1)
-    hvd.init()
-    initialized = time.time()
-    strategy = HorovodStrategy()
-    world = strategy.world
-    moments = world.gather_objects((imported, initialized))
-    last = max(moment for moment, _ in moments)
-    found = {
-        "import": last - began,
-        # Nobody can be ready before the last has come.
-        "init": max(moment for _, moment in moments) - last,
-    }
-    numbers, small = torch.ones(100), torch.ones(1)
-    checkpoint = {"state": torch.ones(4 * 2**20)}
-    tasks: dict[str, tuple[int, Callable[[], Any]]] = {
-        "negotiation": (50, lambda: strategy.reduce(small, reduce_op="sum")),
-        "models": (10, lambda: world.gather_objects(b"0" * 32)),
-        "metric": (10, lambda: world.gather(numbers)),
-        "anatomy": (10, lambda: strategy.all_gather(torch.ones(200, 6))),
-        "checkpoint": (3, lambda: strategy.broadcast(checkpoint)),
-        "barrier": (50, strategy.barrier),
-    }
-    for name, (repeats, task) in tasks.items():
-        seconds = []
-        for _ in range(repeats + 1):
-            strategy.barrier()
-            start = time.perf_counter()
-            task()
-            seconds.append(time.perf_counter() - start)
-        # The slowest rank's: the others wait for it sooner or later.
-        mine = torch.tensor(statistics.median(seconds[1:]))
-        found[name] = float(strategy.reduce(mine, reduce_op="max"))
-    if hvd.rank() == 0:
-        print(json.dumps({"ranks": hvd.size(), "seconds": found}), flush=True)
-    hvd.shutdown()
-
-
-# ------------------------------------------------------------------------------ for all sizes
-
-
-def launched(ranks: int, *command: str) -> tuple[float, str]:
-    """Seconds that the launcher ran, and what it printed."""
-    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
+def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
+    """Seconds that a module of cluster/ ran, and what it printed."""
     began = time.time()
+    where = ["-np", str(ranks), "-H", f"localhost:{ranks}"]
     done = subprocess.run(
-        [*launcher, "-H", f"localhost:{ranks}", *command], cwd=ROOT, text=True,
+        [sys.executable, "-m", f"cluster.{module}", *where, *command], cwd=ROOT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, BEGUN: str(began), "FORWARD": "OVERHEADS_", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, BEGUN: str(began), "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     if done.returncode:
         tail = "\n".join(done.stdout.splitlines()[-15:])
-        raise SystemExit(f"{tail}\nerror: {ranks} ranks: {' '.join(command)} failed")
+        raise SystemExit(f"{tail}\nerror: {ranks} ranks: {module} {' '.join(command)} failed")
     return time.time() - began, done.stdout
 
 
 def measure(ranks: int) -> dict[str, float]:
-    launch, _ = launched(ranks, "true")
-    printing, output = launched(ranks, "sh", "-c", "yes $(printf %080d 0) | head -1000")
+    launch, _ = timed("horovodrun", ranks, "true")
+    doctor, _ = timed("doctor", ranks)
+    printing, output = timed("horovodrun", ranks, "sh", "-c", "yes $(printf %080d 0) | head -1000")
     assert output.count("0" * 80) == 1000 * ranks
-    _, output = launched(ranks, sys.executable, "-m", "benchmarks.overheads", "--worker")
+    _, output = timed("horovodrun", ranks, sys.executable, str(WORKER))
     line = next(line for line in output.splitlines() if '"seconds"' in line)
     found = json.loads(line[line.index("{") :])
     assert found["ranks"] == ranks
-    return {"launch": launch, "lines": max(printing - launch, 1e-3), **found["seconds"]}
+    lines = max(printing - launch, 1e-3)
+    return {"launch": launch, "doctor": doctor, "lines": lines, **found["seconds"]}
 
 
 def table(results: dict[str, Any]) -> str:
@@ -178,10 +129,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        return worker()
     if arguments.repeats < 1 or min(arguments.ranks) < 1:
         parser.error("--ranks and --repeats are counted from 1")
     results: dict[str, Any] = {

@@ -98,9 +98,14 @@ def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
     return time.time() - began, done.stdout
 
 
-def measure(ranks: int) -> dict[str, float]:
+def measure(ranks: int) -> dict[str, float | None]:
+    """Seconds of each of WHAT; None for the doctor where it finds this host unfit for so many."""
     launch, _ = timed("horovodrun", ranks, "true")
-    doctor, _ = timed("doctor", ranks)
+    try:
+        doctor: float | None = timed("doctor", ranks)[0]
+    except SystemExit as unfit:
+        print(unfit, file=sys.stderr)
+        doctor = None
     printing, output = timed("horovodrun", ranks, "sh", "-c", "yes $(printf %080d 0) | head -1000")
     assert output.count("0" * 80) == 1000 * ranks
     _, output = timed("horovodrun", ranks, sys.executable, str(WORKER))
@@ -118,9 +123,13 @@ def table(results: dict[str, Any]) -> str:
         "| --- " * (len(sizes) + 2) + "|",
     ]
     for name, what in WHAT.items():
-        medians = [statistics.median(run[name] for run in results["runs"][str(p)]) for p in sizes]
-        told = " | ".join(f"{1e3 * seconds:,.1f}" for seconds in medians)
-        lines.append(f"| {what} | {told} | {law(sizes, medians)} |")
+        known = {p: [run[name] for run in results["runs"][str(p)]] for p in sizes}
+        medians = {
+            p: statistics.median(seconds) for p, seconds in known.items() if None not in seconds
+        }
+        told = " | ".join(f"{1e3 * medians[p]:,.1f}" if p in medians else "not fit" for p in sizes)
+        grows = law(list(medians), list(medians.values())) if len(medians) > 1 else "?"
+        lines.append(f"| {what} | {told} | {grows} |")
     return "\n".join(lines)
 
 

@@ -23,6 +23,13 @@ def test_the_planted_law_is_found_under_noise(name: str) -> None:
     assert overheads.law(RANKS, costs) == name
 
 
+def test_a_host_that_the_doctor_refuses_leaves_a_gap() -> None:
+    run: dict[str, float | None] = dict.fromkeys(overheads.WHAT, 0.001)
+    few, many = {**run, "doctor": 7.0}, {**run, "doctor": None}
+    shown = overheads.table({"ranks": [2, 4], "runs": {"2": [few], "4": [few, many]}})
+    assert "| 7,000.0 | not fit | ? |" in shown and shown.count("| 1.0 | 1.0 | constant |") == 10
+
+
 @pytest.mark.slow
 def test_all_costs_are_measured_on_all_ranks(tmp_path: Path) -> None:
     few = ["--ranks", "2", "1", "--repeats", "1", "--out", str(tmp_path)]

@@ -90,6 +90,7 @@ stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 
 profile: dev-environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
 new: ## copy this to ../NAME for a project of your own, without our results; DIR= elsewhere
 	@python3 new.py "$(NAME)" "$(DIR)"
 

@@ -43,6 +43,7 @@ class Row:
         batch: samples a process takes a step.
         speedup, efficiency: empty at oversubscribed sizes.
         over_alone: a step with communication / without; empty at all other sizes.
+        predicted_ms: of a step, from the smallest size (benchmarks/scaling_predicted.py), if known.
         marks: what a reader must know before the figures are used.
     """
 
@@ -56,6 +57,7 @@ class Row:
     speedup: list[float] = field(default_factory=list)
     efficiency: list[float] = field(default_factory=list)
     over_alone: list[float] = field(default_factory=list)
+    predicted_ms: float | None = None
     marks: list[str] = field(default_factory=list)
 
 
@@ -117,6 +119,9 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
         list(rates.values()),
         [samples / rate for rate in rates.values()] if samples else [],
     )  # fmt: skip
+    for each in results.get("predicted", []):
+        if (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np):
+            row.predicted_ms = each["step_ms"] if np != settings["sizes"][0] else None
     if np in results["oversubscribed"]:
         alone = runs_of(results, "horovod", np, batch, alone=True)
         row.over_alone = [runs[r]["median_ms"] / alone[r]["median_ms"] for r in runs if r in alone]

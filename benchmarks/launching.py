@@ -183,6 +183,7 @@ def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:
         "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,
         "step_ms": statistics.median(each["step_ms"]["mean"] for each in found),
         "median_ms": statistics.median(each["step_ms"]["median"] for each in found),
+        "quantiles_ms": None if job.alone else {p: found[0]["step_ms"][p] for p in ("p10", "p90")},
         "measured_steps": found[0]["steps"],
         "phases_ms": None if job.alone else found[0].get("phases_ms"),
         "wire": None if job.alone else found[0].get("wire"),

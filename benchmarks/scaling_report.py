@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks import scaling_plot
 from benchmarks.efficiency import Results, Row, noise, rows
-from benchmarks.hardware import RESULTS, ROOT
+from benchmarks.hardware import RESULTS, ROOT, write_json
+from benchmarks.scaling_predicted import predicted
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"
@@ -72,6 +73,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "processes": lambda row: str(row.np),
     "batch a process": lambda row: str(row.batch),
     "ms a step": lambda row: _spread(row.step_ms),
+    "predicted": lambda row: f"{row.predicted_ms:.4g}" if row.predicted_ms else "",
     "samples/s": lambda row: f"{median(row.samples_per_second):,.0f}",
     "s an epoch": lambda row: _spread(row.epoch_seconds),
     "speed-up": lambda row: _spread(row.speedup, 2),
@@ -149,6 +151,9 @@ def _nics(results: Results) -> str:
     return ", ".join(sorted(rates))
 
 
+STATISTICS = ("median", "min", "max")
+
+
 def as_csv(results: Results) -> str:
     """A line a row, nothing rounded: of each quantity the median, the least and the greatest."""
     lists = [
@@ -158,14 +163,14 @@ def as_csv(results: Results) -> str:
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
     writer.writerow(
-        [*head, *(f"{n}_{s}" for n in lists for s in ("median", "min", "max")), "marks"]
+        [*head, *(f"{n}_{s}" for n in lists for s in STATISTICS), "predicted_ms", "marks"]
     )
     for row in rows(results):
         cells: list[Any] = [row.mode, row.strategy, row.np, row.batch, len(row.step_ms)]
         for name in lists:
             values = getattr(row, name)
             cells += [median(values), min(values), max(values)] if values else ["", "", ""]
-        writer.writerow([*cells, "; ".join(row.marks)])
+        writer.writerow([*cells, row.predicted_ms, "; ".join(row.marks)])
     return output.getvalue()
 
 
@@ -174,12 +179,22 @@ def as_csv(results: Results) -> str:
 
 def write(results: Results, file: Path) -> str:
     """The tables and the plot beside a result file; what to print of them."""
+    found = predicted(results, RESULTS.glob("allreduce_*.json"))
+    results["predicted"] = found or results.get("predicted", [])
+    write_json(results, file)
     body = f"{description(results)}\n\n{table(results)}\n"
     file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
     file.with_suffix(".csv").write_text(as_csv(results))
     scaling_plot.draw(
         results, hardware_of(results), [file.with_suffix(s) for s in (".png", ".svg")]
     )
+    settings = results["settings"]
+    if (
+        not results["predicted"]
+        and "weak" in settings["modes"]
+        and "horovod" in settings["strategies"]
+    ):
+        body += "\nno predicted curve: it needs make bench-allreduce on these hosts\n"
     return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"
 
 

@@ -19,6 +19,7 @@ import pytest
 from benchmarks import check, hardware, load, scaling, scaling_plan, scaling_report
 from benchmarks.efficiency import Results, Row, rows, steps_per_epoch
 from benchmarks.launching import Failed, Job, Launcher
+from benchmarks.scaling_predicted import predicted
 from cluster.hosts import Refusal, parse
 from tests.conftest import ROOT, run
 
@@ -28,6 +29,7 @@ MACHINE = {
     "machine": 0,
 }  # fmt: skip
 HERE = ["INSTALL=true", f"PYTHON={sys.executable}"]  # nothing is to be installed
+CASES = ("seconds", "seconds_p10", "seconds_p90")
 Time = Callable[[Job, int], float]
 
 
@@ -333,7 +335,8 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
     assert "scaling_toy_test-cpu-4-cores_2026-01-02" in scaling_report.write(made, file)
     text = file.with_suffix(".md").read_text()
     assert (
-        "| weak | horovod | 2 | 32 | 11.11 ± 0.11 | 5,761 | 0.1778 ± 0.0018 | 1.82 ± 0.00 |" in text
+        "| weak | horovod | 2 | 32 | 11.11 ± 0.11 | 11 | 5,761 | 0.1778 ± 0.0018 | 1.82 ± 0.00 |"
+        in text
     )
     assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
     with file.with_suffix(".csv").open() as lines:
@@ -344,6 +347,50 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
     drawn = file.with_suffix(".svg").read_text()
     scaling_report.write(made, file)
     assert file.with_suffix(".svg").read_text() == drawn
+
+
+def all_reduce(folder: Path, name: str, date: str = "2026-01-01", **changed: Any) -> Path:
+    """2 ranks, 100 MB/s, and 1 ms that no bytes explain: 4 times the latency."""
+    sizes = []
+    for size in (2**12, 2**20, 2**24):
+        seconds = 1e-3 + size / 1e8
+        sizes.append({"bytes": size} | dict.fromkeys(CASES, seconds))
+    found = {
+        "sizes": sizes, "hosts": [{"name": "localhost", "slots": 4}], "ranks": ["a", "a"],
+        "operations": "Gloo", "date": date, "cpu": MACHINE["cpu"], "cores": MACHINE["cores"],
+    }  # fmt: skip
+    file = folder / f"allreduce_{name}.json"
+    hardware.write_json(found | changed, file)
+    return file
+
+
+def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path: Path) -> None:
+    """A step of 10 ms that ends with an all-reduce of 1 MB: 10 and 15 ms on 2 and 4 ranks for its
+    bytes; 1 and 2 ms for latencies, of which half of the 1 ms are taken for one."""
+    made = measured(Source(lambda job, _: 10.0), results(sizes=[1, 2, 4, 8]))
+    made["oversubscribed"] = [8]
+    for each in made["runs"]:
+        each["phases_ms"] = {"forward": 4.0, "backward": 4.0, "data": 0.0, "all_reduce": 0.0}
+        each["phases_ms"] |= {"optimizer": 1.0, "rest": 1.0, "straggler": 0.0}
+        each["wire"] = {"payload_bytes": 1e6, "calls": 1.0} if each["np"] > 1 else None
+    right = all_reduce(tmp_path, "right")
+    wrong = [
+        all_reduce(tmp_path, "older", "2025-01-01", sizes=[]),
+        all_reduce(tmp_path, "elsewhere", "2026-02-01", cpu="another"),
+        all_reduce(tmp_path, "others", "2026-02-01", hosts=[{"name": "b", "slots": 2}]),
+        all_reduce(tmp_path, "mpi", "2026-02-01", operations="MPI"),
+    ]
+    found = predicted(made, [*wrong, right])
+    assert [each["np"] for each in found] == [1, 2, 4]
+    assert [each["step_ms"] for each in found] == pytest.approx([10, 21, 27])
+    assert found[2]["low_ms"] < 27 < found[2]["high_ms"]
+    assert by_size(made | {"predicted": found})[4].predicted_ms == pytest.approx(27)
+    assert predicted(made, wrong[1:]) == []
+    two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
+    apart = made | {"settings": made["settings"] | {"hosts": two_hosts}}
+    assert predicted(apart, [right]) == []  # nothing was measured between them
+    strong = made | {"settings": made["settings"] | {"modes": ["strong"]}}
+    assert predicted(strong, [right]) == []
 
 
 def test_the_published_efficiency_is_that_of_the_published_times() -> None:

@@ -1,0 +1,84 @@
+"""The predicted curve in the plot of `make bench`.
+
+The job is what its smallest size measured, its gradients what a larger one sent, the network what
+the newest `make bench-allreduce` found on the same hosts: prediction and measurement share nothing
+else. For weak scaling under horovod, at sizes with a core or GPU for each rank; the cost model
+(benchmarks/cost_model.py) is of no other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.efficiency import Results
+from benchmarks.predict import predictions
+from benchmarks.predict_inputs import ALL_REDUCE_KEYS, job_of, networks, read
+from cluster.hosts import Refusal
+
+
+def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, Any]]:
+    """A step at each size, in ms: likely, and in the best and worst case; empty if nobody knows.
+
+    Args:
+        results: of benchmarks/scaling.py.
+        all_reduces: files of benchmarks/allreduce.py, of these hosts or others.
+    """
+    settings = results["settings"]
+    runs = [
+        run
+        for run in results["runs"]
+        if (run["strategy"], run["batch"], run["alone"])
+        == ("horovod", settings["batch_size"], False)
+    ]
+    first = [run for run in runs if run["np"] == settings["sizes"][0] and run.get("phases_ms")]
+    wires = [run["wire"] for run in runs if run.get("wire")]
+    measured = _of_these_hosts(results, all_reduces)
+    if "weak" not in settings["modes"] or not (first and wires and measured):
+        return []
+    middle = statistics.median_low(run["step_ms"] for run in first)
+    run = next(run for run in first if run["step_ms"] == middle)
+    step = {"p10": middle, "p90": middle, **(run.get("quantiles_ms") or {}), "median": middle}
+    anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
+    summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}
+    slots = max(host["slots"] for host in settings["hosts"].values())
+    sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
+    try:
+        cases, _ = networks(measured, {}, slots)
+        found = predictions(job_of(summary, Path()), sizes, cases)
+    except Refusal:  # all-reduces that no line fits
+        return []
+    return [
+        {
+            "mode": "weak", "strategy": "horovod", "np": each.ranks,
+            "step_ms": 1e3 * each.step.seconds,
+            "low_ms": 1e3 * each.best.seconds, "high_ms": 1e3 * each.worst.seconds,
+        }
+        for each in found
+    ]  # fmt: skip
+
+
+def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, Any]]:
+    """The newest between all of these hosts, and the newest inside one of them; empty if there
+    is none of what the largest size needs."""
+    names = set(results["settings"]["hosts"])
+    machines = [(host["cpu"], host["cores"]) for host in results["hosts"].values()]
+    newest: dict[bool, dict[str, Any]] = {}
+    for file in files:
+        try:
+            found = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
+        except Refusal:
+            continue
+        hosts = {host["name"] for host in found["hosts"]}
+        if (found.get("cpu"), found.get("cores")) not in machines:
+            continue
+        if found["operations"] != results["trial"]["operations"]:
+            continue
+        several = len(hosts) > 1
+        if not hosts <= names or (several and hosts != names):
+            continue
+        if several not in newest or found["date"] > newest[several]["date"]:
+            newest[several] = found
+    return list(newest.values()) if (len(names) > 1) in newest else []

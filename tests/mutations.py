@@ -1,6 +1,6 @@
 """Break the engine in one place at a time, and see tests fail: a proof that they look.
 
-    make test-mutations                 all, about 15 minutes on two cores
+    make test-mutations                 all, about 20 minutes on two cores
     make test-mutations ARGS="metrics"  those whose name has this in it
 
 Each mutation is made in a copy of the repository. It names the tests that must fail; that those
@@ -257,7 +257,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks outlive their agent", "agent.py",
-        "self._prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)", "pass",
+        "PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)", "pass",
         "agent_is_killed", "cluster/test_jobs", "cluster",
     ),
     Mutation(
@@ -268,6 +268,16 @@ MUTATIONS = [
     Mutation(
         "nobody is asked for a checkpoint", "horovodrun.py",
         'connection.send(signal="SIGUSR1")', "pass", "nobody_reads", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "forked ranks are left when their agent is killed", "preload.py",
+        "    die_with_parent()", "    pass",
+        "end_with_their_agent", "cluster/test_preload", "cluster",
+    ),
+    Mutation(
+        "a process with threads is forked", "preload.py",
+        "threading.active_count() == 1", "True",
+        "after_a_thread", "cluster/test_preload", "cluster",
     ),
     Mutation(
         "what is gone here stays on other hosts", "sync.py",

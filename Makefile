@@ -4,10 +4,11 @@
 ARGS ?=
 # Sizes and hosts of make bench: as given, before they get their defaults.
 SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile $(HOSTFILE)) $(if $(HOSTS),-H $(HOSTS))
+ONE_SIZE = $(if $(word 2,$(NP)),$(error NP="$(NP)": give one number of processes; several are for make bench))
 ifdef HOSTFILE
-  WHERE = $(if $(NP),-np $(NP)) --hostfile $(HOSTFILE) $(if $(HOSTS),-H $(HOSTS))
+  WHERE = $(ONE_SIZE) $(if $(NP),-np $(NP)) --hostfile $(HOSTFILE) $(if $(HOSTS),-H $(HOSTS))
 else
-  WHERE = -np $(NP) -H $(HOSTS)
+  WHERE = $(ONE_SIZE)-np $(NP) -H $(HOSTS)
 ifdef HOSTS
   NP ?= $(shell echo '$(HOSTS)' | tr ',' '\n' | awk -F: '{n += $$2 ? $$2 : 1} END {print n}')
 else

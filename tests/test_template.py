@@ -298,6 +298,8 @@ class TestMistakes:
         assert done.returncode != 0 and time.monotonic() - started < 60
         assert "did you mean max_epochs?" in done.stdout
         assert "horovodrun" not in done.stdout
+        done = run([*make[:3], "NP=1 2", "INSTALL=true"])
+        assert done.returncode != 0 and "give one number of processes" in done.stdout
 
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:

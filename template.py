@@ -24,6 +24,8 @@ from runs.config import check
 from runs.refusal import Refusal, refuse
 from runs.run import Run
 
+# preload: the ranks of a host share what is imported above (cluster/preload.py).
+
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")
 def main(config: DictConfig) -> None:

@@ -1,6 +1,6 @@
 """What a rank of benchmarks/overheads.py does: the strategy's collectives, with little in them.
 
-A script, and not a module of one: its first lines are what cluster/preload.py imports once a host.
+A script, as cluster/preload.py shares the imports of scripts only.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from benchmarks.overheads import BEGUN
 from strategies import HorovodStrategy
 
+# preload: as in template.py
 imported = time.time()
 
 

@@ -48,7 +48,7 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
     try:
         cases, _ = networks(measured, {}, slots)
         found = predictions(job_of(summary, Path()), sizes, cases)
-    except Refusal:  # all-reduces that no line fits
+    except (Refusal, KeyError, TypeError):  # all-reduces that no line fits, or of another form
         return []
     return [
         {
@@ -71,7 +71,7 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, A
             found = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
         except Refusal:
             continue
-        hosts = {host["name"] for host in found["hosts"]}
+        hosts = {host.get("name") for host in found["hosts"]}
         if (found.get("cpu"), found.get("cores")) not in machines:
             continue
         if found["operations"] != results["trial"]["operations"]:

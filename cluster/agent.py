@@ -34,6 +34,7 @@ PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 SIOCGIFADDR = 0x8915  # netdevice(7)
 LONGEST_LINE = 1 << 20
+MARK = b"# preload:"  # a line of a script: what is above it, ranks of a host may share
 IGNORED = (signal.SIGINT, signal.SIGHUP)  # the terminal's Ctrl-C is the launcher's to judge
 
 
@@ -63,7 +64,7 @@ class Agent:
         PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         selector = selectors.DefaultSelector()
         try:
-            if job["preload"] and len(job["ranks"]) > 1 and runs_script(job["command"]):
+            if job["preload"] and len(job["ranks"]) > 1 and shares_imports(job["command"]):
                 self._start_together(job, environment, selector)
             else:
                 for rank, variables in job["ranks"].items():
@@ -134,6 +135,8 @@ class Agent:
     ) -> None:
         """All ranks from one process that has made their imports: cluster/preload.py."""
         python, *script = job["command"]
+        own = [set(variables.items()) for variables in job["ranks"].values()]
+        environment = environment | dict(set.intersection(*own))  # HOSTFILE's, before imports
         outputs: dict[str, list[int]] = {}
         for rank in job["ranks"]:
             outputs[rank] = []
@@ -167,7 +170,9 @@ class Agent:
         self._preloading = None
         assert process.stdout is not None
         with process.stdout:
-            for line in process.stdout:
+            # All is written, but what an import has forked may hold the other end.
+            os.set_blocking(process.stdout.fileno(), False)
+            for line in (process.stdout.read() or b"").splitlines():
                 child, rank = map(int, line.split())
                 self._ranks[child] = rank
         for rank in set(ranks) - set(self._ranks.values()):
@@ -232,8 +237,8 @@ class Agent:
             for line in lines:
                 order = json.loads(line)
                 if "signal" in order:
-                    preloading = [self._preloading[0].pid] if self._preloading else []
-                    for pid in [*preloading, *self._ranks]:
+                    preloading = self._preloading
+                    for pid in [*self._ranks, *([preloading[0].pid] if preloading else [])]:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, getattr(signal, order["signal"]))
                 if "end" in order:
@@ -266,11 +271,12 @@ class Agent:
                 os._exit(1)  # nobody listens; the kernel kills the ranks
 
 
-def runs_script(command: list[str]) -> bool:
-    """Whether it is `python script.py ...`."""
+def shares_imports(command: list[str]) -> bool:
+    """Whether it is `python script.py ...`, and the script has the mark."""
     if len(command) < 2 or not Path(command[0]).name.startswith("python"):
         return False
-    return command[1].endswith(".py") and Path(command[1]).is_file()
+    script = Path(command[1])
+    return script.suffix == ".py" and script.is_file() and b"\n" + MARK in script.read_bytes()
 
 
 def die_with_parent() -> None:

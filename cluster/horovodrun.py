@@ -3,12 +3,13 @@
     python -m cluster.horovodrun -np 8 -H node1:4,node2:4 python template.py
     python -m cluster.horovodrun --hostfile hosts.yaml python template.py
 
-Against horovodrun: one ssh a host instead of one a process; a host's ranks share their imports
-(cluster/preload.py; PRELOAD=0: each its own); each host uses its own network interface and GPUs
-(cluster/hosts.py); only variables of an allow-list leave this host, and none on a command line; a
-folder that is missing on a host ends the job instead of sending it to $HOME; only the job may use
-the rendezvous server; when a process fails, or a host falls silent, all end and the cause is told
-in a line. The first Ctrl-C asks the processes for a checkpoint (SIGUSR1), the second ends them.
+Against horovodrun: one ssh a host instead of one a process; ranks of a host share the imports of
+template.py (cluster/preload.py; PRELOAD=0: each its own); each host uses its own network interface
+and GPUs (cluster/hosts.py); only variables of an allow-list leave this host, and none on a command
+line; a folder that is missing on a host ends the job instead of sending it to $HOME; only the job
+may use the rendezvous server; when a process fails, or a host falls silent, all end and the cause
+is told in a line. The first Ctrl-C asks the processes for a checkpoint (SIGUSR1), the second ends
+them.
 """
 
 from __future__ import annotations

@@ -2,44 +2,47 @@
 
     python -m cluster.preload script.py arguments ...       by cluster/agent.py; who runs, on stdin
 
-Each rank then runs the script as `python script.py arguments ...` would, in a session of its own,
-with its variables and output. A host's processor time and file look-ups for torch and Lightning
-are those of one process, however many ranks it has. What the script imports is read from its first
-level; what goes wrong with that, each rank tells itself. Ranks import for themselves where a fork
-is not as good as a new process: when an import has started a thread or opened a GPU.
+It is for scripts with a line that begins with MARK. What stands above it is run once; then each
+rank runs the whole script as `python script.py arguments ...` would, in a session of its own, with
+its variables and output. So a host's processor time and file look-ups for torch and Lightning are
+those of one process, however many ranks it has. Above the line there is no rank yet: HOROVOD_RANK
+is not set. What goes wrong there, each rank tells itself. Ranks import for themselves where a fork
+is not as good as a new process: after a Python thread was started, or CUDA asked for its devices.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 import contextlib
-import importlib
+import ctypes
+import functools
 import json
 import os
+import re
 import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 
-from cluster.agent import die_with_parent
+from cluster.agent import MARK, die_with_parent
+
+PAUSE_HARD = 2  # omp_pause_resource_t of OpenMP 5.0
 
 
-def imported(source: bytes) -> list[str]:
-    """The modules that the first level of a script imports, in its order."""
-    found = []
-    for statement in ast.parse(source).body:
-        if isinstance(statement, ast.Import):
-            found += [alias.name for alias in statement.names]
-        elif isinstance(statement, ast.ImportFrom) and statement.module:
-            found.append(statement.module)
-    return found
-
-
-def can_fork() -> bool:
-    torch = sys.modules.get("torch")
-    return threading.active_count() == 1 and not (torch and torch.cuda.is_initialized())
+def run_head(script: str, source: bytes) -> None:
+    """What stands above the mark."""
+    head = source.partition(b"\n" + MARK)[0]
+    with contextlib.suppress(Exception):  # each rank comes to it again, and tells
+        code = compile(head, script, "exec", dont_inherit=True)
+        exec(code, {"__name__": "__preload__", "__file__": script})
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()  # here, and not in each rank
+    # A rank would wait for OpenMP threads that only its parent had.
+    for library in set(re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())):
+        with contextlib.suppress(OSError, AttributeError):  # there is none before version 9
+            ctypes.CDLL(library).omp_pause_resource_all(PAUSE_HARD)
 
 
 def become_rank(outputs: list[int], variables: dict[str, str], parent: int, agent: int) -> None:
@@ -61,7 +64,22 @@ def run(script: str, source: bytes) -> None:
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=builtins)
     sys.modules["__main__"] = main
-    exec(compile(source, script, "exec"), main.__dict__)
+    sys.excepthook = functools.partial(tell, script)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()  # Python's own is: not the same numbers on all ranks
+    exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
+
+
+def tell(
+    script: str, kind: type[BaseException], error: BaseException,
+    traceback: types.TracebackType | None,
+) -> None:  # fmt: skip
+    """The traceback from the script on, without us."""
+    inner = traceback
+    while inner and inner.tb_frame.f_code.co_filename != script:
+        inner = inner.tb_next
+    traceback = inner or traceback
+    sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
 
 
 def main() -> None:
@@ -70,25 +88,27 @@ def main() -> None:
     script = sys.argv[0]
     source = Path(script).read_bytes()
     sys.path[0] = str(Path(script).resolve().parent)
+    for name in ("cluster", "cluster.agent"):  # the script may have a package of that name
+        del sys.modules[name]
     pids = os.dup(1)
     os.dup2(2, 1)  # what an import prints
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    with contextlib.suppress(Exception):  # each rank comes to it again, and tells
-        for name in imported(source):
-            importlib.import_module(name)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()  # here, and not in each rank
-    forked, parent, agent = can_fork(), os.getpid(), os.getppid()
+    run_head(script, source)
+    threads, parent, agent = threading.active_count(), os.getpid(), os.getppid()
     outputs = [descriptor for pair in job["outputs"].values() for descriptor in pair]
     for rank, variables in job["ranks"].items():
-        pid = os.fork()
+        with warnings.catch_warnings():
+            # Python 3.12 counts the threads of NumPy's OpenBLAS, which can be forked.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
         if pid == 0:
             become_rank(job["outputs"][rank], variables, parent, agent)
             for descriptor in [*outputs, pids]:
                 os.close(descriptor)
-            if not forked:
+            torch = sys.modules.get("torch")
+            if threads > 1 or (torch and torch.cuda._is_in_bad_fork()):
                 os.execv(sys.executable, [sys.executable, *sys.argv])
             return run(script, source)
         os.write(pids, f"{pid} {rank}\n".encode())

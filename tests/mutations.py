@@ -275,8 +275,23 @@ MUTATIONS = [
         "end_with_their_agent", "cluster/test_preload", "cluster",
     ),
     Mutation(
+        "ranks see their host's variables too late", "agent.py",
+        "dict(set.intersection(*own))", "{}",
+        "with_the_hosts_variables", "cluster/test_preload", "cluster",
+    ),
+    Mutation(
+        "ranks wait for OpenMP threads that only their parent had", "preload.py",
+        "omp_pause_resource_all(PAUSE_HARD)", "omp_pause_resource_all",
+        "with_the_hosts_variables", "cluster/test_preload", "cluster",
+    ),
+    Mutation(
+        "an agent waits for what an import has forked", "agent.py",
+        "os.set_blocking(process.stdout.fileno(), False)", "pass",
+        "keeps_nobody_waiting", "cluster/test_preload", "cluster",
+    ),
+    Mutation(
         "a process with threads is forked", "preload.py",
-        "threading.active_count() == 1", "True",
+        "threads > 1 or", "",
         "after_a_thread", "cluster/test_preload", "cluster",
     ),
     Mutation(

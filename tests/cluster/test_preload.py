@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from cluster.agent import shares_imports
 from tests.cluster.conftest import PYTHON
 from tests.conftest import ROOT, run
 
@@ -129,6 +130,11 @@ def test_after_a_thread_ranks_import_for_themselves(script: Path) -> None:
     assert done.returncode == 0, done.stdout
     assert imports(script) == 1 + 3 + 3
     assert [rank["rank"] for rank in told(done.stdout)] == [0, 1, 2]
+
+
+def test_our_scripts_have_the_mark() -> None:
+    for script in ("template.py", "benchmarks/overheads_worker.py"):
+        assert shares_imports([PYTHON, str(ROOT / script)])
 
 
 def test_scripts_without_the_mark_import_for_themselves(script: Path) -> None:

@@ -69,10 +69,7 @@ def script(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "planted.py").write_text(COUNTS)
     (tmp_path / "script.py").write_text(SCRIPT)
     yield tmp_path / "script.py"
-    deadline = time.monotonic() + 5
-    while found := running(tmp_path / "script.py"):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+    nothing_is_left(tmp_path / "script.py")
 
 
 def running(script: Path) -> dict[int, int]:
@@ -87,6 +84,13 @@ def running(script: Path) -> dict[int, int]:
         if str(script) in words and "cluster.horovodrun" not in words and state not in "ZX":
             found[int(entry.name)] = int(parent)
     return found
+
+
+def nothing_is_left(script: Path) -> None:
+    deadline = time.monotonic() + 5
+    while found := running(script):
+        assert time.monotonic() < deadline, found
+        time.sleep(0.1)
 
 
 def launched(script: Path, ranks: int = 3) -> list[str]:
@@ -230,3 +234,4 @@ def test_ranks_end_with_their_agent(script: Path, tmp_path: Path) -> None:
     assert len(agents) == 1
     os.kill(agents.pop(), signal.SIGKILL)
     assert process.wait(20) != 0
+    nothing_is_left(script)

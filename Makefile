@@ -22,7 +22,7 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -42,7 +42,7 @@ JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STO
 .PHONY: help install environment dev-environment train sweep hello doctor sync launch status logs stop \
         profile new test test-slow test-mutations check bench bench-check bench-readme \
         bench-step bench-step-slow bench-overheads bench-allreduce predict predict-proof \
-        bench-losses export tensorboard clean
+        bench-losses bench-split export tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -141,6 +141,10 @@ predict: dev-environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP
 
 predict-proof: dev-environment ## predictions beside measurements, on hosts made of this one (root)
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
+
+bench-split: environment ## when a network split over two devices pays: a table; BATCH=128
+	@$(PYTHON) -m benchmarks.split $(if $(BATCH),--batch $(BATCH)) $(if $(STEPS),--steps $(STEPS)) \
+	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
 bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"
 	@$(PYTHON) -m benchmarks.losses $(if $(filter command environment,$(origin NP)),--np $(NP)) \

@@ -1,0 +1,173 @@
+"""When splitting a network over two devices pays: beside one device, and beside data parallel.
+
+    make bench-split
+    make bench-split BATCH=256 ARGS="model.width=64"
+
+experiment=model_parallel with one global batch, in turns: on one device, split in a row and as
+pipelines of more and more micro-batches, data parallel on two ranks, and both together. A table has
+what is measured (the step, samples per second) beside what is known: the memory of weights,
+gradients and Adam's two moments that the fuller device holds, 16 bytes a parameter, and the share
+of time in which a device waits for the other, 1 / (m + 1) for m micro-batches (GPipe,
+arXiv:1811.06965, for halves that take equally long). With two GPUs those are the devices; else both
+are this CPU, where the halves compute one after the other: then the times show what a split costs,
+and not what two devices gain. Results go to benchmarks/results/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.efficiency import noise
+from benchmarks.hardware import RESULTS, hardware, slug, write_json
+from benchmarks.launching import Failed, Job, Launcher
+from benchmarks.scaling_plan import configuration, steps_of
+from benchmarks.scaling_report import markdown
+from cluster.hosts import Host, Refusal
+from models.split import Split
+
+EXPERIMENT = "experiment=model_parallel"
+BYTES_A_PARAMETER = 16  # float32: the weight, its gradient, two moments of Adam
+WARMUP = 5
+Measure = Callable[["Way", int], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to train: on so many ranks, each on one device or split over two."""
+
+    name: str
+    ranks: int
+    micro_batches: int  # 0: not split
+    pays: str
+
+    def overrides(self, devices: list[str]) -> list[str]:
+        if not self.micro_batches:
+            return ["model.devices=null", "model.micro_batches=1"]
+        return [f"model.devices=[{','.join(devices)}]", f"model.micro_batches={self.micro_batches}"]
+
+    @property
+    def idle(self) -> float:
+        """Share of a step in which a device waits for the other."""
+        return 1 / (self.micro_batches + 1) if self.micro_batches else 0.0
+
+
+WAYS = [
+    Way("one device", 1, 0, "the network and its batch fit, and it is fast enough"),
+    Way("data parallel", 2, 0, "they fit, and there are more devices: it leaves none idle"),
+    Way("split, in a row", 1, 1, "they do not fit, and a batch cannot be parted"),
+    Way("split, 2 micro-batches", 1, 2, "they do not fit"),
+    Way("split, 4 micro-batches", 1, 4, "they do not fit, and a quarter still fills a device"),
+    Way("split, 8 micro-batches", 1, 8, "they do not fit, and an eighth still fills a device"),
+    Way("both: 4 micro-batches", 2, 4, "they do not fit, and there are more pairs of devices"),
+]
+
+
+def memory(model: dict[str, Any]) -> dict[bool, float]:
+    """MiB of weights, gradients and moments on the fuller device: split, and not."""
+    arguments = {key: value for key, value in model.items() if key != "_target_"}
+    network = Split(**arguments | {"devices": None})
+    halves = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
+    mib = BYTES_A_PARAMETER / 2**20
+    return {True: mib * max(halves), False: mib * sum(halves)}
+
+
+def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> None:
+    """All ways in turns, as often as asked."""
+    for repeat in range(results["repeats"]):
+        for number, way in enumerate(WAYS, 1):
+            found = measure(way, results["batch"])
+            ms = found["step_ms"]
+            results["runs"].append({"way": way.name, "repeat": repeat, "step_ms": ms})
+            done = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(WAYS)}"
+            print(f"{done}: {way.name}: {ms:.1f} ms a step", file=sys.stderr, flush=True)
+            keep()
+
+
+def table(results: dict[str, Any]) -> str:
+    times = {
+        way: [run["step_ms"] for run in results["runs"] if run["way"] == way.name] for way in WAYS
+    }
+    lines = []
+    for way, steps in times.items():
+        if not steps:
+            continue
+        # Within a repeat, whose runs are neighbours in time.
+        faster = [one / ms for one, ms in zip(times[WAYS[0]], steps)]
+        lines.append([
+            way.name, str(way.ranks * (1 + bool(way.micro_batches))),
+            f"{results['memory_mib'][str(bool(way.micro_batches))]:.2f}", f"{way.idle:.0%}",
+            f"{statistics.median(steps):.1f} ± {noise(steps):.1f}",
+            f"{1e3 * results['batch'] / statistics.median(steps):,.0f}",
+            f"{statistics.median(faster):.2f} ± {noise(faster):.2f}", way.pays,
+        ])  # fmt: skip
+    head = ["", "devices", "MiB on one", "idle", "ms a step", "samples/s", "times as fast"]
+    return markdown([*head, "pays if"], lines)
+
+
+def description(results: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    kind = ", ".join(results["gpus"]) or f"{results['cpu']}, {results['cores']} cores"
+    same = ", where both halves compute in turns" if not results["gpus"] else ""
+    job = " ".join([EXPERIMENT, *results["arguments"]])
+    return (
+        f"`{job}`, global batch {results['batch']}: {kind}, a thread a process, devices "
+        f"{', '.join(results['devices'])}{same}. {versions}; commit {results['commit']}, "
+        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
+        f"{results['steps']} steps, ± half their range."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.split", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--batch", type=int, default=128, help="of all ranks (%(default)s)")
+    parser.add_argument("--steps", type=int, default=60, help="that are measured (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="*", help="of template.py, after --")
+    arguments = parser.parse_args()
+    if min(arguments.batch // 2, arguments.steps, arguments.repeats) < 1:
+        parser.error("--batch is at least 2, --steps and --repeats at least 1")
+    gpus = torch.cuda.device_count()
+    devices = ["cuda:0", "cuda:1"] if gpus > 1 else ["cpu", "cpu"]
+    on = [] if gpus > 1 else ["trainer.accelerator=cpu"]
+
+    def measure(way: Way, batch: int) -> dict[str, Any]:
+        job = [EXPERIMENT, *way.overrides(devices), *on, *arguments.overrides]
+        launcher = Launcher(
+            [Host("localhost", way.ranks)], ["-H", f"localhost:{way.ranks}"], job, 1
+        )
+        length = steps_of(WARMUP, arguments.steps)
+        return launcher.run(Job("horovod", way.ranks, batch // way.ranks), length)
+
+    try:
+        model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
+        weights = {str(split): mib for split, mib in memory(model).items()}
+        results: dict[str, Any] = {
+            "benchmark": "split", **hardware(), "arguments": arguments.overrides, "runs": [],
+            "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
+            "devices": devices, "memory_mib": weights,
+        }  # fmt: skip
+        kind = slug(results["gpus"][0] if gpus else f"{results['cpu']} {results['cores']} cores")
+        file = arguments.out / f"split_{kind}_{results['date'][:10]}.json"
+        run(results, measure, lambda: write_json(results, file))
+    except (Refusal, Failed, ValueError) as error:
+        print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
+        return 2
+    text = f"{description(results)}\n\n{table(results)}\n"
+    file.with_suffix(".md").write_text(text)
+    print(f"{text}\nwritten to {file} and .md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

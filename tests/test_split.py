@@ -1,0 +1,48 @@
+"""The table of `make bench-split`: made-up times, no launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks import split
+from models.split import Split
+
+
+def test_known_times_give_known_figures() -> None:
+    results: dict[str, Any] = {
+        "repeats": 3, "batch": 64, "runs": [], "memory_mib": {"True": 2.0, "False": 3.5}
+    }  # fmt: skip
+    kept: list[int] = []
+    asked: list[tuple[str, int]] = []
+
+    def measure(way: split.Way, batch: int) -> dict[str, Any]:
+        asked.append((way.name, batch))
+        slow = len(asked) // len(split.WAYS) + 1 if way.ranks == 1 else 1
+        return {"step_ms": 10.0 * (1 + way.idle) * slow / way.ranks}
+
+    split.run(results, measure, lambda: kept.append(len(results["runs"])))
+    assert len(asked) == 3 * len(split.WAYS) and kept == list(range(1, len(asked) + 1))
+    assert asked[0][0] == asked[len(split.WAYS)][0] == "one device"  # in turns
+    shown = split.table(results)
+    assert "| one device | 1 | 3.50 | 0% | 20.0 ± 10.0 | 3,200 | 1.00 ± 0.00 |" in shown
+    assert "| data parallel | 2 | 3.50 | 0% | 5.0 ± 0.0 | 12,800 | 4.00 ± 2.00 |" in shown
+    assert "| split, in a row | 2 | 2.00 | 50% | 30.0 ± 15.0 |" in shown
+    assert "| both: 4 micro-batches | 4 | 2.00 | 20% |" in shown
+
+
+def test_memory_is_that_of_the_fuller_half() -> None:
+    network = Split(width=16, depth=3)
+    sizes = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
+    found = split.memory({"_target_": "models.split.Split", "width": 16, "depth": 3})
+    assert found[False] == pytest.approx(16 * sum(sizes) / 2**20)
+    assert found[True] == pytest.approx(16 * max(sizes) / 2**20)
+
+
+def test_ways_say_how_the_network_is_placed() -> None:
+    alone, *_, both = split.WAYS
+    assert alone.overrides(["cpu", "cpu"])[0] == "model.devices=null"
+    assert both.overrides(["cuda:0", "cuda:1"]) == [
+        "model.devices=[cuda:0,cuda:1]", "model.micro_batches=4",
+    ]  # fmt: skip

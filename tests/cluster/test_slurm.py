@@ -150,6 +150,7 @@ def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -
     assert f"ranks   4: 2 on node1, 2 on node2; strategy {strategy}" in printed
 
 
+@pytest.mark.slow
 def test_the_time_limit(slurm: tuple[testbed.Host, dict], project: Path) -> None:
     """Slurm's signal before the end: a checkpoint, queued again, and on from there."""
     host, environment = slurm

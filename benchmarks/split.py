@@ -112,13 +112,18 @@ def table(results: dict[str, Any]) -> str:
     return markdown([*head, "pays if"], lines)
 
 
+def device(results: dict[str, Any]) -> str:
+    """What the devices are: one GPU is not enough, and is not named."""
+    on_gpus = "cpu" not in results["devices"]
+    return results["gpus"][0] if on_gpus else f"{results['cpu']}, {results['cores']} cores"
+
+
 def description(results: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-    kind = ", ".join(results["gpus"]) or f"{results['cpu']}, {results['cores']} cores"
-    same = ", where both halves compute in turns" if not results["gpus"] else ""
+    same = ", where both halves compute in turns" if "cpu" in results["devices"] else ""
     job = " ".join([EXPERIMENT, *results["arguments"]])
     return (
-        f"`{job}`, global batch {results['batch']}: {kind}, a thread a process, devices "
+        f"`{job}`, global batch {results['batch']}: {device(results)}, a thread a process, devices "
         f"{', '.join(results['devices'])}{same}. {versions}; commit {results['commit']}, "
         f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
         f"{results['steps']} steps, ± half their range."
@@ -157,8 +162,8 @@ def main() -> int:
             "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
             "devices": devices, "memory_mib": weights,
         }  # fmt: skip
-        kind = slug(results["gpus"][0] if gpus else f"{results['cpu']} {results['cores']} cores")
-        file = arguments.out / f"split_{kind}_{results['date'][:10]}.json"
+        name = f"split_{slug(device(results))}_{results['date'][:10]}.json"
+        file = arguments.out / name
         run(results, measure, lambda: write_json(results, file))
     except (Refusal, Failed, ValueError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)

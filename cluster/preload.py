@@ -16,6 +16,7 @@ import builtins
 import contextlib
 import ctypes
 import functools
+import gc
 import json
 import os
 import re
@@ -34,9 +35,12 @@ PAUSE_HARD = 2  # omp_pause_resource_t of OpenMP 5.0
 def run_head(script: str, source: bytes) -> None:
     """What stands above the mark."""
     head = source.partition(b"\n" + MARK)[0]
+    gc.disable()  # it walks what imports make again and again, a quarter of their time
     with contextlib.suppress(Exception):  # each rank comes to it again, and tells
         code = compile(head, script, "exec", dont_inherit=True)
         exec(code, {"__name__": "__preload__", "__file__": script})
+    gc.freeze()  # nor do ranks walk it, whose writes to it would copy its pages
+    gc.enable()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # here, and not in each rank
     # A rank would wait for OpenMP threads that only its parent had.

@@ -1,13 +1,17 @@
-"""The table of `make bench-split`: made-up times, no launch."""
+"""The table of `make bench-split`: of made-up times, and in test-slow of real trainings."""
 
 from __future__ import annotations
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import split
 from models.split import Split
+from tests.conftest import run
 
 
 def test_known_times_give_known_figures() -> None:
@@ -46,3 +50,21 @@ def test_ways_say_how_the_network_is_placed() -> None:
     assert both.overrides(["cuda:0", "cuda:1"]) == [
         "model.devices=[cuda:0,cuda:1]", "model.micro_batches=4",
     ]  # fmt: skip
+
+
+def test_a_single_gpu_is_not_what_was_measured() -> None:
+    results: dict[str, Any] = {"cpu": "A CPU", "cores": 2, "gpus": ["A GPU"]}
+    assert split.device({**results, "devices": ["cpu", "cpu"]}) == "A CPU, 2 cores"
+    assert split.device({**results, "devices": ["cuda:0", "cuda:1"]}) == "A GPU"
+
+
+@pytest.mark.slow
+def test_all_ways_are_measured(tmp_path: Path) -> None:
+    few = ["--batch", "8", "--steps", "3", "--repeats", "1", "--out", str(tmp_path)]
+    done = run([sys.executable, "-m", "benchmarks.split", *few, "--", "model.width=8"], timeout=250)
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("split_*.json")
+    runs = json.loads(file.read_text())["runs"]
+    assert [found["way"] for found in runs] == [way.name for way in split.WAYS]
+    assert all(found["step_ms"] > 0 for found in runs)
+    assert file.with_suffix(".md").read_text().count("\n| ") == len(split.WAYS) + 2

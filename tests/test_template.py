@@ -165,6 +165,11 @@ class TestOtherRuns:
         assert "32 a process x 2 ranks x 2 accumulated = 128 global" in done.stdout
         assert (summary(tmp_path)["steps"], summary(tmp_path)["global_batch_size"]) == (6, 128)
 
+    def test_steps_that_end_before_a_validation(self, tmp_path: Path) -> None:
+        done = job(0, tmp_path, "trainer.max_steps=3")
+        assert done.returncode == 0, done.stdout
+        assert summary(tmp_path)["steps"] == 3 and "test/acc" in summary(tmp_path)["metrics"]
+
     def test_denoiser_denoises(self, tmp_path: Path) -> None:
         done = job(
             2, tmp_path, "experiment=denoiser", f"data_dir={tmp_path}/data", "data.size=40",

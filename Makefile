@@ -42,7 +42,7 @@ JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STO
 .PHONY: help install environment dev-environment train sweep hello doctor sync launch status logs stop \
         profile new test test-slow test-mutations check bench bench-check bench-readme \
         bench-step bench-step-slow bench-overheads bench-allreduce predict predict-proof \
-        bench-losses bench-split export tensorboard clean
+        bench-losses bench-split bench-start export tensorboard clean
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
@@ -144,6 +144,10 @@ predict-proof: dev-environment ## predictions beside measurements, on hosts made
 
 bench-split: environment ## when a network split over two devices pays: a table; BATCH=128
 	@$(PYTHON) -m benchmarks.split $(if $(BATCH),--batch $(BATCH)) $(if $(STEPS),--steps $(STEPS)) \
+	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
+
+bench-start: environment ## from the launch to the first step, beside plain horovodrun; NP="2 4 8"
+	@$(PYTHON) -m benchmarks.start $(if $(filter command environment,$(origin NP)),--np $(NP)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
 bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"

@@ -1,4 +1,4 @@
-"""What figures hang on: the machine, its network, the versions and the commit; and their names.
+"""What figures hang on: the machine, its network, the versions and the commit; and their files.
 
     python -m benchmarks.hardware            this host, as JSON
 
@@ -16,6 +16,7 @@ import re
 import shutil
 import socket
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,23 @@ def write_json(results: dict[str, Any], file: Path) -> None:
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps(results, indent=1) + "\n")
     unfinished.replace(file)
+
+
+def continued(results: dict[str, Any], file: Path, *measured: str) -> dict[str, Any]:
+    """What the same command left in the file when it was interrupted; else `results`, unfinished.
+
+    Args:
+        results: all that is known before the first measurement.
+        file: where they are written, or will be.
+        measured: keys of what is measured; the others, but for the time, must be equal.
+    """
+    results = {**json.loads(json.dumps(results)), "finished": False}
+    varies = {*measured, "date", "load_before"}
+    found = json.loads(file.read_text()) if file.exists() else {}
+    if any(found.get(key) != results[key] for key in results.keys() - varies):
+        return results
+    print(f"going on with {file}, of {found['date']}", file=sys.stderr)
+    return found
 
 
 def hardware() -> dict[str, Any]:
@@ -62,11 +80,12 @@ def software() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": installed,
         "commit": _git("describe", "--always", "--dirty").strip() or None,
+        "changes": _changes(),
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }
 
 
-def changes() -> str | None:
+def _changes() -> str | None:
     """A digest of what differs from the commit in files that git knows; None if nothing does."""
     difference = _git("diff", "HEAD")
     return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import losses_report
-from benchmarks.hardware import RESULTS, hardware, machine, slug
+from benchmarks.hardware import RESULTS, continued, hardware, machine, slug
 from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import configuration
@@ -184,18 +184,28 @@ def main() -> int:
     arguments = parse()
     jobs = [Job(" ".join(arguments.overrides), arguments.overrides)] * bool(arguments.overrides)
     jobs = jobs or JOBS
-    results: Results = {"benchmark": "losses", **hardware(), "steps": arguments.steps, "jobs": []}
+    results: Results = {
+        "benchmark": "losses",
+        **hardware(),
+        "steps": arguments.steps,
+        "sizes": arguments.np,
+        "names": [job.name for job in jobs],
+        "jobs": [],
+    }
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
     name = f"losses_{slug(losses_report.hardware_of(results))}_{results['date'][:10]}"
-    text = ""
     try:
-        for job, batch in zip(jobs, batches(jobs, arguments.np)):
+        shares = batches(jobs, arguments.np)
+        results = continued(results, arguments.out / f"{name}.json", "jobs")
+        for job, batch in list(zip(jobs, shares))[len(results["jobs"]) :]:
             found = measure(job, batch, arguments.np, arguments.steps, launch, say)
             results["jobs"].append(found)
-            text = losses_report.write(results, arguments.out / name)
+            losses_report.write(results, arguments.out / name)
+        results["finished"] = True
+        text = losses_report.write(results, arguments.out / name)
     except Refusal as refusal:
         say(f"error: {refusal}")
         return 2
@@ -203,7 +213,7 @@ def main() -> int:
         say(str(failed))
         return 1
     except KeyboardInterrupt:
-        say(f"\nstopped; jobs that are written: {len(results['jobs'])}")
+        say(f"\nstopped; jobs that are kept: {len(results['jobs'])}; the same command goes on")
         return 130
     print(text)
     wrong = unequal(results)

@@ -7,7 +7,8 @@ A stub stands for the job: it imports what each rank needs, and makes the strate
 with little in them. Each quantity gets the law that fits it best of: constant, log p, p, p log p,
 p^2, each with a constant beside it. All ranks share this host's cores, so what each rank computes
 grows with p here, and would not on hosts of their own.
-Results go to benchmarks/results/ as JSON and as a Markdown table.
+Results go to benchmarks/results/ as JSON and as a Markdown table; Ctrl-C keeps them, and the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
 
 LAWS: dict[str, Callable[[float], float]] = {
     "constant": lambda p: 0.0,
@@ -147,10 +148,20 @@ def main() -> None:
         "ranks": sorted(set(arguments.ranks)), "repeats": arguments.repeats, **hardware(),
     }  # fmt: skip
     results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
-    for repeat in range(arguments.repeats):
-        for ranks in results["ranks"]:
-            print(f"  {ranks} ranks, {repeat + 1} of {arguments.repeats}", file=sys.stderr)
-            results["runs"][str(ranks)].append(measure(ranks))
+    name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}"
+    file = arguments.out / f"{name}.json"
+    results = continued(results, file, "runs")
+    try:
+        for repeat in range(arguments.repeats):
+            for ranks in results["ranks"]:
+                runs = results["runs"][str(ranks)]
+                if len(runs) <= repeat:
+                    print(f"  {ranks} ranks, {repeat + 1} of {arguments.repeats}", file=sys.stderr)
+                    runs.append(measure(ranks))
+                    write_json(results, file)
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command goes on") from None
+    results["finished"] = True
     shown = table(results)
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     head = (
@@ -158,11 +169,10 @@ def main() -> None:
         f"cores; {versions}; commit {results['commit']}; medians of {results['repeats']} "
         "interleaved repeats.\n\n"
     )
-    name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}"
-    write_json(results, arguments.out / f"{name}.json")
-    (arguments.out / f"{name}.md").write_text(head + shown + "\n")
+    write_json(results, file)
+    file.with_suffix(".md").write_text(head + shown + "\n")
     print(shown)
-    print(f"written to {arguments.out / name}.json and .md")
+    print(f"written to {file} and .md")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.efficiency import Results, batch_of, steps_per_epoch
-from benchmarks.hardware import ROOT, changes, nvidia_smi, software
+from benchmarks.hardware import ROOT, nvidia_smi, software
 from benchmarks.launching import MEASURED, Job, Launcher, ask
 from cluster.hosts import Host, Refusal, chosen, ranks
 
@@ -167,7 +167,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     settings["threads"] = max(1, min(cores.values()))
     environment = {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))}
     results = {
-        "benchmark": "scaling", **software(), "changes": changes(), "settings": settings,
+        "benchmark": "scaling", **software(), "settings": settings,
         "config": config, "hosts": facts, "environment": environment,
         "oversubscribed": [np for np in sizes if cores[np] < 1],
         "trial": None, "finished": False, "runs": [],

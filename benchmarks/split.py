@@ -10,7 +10,8 @@ gradients and Adam's two moments that the fuller device holds, 16 bytes a parame
 of time in which a device waits for the other, 1 / (m + 1) for m micro-batches (GPipe,
 arXiv:1811.06965, for halves that take equally long). With two GPUs those are the devices; else both
 are this CPU, where the halves compute one after the other: then the times show what a split costs,
-and not what two devices gain. Results go to benchmarks/results/.
+and not what two devices gain. Results go to benchmarks/results/; Ctrl-C keeps them, and the same
+command goes on.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.efficiency import noise
-from benchmarks.hardware import RESULTS, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, continued, hardware, slug, write_json
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_plan import configuration, steps_of
 from benchmarks.scaling_report import markdown
@@ -81,14 +82,19 @@ def memory(model: dict[str, Any]) -> dict[bool, float]:
 
 def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> None:
     """All ways in turns, as often as asked."""
+    there = {(run["repeat"], run["way"]) for run in results["runs"]}
     for repeat in range(results["repeats"]):
         for number, way in enumerate(WAYS, 1):
+            if (repeat, way.name) in there:
+                continue
             found = measure(way, results["batch"])
             ms = found["step_ms"]
             results["runs"].append({"way": way.name, "repeat": repeat, "step_ms": ms})
             done = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(WAYS)}"
             print(f"{done}: {way.name}: {ms:.1f} ms a step", file=sys.stderr, flush=True)
             keep()
+    results["finished"] = True
+    keep()
 
 
 def table(results: dict[str, Any]) -> str:
@@ -164,10 +170,14 @@ def main() -> int:
         }  # fmt: skip
         name = f"split_{slug(device(results))}_{results['date'][:10]}.json"
         file = arguments.out / name
+        results = continued(results, file, "runs")
         run(results, measure, lambda: write_json(results, file))
     except (Refusal, Failed, ValueError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        return 130
     text = f"{description(results)}\n\n{table(results)}\n"
     file.with_suffix(".md").write_text(text)
     print(f"{text}\nwritten to {file} and .md")

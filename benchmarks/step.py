@@ -9,7 +9,8 @@ whose turn it is not are stopped (SIGSTOP) and take no time. The first block war
 out; a variant's time is the median of the medians of its blocks, and ratios are medians of the
 ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
 Ranks are stopped and told to go on from here, so their hosts are this one, or made of it.
-Results go to benchmarks/results/ as JSON and as a Markdown table.
+Results go to benchmarks/results/ as JSON and as a Markdown table, after each model; Ctrl-C keeps
+them, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 # What strategies/environment.py sets for itself, so that it can be told from the rest.
@@ -276,16 +277,21 @@ def main() -> None:
     results = {
         "hosts": arguments.hosts, "network": arguments.network, **hardware(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "OMP_"))},
-        "repeats": arguments.repeats, "models": {},
+        "repeats": arguments.repeats, "block_seconds": arguments.block_seconds,
+        "variants": arguments.variants, "models": {},
     }  # fmt: skip
-    arguments.out.mkdir(parents=True, exist_ok=True)
     some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
     name = f"step_{some}{arguments.network}_{slug(results['cpu'])}_{results['date'][:10]}"
-    started = time.monotonic()
-    for model in arguments.models:
-        results["models"][model] = measure(model, arguments.variants, arguments)
-        results["benchmark_seconds"] = round(time.monotonic() - started)
-        write(results, arguments.out / name)
+    results = continued(results, arguments.out / f"{name}.json", "models")
+    try:
+        for model in arguments.models:
+            if model not in results["models"]:
+                results["models"][model] = measure(model, arguments.variants, arguments)
+                write(results, arguments.out / name)
+    except KeyboardInterrupt:
+        raise SystemExit("\nstopped; the same command goes on") from None
+    results["finished"] = True
+    write(results, arguments.out / name)
     print(table(results) + wire(results))
     print(f"written to {arguments.out / name}.json and .md")
 

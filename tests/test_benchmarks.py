@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import step
+from benchmarks import hardware, step
 from tests.conftest import run
 
 OURS = "Lightning + HorovodStrategy"
@@ -82,3 +82,15 @@ def test_unknown_names_are_refused(wrong: list[str]) -> None:
     done = run([sys.executable, "-m", "benchmarks.step", *wrong])
     assert done.returncode == 2
     assert "invalid choice" in done.stdout
+
+
+def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
+    asked = {"commit": "abc", "sizes": (1, 2), "date": "today", "runs": []}
+    file = tmp_path / "results.json"
+    begun = {**hardware.continued(asked, file, "runs"), "runs": [1.5], "date": "yesterday"}
+    hardware.write_json(begun, file)
+    assert hardware.continued(asked, file, "runs") == begun
+    for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
+        assert hardware.continued({**asked, **other}, file, "runs")["runs"] == []
+    hardware.write_json({**begun, "finished": True}, file)
+    assert hardware.continued(asked, file, "runs")["runs"] == []

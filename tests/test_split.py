@@ -27,7 +27,7 @@ def test_known_times_give_known_figures() -> None:
         return {"step_ms": 10.0 * (1 + way.idle) * slow / way.ranks}
 
     split.run(results, measure, lambda: kept.append(len(results["runs"])))
-    assert len(asked) == 3 * len(split.WAYS) and kept == list(range(1, len(asked) + 1))
+    assert len(asked) == 3 * len(split.WAYS) and kept[:-1] == list(range(1, len(asked) + 1))
     assert asked[0][0] == asked[len(split.WAYS)][0] == "one device"  # in turns
     shown = split.table(results)
     assert "| one device | 1 | 3.50 | 0% | 20.0 ± 10.0 | 3,200 | 1.00 ± 0.00 |" in shown

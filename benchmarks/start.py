@@ -1,0 +1,180 @@
+"""From the launch to the first step: beside plain horovodrun, whose ranks import for themselves.
+
+    make bench-start                            2, 4, 8 ranks on this host
+    make bench-start NP="2 16" REPEATS=3 ARGS="experiment=denoiser"
+
+One step of the job is trained, by each of WAYS in turns. A table has the time until rank 0 tells
+of that step, the processor time of all, and, where strace is installed, how often a rank looked a
+file up, whether it is there or not: in one more run, whose times would say nothing. More ranks than
+cores wait for one another. Results go to benchmarks/results/; Ctrl-C keeps them, and the same
+command goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from benchmarks.efficiency import noise
+from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
+from benchmarks.launching import Failed
+from benchmarks.scaling_report import markdown
+
+OURS = [sys.executable, "-m", "cluster.horovodrun"]
+WAYS = {  # command, and whether the ranks of a host share their imports
+    "horovodrun": ([str(Path(sys.executable).with_name("horovodrun"))], "0"),
+    "ours, each rank imports": (OURS, "0"),
+    "ours": (OURS, "1"),
+}
+STRACE = ["strace", "-f", "-qq", "-c", "-e", "trace=%file", "-o"]
+FIRST_STEP = "epoch 1/"  # runs/progress.py, in the output of rank 0
+
+
+def start(way: str, ranks: int, overrides: list[str], counts: Path | None) -> dict[str, float]:
+    """Seconds to the first step and of processors; with a file for them, the counts of strace.
+
+    Raises:
+        Failed: when the job did not end well.
+    """
+    launcher, preload = WAYS[way]
+    trace = [*STRACE, str(counts)] if counts else []
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="bench-start-") as logs:
+        one = ["trainer.max_steps=1", "trainer.max_epochs=1", "test=false", f"log_dir={logs}"]
+        job = [sys.executable, "template.py", *overrides, *one]
+        process = subprocess.Popen(
+            [*trace, *launcher, "-np", str(ranks), "-H", f"localhost:{ranks}", *job], cwd=ROOT,
+            env={**os.environ, "PRELOAD": preload}, text=True, stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        lines, first = [], None
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if FIRST_STEP in line:
+                    first = first or time.monotonic() - began
+        except BaseException:
+            os.killpg(process.pid, signal.SIGTERM)  # strace alone would leave the launcher
+            process.wait()
+            raise
+    if process.wait() or first is None:
+        raise Failed(f"{''.join(lines[-15:])}error: {way}, {ranks} ranks: no first step")
+    now = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processors = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
+    return {"first_step_s": first, "processors_s": processors}
+
+
+def look_ups(way: str, ranks: int, overrides: list[str]) -> float:
+    """System calls that name a file, a rank."""
+    with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
+        counts = Path(folder) / "counts"
+        start(way, ranks, overrides, counts)
+        # % time, seconds, usecs/call, calls, errors (empty where there are none), syscall
+        *_, total = counts.read_text().strip().splitlines()
+    return int(total.split()[3]) / ranks
+
+
+def run(results: dict[str, Any], keep: Callable[[], None]) -> None:
+    """All that is not there yet: starts in turns, then the look-ups."""
+    repeats, sizes, overrides = results["repeats"], results["ranks"], results["arguments"]
+    there = {(run["repeat"], run["ranks"], run["way"]) for run in results["runs"]}
+    planned = [turn for turn in product(range(repeats), sizes, WAYS) if turn not in there]
+    if planned:
+        start("ours", sizes[0], overrides, None)  # brings the files into memory
+    for repeat, ranks, way in planned:
+        found = start(way, ranks, overrides, None)
+        results["runs"].append({"way": way, "ranks": ranks, "repeat": repeat, **found})
+        keep()
+        said = f"{ranks} ranks, {way}: {found['first_step_s']:.2f} s"
+        print(f"repeat {repeat + 1} of {repeats}, {said}", file=sys.stderr, flush=True)
+    for ranks, way in product(sizes, WAYS) if shutil.which("strace") else []:
+        if f"{ranks} {way}" not in results["look_ups"]:
+            results["look_ups"][f"{ranks} {way}"] = look_ups(way, ranks, overrides)
+            keep()
+            print(f"files are looked up: {ranks} ranks, {way}", file=sys.stderr, flush=True)
+    results["finished"] = True
+    keep()
+
+
+def table(results: dict[str, Any]) -> str:
+    lines = []
+    for ranks in results["ranks"]:
+        plain = None
+        for way in WAYS:
+            runs = [r for r in results["runs"] if (r["way"], r["ranks"]) == (way, ranks)]
+            if not runs:
+                continue
+            firsts = [run["first_step_s"] for run in runs]
+            plain = plain or firsts
+            of_plain = [mine / theirs for mine, theirs in zip(firsts, plain)]
+            files = results["look_ups"].get(f"{ranks} {way}")
+            lines.append([
+                str(ranks), way, f"{statistics.median(firsts):.2f} ± {noise(firsts):.2f}",
+                f"{statistics.median(of_plain):.2f} ± {noise(of_plain):.2f}",
+                f"{statistics.median(run['processors_s'] for run in runs):.1f}",
+                f"{files:,.0f}" if files else "",
+            ])  # fmt: skip
+    head = ["ranks", "", "s to the first step", "of horovodrun's", "s of processors"]
+    return markdown([*head, "file look-ups a rank"], lines)
+
+
+def description(results: dict[str, Any]) -> str:
+    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    job = " ".join(["template.py", *results["arguments"]])
+    return (
+        f"From the launch of `{job}` to its first step, all ranks on one host: {results['cpu']}, "
+        f"{results['cores']} cores. {versions}; commit {results['commit']}, "
+        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats, ± half "
+        "their range; ratios within a repeat; look-ups of one run."
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
+    )
+    parser.add_argument("--np", type=int, nargs="+", default=[2, 4, 8], help="ranks")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("overrides", nargs="*", help="of template.py, after --")
+    arguments = parser.parse_args()
+    if min(*arguments.np, arguments.repeats) < 1:
+        parser.error("--np and --repeats are counted from 1")
+    results: dict[str, Any] = {
+        "benchmark": "start", **hardware(), "arguments": arguments.overrides,
+        "ranks": sorted(set(arguments.np)), "repeats": arguments.repeats,
+        "runs": [], "look_ups": {},
+    }  # fmt: skip
+    name = f"start_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}.json"
+    file = arguments.out / name
+    results = continued(results, file, "runs", "look_ups")
+    try:
+        run(results, lambda: write_json(results, file))
+    except Failed as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"\nstopped; {file} is kept: the same command goes on", file=sys.stderr)
+        return 130
+    text = f"{description(results)}\n\n{table(results)}\n"
+    file.with_suffix(".md").write_text(text)
+    print(f"{text}\nwritten to {file} and .md")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

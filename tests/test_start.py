@@ -1,0 +1,53 @@
+"""The table of `make bench-start`: of made-up times, and in test-slow of real starts."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import start
+from tests.conftest import run
+
+
+def test_known_times_give_known_figures_and_an_interrupted_run_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun = [
+        {"way": way, "ranks": 2, "repeat": 0, "first_step_s": seconds, "processors_s": 4.0}
+        for way, seconds in (("horovodrun", 8.0), ("ours, each rank imports", 4.0))
+    ]
+    results: dict[str, Any] = {
+        "repeats": 3, "ranks": [2], "arguments": [], "runs": begun, "look_ups": {}
+    }  # fmt: skip
+    asked: list[str] = []
+
+    def made_up(way: str, ranks: int, overrides: list[str], counts: Path | None) -> dict:
+        asked.append(way)
+        return {"first_step_s": 10.0 if way == "horovodrun" else 2.5, "processors_s": 8.0}
+
+    monkeypatch.setattr(start, "start", made_up)
+    monkeypatch.setattr(start, "look_ups", lambda way, ranks, overrides: 1234.0)
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    kept: list[int] = []
+    start.run(results, lambda: kept.append(len(results["runs"])))
+    assert asked == ["ours", "ours", *2 * list(start.WAYS)]  # the first does not count
+    assert kept[:7] == [3, 4, 5, 6, 7, 8, 9] and results["finished"]
+    shown = start.table(results)
+    assert "| 2 | horovodrun | 10.00 ± 1.00 | 1.00 ± 0.00 | 8.0 | 1,234 |" in shown
+    assert "| 2 | ours, each rank imports | 2.50 ± 0.75 | 0.25 ± 0.12 | 8.0 | 1,234 |" in shown
+    assert "| 2 | ours | 2.50 ± 0.00 | 0.25 ± 0.03 | 8.0 | 1,234 |" in shown
+
+
+@pytest.mark.slow
+def test_all_starts_are_measured(tmp_path: Path) -> None:
+    few = ["--np", "2", "--repeats", "1", "--out", str(tmp_path)]
+    done = run([sys.executable, "-m", "benchmarks.start", *few], timeout=250)
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("start_*.json")
+    runs = json.loads(file.read_text())["runs"]
+    assert [found["way"] for found in runs] == list(start.WAYS)
+    assert all(found["processors_s"] > found["first_step_s"] > 0 for found in runs)

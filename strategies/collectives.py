@@ -45,7 +45,7 @@ def wait(handle: int) -> Any:
     pause = 2e-5
     while not hvd.poll(handle):
         time.sleep(pause)
-        pause = min(1.3 * pause, 5e-4)
+        pause = min(1.3 * pause, 1e-4)
     return hvd.synchronize(handle)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -34,21 +35,26 @@ def write_json(results: dict[str, Any], file: Path) -> None:
     unfinished.replace(file)
 
 
-def continued(results: dict[str, Any], file: Path, *measured: str) -> dict[str, Any]:
-    """What the same command left in the file when it was interrupted; else `results`, unfinished.
+def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path, dict[str, Any]]:
+    """What the same command left when it was interrupted, and its file; else `results`, unfinished,
+    and a file that is not there yet: this one, or with _2, _3, ... in its name.
 
     Args:
         results: all that is known before the first measurement.
-        file: where they are written, or will be.
+        file: where they are to be written.
         measured: keys of what is measured; the others, but for the time, must be equal.
     """
     results = {**json.loads(json.dumps(results)), "finished": False}
     varies = {*measured, "date", "load_before"}
-    found = json.loads(file.read_text()) if file.exists() else {}
-    if any(found.get(key) != results[key] for key in results.keys() - varies):
-        return results
-    print(f"going on with {file}, of {found['date']}", file=sys.stderr)
-    return found
+    for number in itertools.count(1):
+        place = file.with_stem(f"{file.stem}_{number}") if number > 1 else file
+        if not place.exists():
+            return place, results
+        found = json.loads(place.read_text())
+        if all(found.get(key) == results[key] for key in results.keys() - varies):
+            print(f"going on with {place}, of {found['date']}", file=sys.stderr)
+            return place, found
+    raise AssertionError("unreachable")
 
 
 def hardware() -> dict[str, Any]:

@@ -185,13 +185,9 @@ def main() -> int:
     jobs = [Job(" ".join(arguments.overrides), arguments.overrides)] * bool(arguments.overrides)
     jobs = jobs or JOBS
     results: Results = {
-        "benchmark": "losses",
-        **hardware(),
-        "steps": arguments.steps,
-        "sizes": arguments.np,
-        "names": [job.name for job in jobs],
-        "jobs": [],
-    }
+        "benchmark": "losses", **hardware(), "steps": arguments.steps, "sizes": arguments.np,
+        "names": [job.name for job in jobs], "jobs": [],
+    }  # fmt: skip
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -199,13 +195,13 @@ def main() -> int:
     name = f"losses_{slug(losses_report.hardware_of(results))}_{results['date'][:10]}"
     try:
         shares = batches(jobs, arguments.np)
-        results = continued(results, arguments.out / f"{name}.json", "jobs")
+        file, results = continued(results, arguments.out / f"{name}.json", "jobs")
         for job, batch in list(zip(jobs, shares))[len(results["jobs"]) :]:
             found = measure(job, batch, arguments.np, arguments.steps, launch, say)
             results["jobs"].append(found)
-            losses_report.write(results, arguments.out / name)
+            losses_report.write(results, file.with_suffix(""))
         results["finished"] = True
-        text = losses_report.write(results, arguments.out / name)
+        text = losses_report.write(results, file.with_suffix(""))
     except Refusal as refusal:
         say(f"error: {refusal}")
         return 2

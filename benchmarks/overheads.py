@@ -150,7 +150,7 @@ def main() -> None:
     results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
     name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}"
     file = arguments.out / f"{name}.json"
-    results = continued(results, file, "runs")
+    file, results = continued(results, file, "runs")
     try:
         for repeat in range(arguments.repeats):
             for ranks in results["ranks"]:

@@ -170,7 +170,7 @@ def main() -> int:
         }  # fmt: skip
         name = f"split_{slug(device(results))}_{results['date'][:10]}.json"
         file = arguments.out / name
-        results = continued(results, file, "runs")
+        file, results = continued(results, file, "runs")
         run(results, measure, lambda: write_json(results, file))
     except (Refusal, Failed, ValueError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)

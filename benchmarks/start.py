@@ -161,7 +161,7 @@ def main() -> int:
     }  # fmt: skip
     name = f"start_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}.json"
     file = arguments.out / name
-    results = continued(results, file, "runs", "look_ups")
+    file, results = continued(results, file, "runs", "look_ups")
     try:
         run(results, lambda: write_json(results, file))
     except Failed as error:

@@ -282,18 +282,18 @@ def main() -> None:
     }  # fmt: skip
     some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
     name = f"step_{some}{arguments.network}_{slug(results['cpu'])}_{results['date'][:10]}"
-    results = continued(results, arguments.out / f"{name}.json", "models")
+    file, results = continued(results, arguments.out / f"{name}.json", "models")
     try:
         for model in arguments.models:
             if model not in results["models"]:
                 results["models"][model] = measure(model, arguments.variants, arguments)
-                write(results, arguments.out / name)
+                write(results, file.with_suffix(""))
     except KeyboardInterrupt:
         raise SystemExit("\nstopped; the same command goes on") from None
     results["finished"] = True
-    write(results, arguments.out / name)
+    write(results, file.with_suffix(""))
     print(table(results) + wire(results))
-    print(f"written to {arguments.out / name}.json and .md")
+    print(f"written to {file} and .md")
 
 
 def write(results: dict[str, Any], file: Path) -> None:

@@ -87,10 +87,14 @@ def test_unknown_names_are_refused(wrong: list[str]) -> None:
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
     asked = {"commit": "abc", "sizes": (1, 2), "date": "today", "runs": []}
     file = tmp_path / "results.json"
-    begun = {**hardware.continued(asked, file, "runs"), "runs": [1.5], "date": "yesterday"}
+    place, new = hardware.continued(asked, file, "runs")
+    assert place == file and new["runs"] == []
+    begun = {**new, "runs": [1.5], "date": "yesterday"}
     hardware.write_json(begun, file)
-    assert hardware.continued(asked, file, "runs") == begun
+    assert hardware.continued(asked, file, "runs") == (file, begun)
+    another = tmp_path / "results_2.json"
     for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
-        assert hardware.continued({**asked, **other}, file, "runs")["runs"] == []
+        place, new = hardware.continued({**asked, **other}, file, "runs")
+        assert place == another and new["runs"] == []  # and nothing is written over
     hardware.write_json({**begun, "finished": True}, file)
-    assert hardware.continued(asked, file, "runs")["runs"] == []
+    assert hardware.continued(asked, file, "runs")[0] == another

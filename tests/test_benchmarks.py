@@ -53,6 +53,7 @@ def test_the_share_of_the_wire() -> None:
     assert step.wire({**measured, "network": "loopback"}) == ""
 
 
+@pytest.mark.slow
 def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp"]
     variants = ["--variants", "Lightning DDP", OURS]

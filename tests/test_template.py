@@ -194,6 +194,7 @@ class TestOtherRuns:
         assert len(expected) == 33 and torch.allclose(predicted, expected, atol=1e-4)
         assert f"predict {folder}/predictions.pt: 33 samples" in done.stdout
 
+    @pytest.mark.slow  # and trained to its result by tests/test_results.py
     def test_dcgan_makes_better_digits(self, tmp_path: Path) -> None:
         done = job(
             2, tmp_path, "experiment=dcgan", "trainer.max_epochs=10", "trainer.sync_batchnorm=true"

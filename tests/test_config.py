@@ -48,6 +48,19 @@ def test_refused(override: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("+model.lr=1", "already at 'model.lr'"),
+        ("hydra.nokey=1", "Could not override 'hydra.nokey'"),
+        ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope'"),
+    ],
+)
+def test_hydra_refuses(override: str, message: str) -> None:
+    with pytest.raises(Refusal, match=message):
+        check(["seed=1", override])
+
+
+@pytest.mark.parametrize(
     "overrides",
     [
         [],

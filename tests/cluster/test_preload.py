@@ -35,7 +35,7 @@ if os.fork() == 0:
 """
 )
 SCRIPT = """\
-import json, multiprocessing, os, sys
+import gc, json, multiprocessing, os, sys
 import planted
 # preload: these
 
@@ -54,7 +54,7 @@ def tell():
         "argv": sys.argv, "file": __file__, "path": sys.path[0], "name": __name__,
         "stdin": sys.stdin.read(), "files": sorted(os.listdir("/proc/self/fd")),
         "noted": str(noted.__annotations__), "ignored": ignored,
-        "leads": os.getsid(0) == os.getpid(),
+        "leads": os.getsid(0) == os.getpid(), "collects": gc.isenabled(),
     }
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ import contextlib
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import horovod.torch as hvd
 import torch
@@ -32,8 +33,8 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from strategies.clock import Moment, moment
-from strategies.collectives import World, wait
-from strategies.reductions import InFlight, Reduction
+from strategies.collectives import World, wait, wait_until
+from strategies.reductions import InFlight, Reduction, add
 
 MIB = 2**20
 
@@ -96,6 +97,7 @@ class GradientBuckets:
         bucket_mib: float, before: float, after: float,
     ) -> None:  # fmt: skip
         self.world, self.reduction = world, reduction
+        self._in_steps = reduction is not add
         self.bucket_bytes, self.before, self.after = bucket_mib * MIB, before, after
         self.parameters = list(module.parameters())[::-1]
         for parameter in self.parameters:
@@ -166,10 +168,10 @@ class GradientBuckets:
         for parameter, name in self.sparse.items():
             if parameter.requires_grad:
                 self._gather(parameter, name)
-        for bucket in trained:
-            assert bucket.work is not None
+        for index, bucket in enumerate(trained):
+            waiting = trained[index:] if self._in_steps else [bucket]
             with shown_as(f"all-reduce {bucket.name}: wait"):
-                bucket.work.advance(wait=True)
+                wait_until(partial(advance, waiting))
             self._unpack(bucket)
         if trained and self._first is not None:
             size = sum(bucket.buffer.nbytes for bucket in trained)
@@ -223,6 +225,8 @@ class GradientBuckets:
         bucket.missing -= 1
         if not bucket.missing:
             self._launch(bucket)
+        if self._in_steps:
+            advance(self.buckets)
 
     def _launch(self, bucket: Bucket) -> None:
         """Gather the bucket's gradients in its buffer, of which they are views from then on."""
@@ -253,9 +257,6 @@ class GradientBuckets:
         with shown_as(f"all-reduce {bucket.name}: start"):
             steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
             bucket.work = InFlight(steps)
-        for earlier in self.buckets:
-            if earlier.work is not None:
-                earlier.work.advance(wait=False)
 
     def _unpack(self, bucket: Bucket) -> None:
         self._reduced += bucket.parameters
@@ -286,6 +287,12 @@ class GradientBuckets:
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
         self._reduced.append(parameter)
+
+
+def advance(buckets: list[Bucket]) -> bool:
+    """Start the steps whose turn has come, lest the wire be idle; is the first bucket done?"""
+    done = [bucket.work is not None and bucket.work.advance() for bucket in buckets]
+    return done[0]
 
 
 def shown_as(name: str) -> contextlib.AbstractContextManager:

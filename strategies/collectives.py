@@ -11,7 +11,7 @@ import io
 import os
 import pickle
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -37,16 +37,21 @@ OPERATIONS = {
 
 
 def wait(handle: int) -> Any:
-    """What came of an operation, once it is done; raises what Horovod raises.
+    """What came of an operation, once it is done; raises what Horovod raises."""
+    wait_until(lambda: hvd.poll(handle))
+    return hvd.synchronize(handle)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Ask again and again, with pauses.
 
     Horovod: its synchronize() keeps a core busy until then, which the thread that does the work, or
     the other ranks of the host, may need (measured: benchmarks/NOTES.md).
     """
     pause = 2e-5
-    while not hvd.poll(handle):
+    while not done():
         time.sleep(pause)
         pause = min(1.3 * pause, 1e-4)
-    return hvd.synchronize(handle)
 
 
 def pack(obj: object) -> bytearray:

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from strategies.collectives import World
-from strategies.collectives import wait as wait_for
 
 Steps = Generator[int, Any, None]
 PIECE = 4 * 2**20  # numbers, 8 MiB of 16 bits
@@ -29,13 +28,14 @@ class InFlight:
         self._steps = steps
         self._handle: int | None = next(steps)
 
-    def advance(self, wait: bool) -> None:
-        """Start the steps whose turn has come; if `wait`, return when all are done."""
-        while self._handle is not None and (wait or hvd.poll(self._handle)):
+    def advance(self) -> bool:
+        """Start the steps whose turn has come; whether all are done."""
+        while self._handle is not None and hvd.poll(self._handle):
             try:
-                self._handle = self._steps.send(wait_for(self._handle))
+                self._handle = self._steps.send(hvd.synchronize(self._handle))
             except StopIteration:
                 self._handle = None
+        return self._handle is None
 
 
 def add(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:

@@ -91,6 +91,15 @@ MUTATIONS = [
         "horovod-2 and many_buckets",
     ),
     Mutation(
+        "the next step of a reduction waits for backward", "buckets.py",
+        "        if self._in_steps:\n", "        if False:\n", "no_bucket_waits", "test_properties",
+    ),
+    Mutation(
+        "a bucket that is late holds up the others", "buckets.py",
+        "trained[index:] if self._in_steps else [bucket]", "[bucket]",
+        "no_bucket_waits", "test_properties",
+    ),
+    Mutation(
         "a second gradient in one backward is taken", "buckets.py",
         "if parameter in self._seen:\n            raise", "if False:\n            raise",
         "mistakes", "test_strategy",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import horovod.torch as hvd
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as draw
@@ -13,7 +16,7 @@ from torch.utils.data import BatchSampler, SequentialSampler
 
 from strategies import HorovodStrategy
 from strategies.buckets import MIB, GradientBuckets, split
-from strategies.collectives import DTYPES
+from strategies.collectives import DTYPES, World
 from strategies.reductions import add
 from strategies.samplers import EvenBatches, WithoutFirst
 from tests.matrix import RANK, SIZE
@@ -88,6 +91,35 @@ class TestBuckets:
         loss.backward()
         assert buckets.finish()
         assert model.weight.grad is not None and model.weight.grad.tolist() == [[0.5, 0.5]]
+        buckets.remove()
+
+    def test_no_bucket_waits_for_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its next step starts with the next gradient; after backward, though others are late."""
+        begun: list[str] = []
+        asked: Counter[str] = Counter()
+
+        def two_steps(buffer: Tensor, sizes: list[int], name: str, world: World) -> Iterator[str]:
+            for step in ("first", "second"):
+                begun.append(f"{step} of {name[-1]}")
+                yield begun[-1]
+
+        def poll(operation: str) -> bool:
+            asked[operation] += 1
+            assert asked[operation] < 1000, f"{operation} is waited for alone"
+            late = operation == "first of 0" and "second of 3" not in begun
+            return asked[operation] > 1 and not late
+
+        monkeypatch.setattr(hvd, "poll", poll)
+        monkeypatch.setattr(hvd, "synchronize", lambda operation: operation)
+        model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
+        world, two = HorovodStrategy().world, 8 / MIB  # two numbers a bucket
+        buckets = GradientBuckets(model, world, two_steps, two, before=1, after=1)  # type: ignore[arg-type]
+        buckets.start()
+        model(torch.ones(1)).sum().backward()
+        assert begun.index("second of 2") < begun.index("first of 3")
+        assert "second of 3" not in begun
+        buckets.finish()
+        assert asked["second of 0"] and asked["second of 3"]
         buckets.remove()
 
     @given(draw.lists(draw.lists(draw.booleans(), min_size=6, max_size=6), min_size=1, max_size=6))

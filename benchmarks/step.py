@@ -67,7 +67,7 @@ class Group:
     ranks: list[socket.socket] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
-    around: list[float] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)
     steps: int = 0
     bytes: int = 0
     peak_kib: int = 0
@@ -83,7 +83,7 @@ class Group:
                 raise self.failed()
             found.append(json.loads(line))
         self.pids = [answer["pid"] for answer in found]
-        self.bytes = found[0]["bytes"]
+        self.bytes, self.arrivals = found[0]["bytes"], found[0]["arrivals"]
         self.peak_kib = max(answer["peak_kib"] for answer in found)
         self.resident_kib.append(max(answer["resident_kib"] for answer in found))
         for pid in self.pids:
@@ -101,7 +101,6 @@ class Group:
             raise self.failed() from None
         self.steps += steps + 1
         answers = self.answers()
-        self.around += [seconds for answer in answers for seconds in answer["around"][1:]]
         return [seconds for answer in answers for seconds in answer["seconds"][1:]]
 
     def failed(self) -> SystemExit:
@@ -191,12 +190,10 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
         "steps_per_block": steps,
         "gradient_bytes": groups[0].bytes,
         "ranks": len(groups[0].ranks),
+        "arrivals": next((group.arrivals for group in groups if group.arrivals), []),
         "variants": {
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
-                "outside_backward_ms": (
-                    round(statistics.median(group.around) * 1e3, 4) if group.around else None
-                ),
                 "steps": group.steps,
                 "peak_mib": round(group.peak_kib / 1024, 1),
                 "resident_mib_at_blocks": [round(kib / 1024, 1) for kib in group.resident_kib[2:]],
@@ -245,22 +242,31 @@ def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") ->
 
 def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -> str:
     """How much of a known link's rate the steps use: the time that the bytes of a ring of all ranks
-    need on it, over the step time without forward and optimizer, which nothing can overlap."""
+    need on it, over the step time without what nothing can overlap. That is what a step would take,
+    if each gradient went to the wire when it is there, in turn, less the time on the wire."""
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
-    lines = ["| model | variant | wire alone, ms | of the wire |", "| --- | --- | --- | --- |"]
+    lines = [
+        "| model | variant | wire alone, ms | what nothing overlaps, ms | of the wire |",
+        "| --- | --- | --- | --- | --- |",
+    ]
     for model, result in results["models"].items():
         if not megabits or alone not in result["variants"]:
             return ""
-        around = result["variants"][alone]["outside_backward_ms"]
+        computing = statistics.median(result["variants"][alone]["block_medians_ms"])
         ranks = result["ranks"]
         for variant, found in result["variants"].items():
             if "no communication" in variant:
                 continue
             halved = 2 if "16" in variant else 1
-            bytes_ = 2 * (ranks - 1) / ranks * result["gradient_bytes"] / halved
-            needed = bytes_ * 8 / (int(megabits[1]) * 1e3)
-            share = needed / (statistics.median(found["block_medians_ms"]) - around)
-            lines.append(f"| {model} | {variant} | {needed:.1f} | {share:.3f} |")
+            milliseconds = 2 * (ranks - 1) / ranks / halved * 8 / (int(megabits[1]) * 1e3)  # a byte
+            sent = 0.0
+            for share, size in result["arrivals"]:
+                sent = max(sent, share * computing) + size * milliseconds
+            after = (1 - result["arrivals"][-1][0]) * computing
+            needed = result["gradient_bytes"] * milliseconds
+            alone_ms = sent + after - needed
+            used = needed / (statistics.median(found["block_medians_ms"]) - alone_ms)
+            lines.append(f"| {model} | {variant} | {needed:.1f} | {alone_ms:.1f} | {used:.3f} |")
     return "\n\n" + "\n".join(lines)
 
 

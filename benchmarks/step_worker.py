@@ -10,6 +10,7 @@ import json
 import os
 import re
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -65,7 +66,7 @@ class Pace:
         self.lines = self.socket.makefile("r")
         self.left, self.last, self.bytes = 0, 0.0, 0
         self.times: list[float] = []
-        self.around: list[float] = []  # what a raw loop spends outside backward
+        self.arrivals: list[tuple[float, int]] = []
 
     def __call__(self) -> None:
         now = time.perf_counter()
@@ -77,15 +78,14 @@ class Pace:
 
     def wait(self) -> None:
         answer = {
-            "pid": os.getpid(), "bytes": self.bytes, "seconds": self.times, "around": self.around,
-            **memory(),
+            "pid": os.getpid(), "bytes": self.bytes, "seconds": self.times,
+            "arrivals": self.arrivals, **memory(),
         }  # fmt: skip
         self.socket.sendall((json.dumps(answer) + "\n").encode())
         order = self.lines.readline()
         if not order:
             os._exit(0)
         self.left, self.times = json.loads(order)["steps"], []
-        self.around = []
         self.last = time.perf_counter()
 
 
@@ -114,14 +114,9 @@ def loop(
     """The plainest training there is."""
     pace.wait()
     while True:
-        started = time.perf_counter()
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
-        before = time.perf_counter()
-        backward(loss)
-        after = time.perf_counter()
+        backward(nn.functional.cross_entropy(model(batch[0]), batch[1]))
         optimizer.step()
-        pace.around.append(before - started + time.perf_counter() - after)
         pace()
 
 
@@ -134,7 +129,39 @@ def join_torch_distributed() -> None:
 
 
 def raw_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    pace.arrivals = arrivals(model, sgd(model), batch)
     loop(model, sgd(model), batch, pace)
+
+
+def arrivals(
+    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]
+) -> list[tuple[float, int]]:
+    """Of gradients in turn: what share of a step is over when they are there, and their bytes."""
+    there: list[float] = []
+    sizes: list[int] = []
+
+    def note(parameter: nn.Parameter) -> None:
+        there.append(time.perf_counter())
+        sizes.append(parameter.numel() * parameter.element_size())
+
+    hooks = [p.register_post_accumulate_grad_hook(note) for p in model.parameters()]
+    steps = []
+    for _ in range(9):
+        there.clear()
+        sizes.clear()
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(batch[0]), batch[1]).backward()
+        optimizer.step()
+        seconds = time.perf_counter() - start
+        steps.append([(moment - start) / seconds for moment in there])
+    for hook in hooks:
+        hook.remove()
+    shares: dict[float, int] = {}
+    for of_one, size in zip(zip(*steps[2:]), sizes):
+        share = round(statistics.median(of_one), 2)
+        shares[share] = shares.get(share, 0) + size
+    return list(shares.items())
 
 
 def raw_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:

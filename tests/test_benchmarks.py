@@ -19,9 +19,10 @@ def result(**variants: list[float]) -> dict[str, Any]:
     """What was measured, as step.measure gives it."""
     return {
         "steps_per_block": 10, "gradient_bytes": 50_000_000, "ranks": 2,
+        "arrivals": [(0.2, 20_000_000), (0.9, 30_000_000)],
         "variants": {
             name: {
-                "block_medians_ms": blocks, "outside_backward_ms": 20.0, "steps": 48,
+                "block_medians_ms": blocks, "steps": 48,
                 "peak_mib": 900.4, "resident_mib_at_blocks": [800.0, 801.0, 802.0],
             }
             for name, blocks in variants.items()
@@ -43,13 +44,20 @@ def test_the_table_names_the_range_and_the_memory() -> None:
 
 
 def test_the_share_of_the_wire() -> None:
-    """50 MB between 2 ranks: each sends 50 MB, or half in 16 bits, at 62.5 MB/s."""
-    variants = {"no communication, our malloc": [99], OURS: [1020], "HorovodStrategy, bf16": [820]}
+    """50 MB between 2 ranks: each sends 50 MB, or half in 16 bits, at 62.5 MB/s.
+
+    Of 100 ms of computing 20 pass before the first are there, and 10 after the last. Where the
+    first are 1 MB, sent by 36 ms, the wire has nothing to do until 90.
+    """
+    alone = "no communication, our malloc"
+    variants = {alone: [100], OURS: [1030], "HorovodStrategy, bf16": [830]}
     measured = {"network": "500mbit", "models": {"mlp": result(**variants)}}
     assert step.wire(measured).splitlines()[-2:] == [
-        f"| mlp | {OURS} | 800.0 | 0.800 |",
-        "| mlp | HorovodStrategy, bf16 | 400.0 | 0.500 |",
+        f"| mlp | {OURS} | 800.0 | 30.0 | 0.800 |",
+        "| mlp | HorovodStrategy, bf16 | 400.0 | 30.0 | 0.500 |",
     ]
+    measured["models"]["mlp"]["arrivals"] = [(0.2, 1_000_000), (0.9, 49_000_000)]
+    assert step.wire(measured).splitlines()[-2] == f"| mlp | {OURS} | 800.0 | 84.0 | 0.846 |"
     assert step.wire({**measured, "network": "loopback"}) == ""
 
 

@@ -209,18 +209,23 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     return Step(seconds, straggler, end - begun - job.backward, job.compute / seconds)
 
 
-def bucket_sizes(bytes_: float, count: int | None = None, bucket: float = 4 * MIB) -> list[float]:
-    """As strategies/buckets.py cuts gradients: the first of 1 MiB, the others equal.
+def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float]:
+    """Bytes, as strategies/buckets.py puts layers together that come in the order of backward."""
+    found, size, rest, limit = [], 0.0, sum(layers), float(MIB)
+    for layer in layers:
+        size, rest = size + layer, rest - layer
+        if size >= min(limit, max(rest, MIB)):
+            found.append(size)
+            size, limit = 0.0, min(2 * limit, bucket)
+    return found + ([size] if size else [])
 
-    Args:
-        count: of buckets, where it is known; else as many as of `bucket` bytes it takes.
-    """
-    first = min(MIB, bytes_)
-    if count is None:
-        count = 1 + math.ceil((bytes_ - first) / bucket)
-    if count == 1 or first == bytes_:
-        return [bytes_]
-    return [first] + [(bytes_ - first) / (count - 1)] * (count - 1)
+
+def as_many_buckets(bytes_: float, count: int) -> list[float]:
+    """Those of the smallest layers of equal size that make no more than `count`."""
+    layers = 1000
+    while layers > 1 and len(bucket_sizes([bytes_ / layers] * layers)) > count:
+        layers -= 1
+    return bucket_sizes([bytes_ / layers] * layers)
 
 
 def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:

@@ -18,7 +18,7 @@ from benchmarks.cost_model import (
     Job,
     Measurement,
     Network,
-    bucket_sizes,
+    as_many_buckets,
     expected_maximum,
     fit,
 )
@@ -147,7 +147,7 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
     scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
     phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
     wire, ranks = anatomy["wire"], summary["world_size"]
-    buckets = bucket_sizes(wire["payload_bytes"], max(1, round(wire["calls"])))
+    buckets = as_many_buckets(wire["payload_bytes"], round(wire["calls"]))
     if ranks > 1:  # the slowest is expected that many standard deviations behind the mean
         deviation = phases["straggler"] / expected_maximum(ranks)
     else:

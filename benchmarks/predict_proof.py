@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import published
 from benchmarks.allreduce import launched
-from benchmarks.cost_model import Fit, Job, Measurement, Network, fit, predict
+from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
 from benchmarks.hardware import RESULTS, hardware, slug, write_json
 from cluster.hosts import Refusal
 from cluster.testbed import BURST, Testbed, missing
@@ -54,21 +54,11 @@ def run(ranks: int, rate: int | None, asked: dict[str, Any]) -> dict[str, Any]:
 def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
     """The job as one rank alone measured it."""
     computing = [f + b for f, b in zip(steps["forward"], steps["backward"])]
+    layers = [stub["layer_bytes"]] * stub["layers"]
     return Job(
         statistics.mean(steps["forward"]), statistics.mean(steps["backward"]),
-        statistics.median(steps["rest"]), tuple(stub_buckets(stub)), statistics.stdev(computing),
+        statistics.median(steps["rest"]), tuple(bucket_sizes(layers)), statistics.stdev(computing),
     )  # fmt: skip
-
-
-def stub_buckets(stub: dict[str, Any]) -> list[float]:
-    """Whole layers, as strategies/buckets.py puts them together."""
-    found, size, limit = [], 0, 2**20
-    for _ in range(stub["layers"]):
-        size += stub["layer_bytes"]
-        if size >= limit:
-            found.append(float(size))
-            size, limit = 0, 4 * 2**20
-    return found + ([float(size)] if size else [])
 
 
 def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list[int]) -> Any:

@@ -54,9 +54,9 @@ class HorovodStrategy(ParallelStrategy):
     Horovod is initialized here, so make it before anything that asks for the rank.
 
     Args:
-        bucket_mib: gradients travel in buckets of this many MiB. Larger ones cost less processor
-            time (8 on a single host: a few percent), smaller ones start earlier and leave less to
-            send when backward ends (1 or 2 over a slow network).
+        bucket_mib: gradients travel in buckets of this many MiB, the first and the last smaller.
+            Larger ones cost less processor time (8 on a single host: a few percent), smaller ones
+            start earlier and leave less to send when backward ends (1 or 2 over a slow network).
         compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is
             the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
             to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.

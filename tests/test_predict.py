@@ -23,6 +23,7 @@ from benchmarks.cost_model import (
     Network,
     agreement_seconds,
     all_reduce_seconds,
+    as_many_buckets,
     bucket_sizes,
     expected_maximum,
     fit,
@@ -166,22 +167,24 @@ def test_the_expected_maximum_is_that_of_drawn_numbers(count: int) -> None:
     assert expected_maximum(1) == pytest.approx(0)
 
 
-def test_buckets_are_cut_as_the_strategy_cuts_them() -> None:
-    mib = 2**20
-    assert bucket_sizes(0.5 * mib) == [0.5 * mib]
-    assert bucket_sizes(9 * mib) == [mib, 4 * mib, 4 * mib]
-    assert bucket_sizes(9 * mib, 2) == [mib, 8 * mib]
-
-
-def test_the_stub_has_the_buckets_of_the_strategy() -> None:
+@pytest.mark.parametrize("layers", [[0.625] * 16, [0.5], [9.0, 9.0, 0.25, 4.5, 2.5, 0.5, 0.25]])
+def test_buckets_are_cut_as_the_strategy_cuts_them(layers: list[float]) -> None:
     import torch
 
     from strategies.buckets import split
 
-    stub = predict_proof.STUB
-    parameters = [torch.nn.Parameter(torch.empty(stub["layer_bytes"] // 4)) for _ in range(16)]
-    groups = split([(parameter, 0) for parameter in parameters], 4 * 2**20)
-    assert predict_proof.stub_buckets(stub) == [len(g) * stub["layer_bytes"] for g in groups]
+    parameters = [torch.empty(int(layer * 2**18), device="meta") for layer in layers]
+    groups = split([(torch.nn.Parameter(p), 0) for p in parameters], 4 * 2**20)
+    bytes_ = [layer * 2**20 for layer in layers]
+    assert bucket_sizes(bytes_) == [sum(4 * p.numel() for p in group) for group in groups]
+
+
+def test_as_many_buckets_as_a_run_had() -> None:
+    for count in (1, 2, 6, 11, 12):
+        buckets = as_many_buckets(44e6, count)
+        assert len(buckets) == count
+        assert sum(buckets) == pytest.approx(44e6)
+    assert len(as_many_buckets(44e6, 99)) == len(bucket_sizes([44e3] * 1000)) == 14
 
 
 # ---------------------------------------------------------------------- published figures

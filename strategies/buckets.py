@@ -306,8 +306,8 @@ def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list
     """Consecutive parameters of one kind in groups that end when they reach `bytes_`.
 
     The first end at 1, 2, 4, ... MiB, so that the wire starts early; the last when as large as what
-    is left, or 1 MiB, so that little waits for the end of backward. At each moment one group of each
-    kind is open.
+    is left, or 1 MiB, so that little waits for the end of backward. At each moment one group of
+    each kind is open.
     """
     sized = [(p, kind, p.numel() * p.element_size()) for p, kind in parameters]
     rest = sum(size for _, _, size in sized)

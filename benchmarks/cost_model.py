@@ -211,10 +211,10 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
 
 def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float]:
     """Bytes, as strategies/buckets.py puts layers together that come in the order of backward."""
-    found, size, rest, limit = [], 0.0, sum(layers), float(MIB)
+    found, size, limit = [], 0.0, float(MIB)
     for layer in layers:
-        size, rest = size + layer, rest - layer
-        if size >= min(limit, max(rest, MIB)):
+        size += layer
+        if size >= limit:
             found.append(size)
             size, limit = 0.0, min(2 * limit, bucket)
     return found + ([size] if size else [])

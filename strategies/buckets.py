@@ -4,7 +4,7 @@ Parameters are laid out in flat buckets, in the reverse of the order in which th
 them, which is about the order in which backward reaches them. As soon as the last gradient of a
 bucket is there, one reduction of the whole bucket starts; gradients become views in it. Few
 large tensors are what Horovod's negotiation and the wire are good at; the first buckets are small
-so that the wire starts early, and the last so that it ends soon after backward.
+so that the wire starts early, and has the next when it is done.
 
 Behind its gradients a bucket carries flags. One a parameter: "this rank has a gradient". Where all
 are zero, no rank used the parameter, and its gradient stays None: a zero there would let weight
@@ -84,8 +84,7 @@ class GradientBuckets:
         world: the ranks.
         reduction: how a bucket is combined.
         bucket_mib: size of a bucket in MiB; a larger one has fewer negotiations, a smaller one
-            starts earlier. The first and the last are smaller; see `split`. 0: each parameter by
-            itself.
+            starts earlier. The first are of 1, 2, ... MiB. 0: each parameter by itself.
         before: what the loss is multiplied with in `prepare`, and so its gradients.
         after: what they are multiplied with after the reduction.
 
@@ -305,24 +304,20 @@ def shown_as(name: str) -> contextlib.AbstractContextManager:
 def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:
     """Consecutive parameters of one kind in groups that end when they reach `bytes_`.
 
-    The first end at 1, 2, 4, ... MiB, so that the wire starts early; the last when as large as what
-    is left, or 1 MiB, so that little waits for the end of backward. At each moment one group of
-    each kind is open.
+    The first end at 1, 2, 4, ... MiB. At each moment one group of each kind is open.
     """
-    sized = [(p, kind, p.numel() * p.element_size()) for p, kind in parameters]
-    rest = sum(size for _, _, size in sized)
     groups: list[list[Parameter]] = []
     open_: dict[object, tuple[list[Parameter], int]] = {}
     limit = min(MIB, bytes_)
-    for parameter, kind, size in sized:
-        group, before = open_.pop(kind, ([], 0))
+    for parameter, kind in parameters:
+        group, size = open_.pop(kind, ([], 0))
         group.append(parameter)
-        rest -= size
-        if before + size >= min(limit, max(rest, MIB)):
+        size += parameter.numel() * parameter.element_size()
+        if size >= limit:
             groups.append(group)
             limit = min(2 * limit, bytes_)
         else:
-            open_[kind] = group, before + size
+            open_[kind] = group, size
     return groups + [group for group, _ in open_.values()]
 
 

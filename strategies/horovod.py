@@ -54,7 +54,7 @@ class HorovodStrategy(ParallelStrategy):
     Horovod is initialized here, so make it before anything that asks for the rank.
 
     Args:
-        bucket_mib: gradients travel in buckets of this many MiB, the first and the last smaller.
+        bucket_mib: gradients travel in buckets of this many MiB, the first of 1, 2, ... MiB.
             Larger ones cost less processor time (8 on a single host: a few percent), smaller ones
             start earlier and leave less to send when backward ends (1 or 2 over a slow network).
         compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is

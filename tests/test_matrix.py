@@ -14,7 +14,10 @@ from torch import Tensor
 
 from tests.matrix import CASES, TOLERANCES, WITHOUT_DDP, run_cases
 
-LAUNCHES = [("horovod", 1), ("horovod", 2), ("horovod", 4), ("ddp", 2), ("ddp", 4)]
+LAUNCHES = [
+    pytest.param("horovod", 1, marks=pytest.mark.slow), ("horovod", 2), ("horovod", 4),
+    ("ddp", 2), pytest.param("ddp", 4, marks=pytest.mark.slow),
+]  # fmt: skip
 CLASS = {"horovod": "HorovodStrategy", "ddp": "HorovodrunDDP", "single": "SingleDeviceStrategy"}
 
 

@@ -632,13 +632,20 @@ def reduce_gradients(op: str, gradients: list[list[float]]) -> list[float]:
     return parameter.weight.grad[0].tolist()
 
 
+def reduce_each(op: str, of_ranks: list[list[list[float]]]) -> list[list[float]]:
+    return [reduce_gradients(op, gradients) for gradients in of_ranks]
+
+
 def test_adasum_adds_what_is_different_and_averages_what_is_alike(launch: Callable) -> None:
     orthogonal = [[3.0, 0, 0, 0], [0, 4.0, 0, 0], [0, 0, 5.0, 0], [0, 0, 0, 6.0]]
-    for rank in launch(reduce_gradients, 4, op="adasum", gradients=orthogonal):
-        assert rank == [3, 4, 5, 6]
-    # (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, of a = (2, 0) and b = (1, 1): 1.5 and 1
-    for rank in launch(reduce_gradients, 2, op="adasum", gradients=[[2.0, 0], [1.0, 1.0]]):
-        assert rank == pytest.approx([0.75 * 2 + 0.5, 0.5])
+    two_pairs = [[2.0, 0], [1.0, 1.0]] * 2
+    ranks = launch(reduce_each, 4, op="adasum", of_ranks=[orthogonal, two_pairs])
+    assert len(ranks) == 4
+    for added, mixed in ranks:
+        assert added == [3, 4, 5, 6]
+        # (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b, of a = (2, 0) and b = (1, 1): 0.75 a + 0.5 b;
+        # both pairs get that, and of what is equal the average.
+        assert mixed == pytest.approx([0.75 * 2 + 0.5, 0.5])
 
 
 def two_groups() -> dict[str, Any]:

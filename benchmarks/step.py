@@ -1,14 +1,15 @@
 """What a training step takes: this strategy beside Lightning's DDP, raw loops and no network.
 
     make bench-step                                 2 ranks on this host, all models
-    make bench-step ARGS="--models resnet18 --repeats 9"
+    make bench-step ARGS="--models resnet18 --repeats 9 --batch 64"
     sudo make bench-step-slow                       2 hosts of cluster/testbed.py, 500 Mbit/s
 
 All variants of a model run in one command, in turns: A B C A B C ... Their processes stay; those
 whose turn it is not are stopped (SIGSTOP) and take no time. The first block warms up and is left
 out; a variant's time is the median of the medians of its blocks, and ratios are medians of the
 ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
-Ranks are stopped and told to go on from here, so their hosts are this one, or made of it.
+Ranks are stopped and told to go on from here, so their hosts are this one, or made of it, and the
+share of its cores that is idle meanwhile says whether a step waits for them or for the network.
 Results go to benchmarks/results/ as JSON and as a Markdown table, after each model; Ctrl-C keeps
 them, and the same command goes on.
 """
@@ -31,6 +32,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import load
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
@@ -67,6 +69,7 @@ class Group:
     ranks: list[socket.socket] = field(default_factory=list)
     pids: list[int] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
+    idle: list[float] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     steps: int = 0
     bytes: int = 0
@@ -92,6 +95,7 @@ class Group:
 
     def run(self, steps: int) -> list[float]:
         """The durations of so many steps on all ranks, in seconds, but for the first of each."""
+        before = load.counters()
         try:
             for pid in self.pids:
                 os.kill(pid, signal.SIGCONT)
@@ -101,6 +105,7 @@ class Group:
             raise self.failed() from None
         self.steps += steps + 1
         answers = self.answers()
+        self.idle.append(idle(before, load.counters()))
         return [seconds for answer in answers for seconds in answer["seconds"][1:]]
 
     def failed(self) -> SystemExit:
@@ -114,6 +119,12 @@ class Group:
                 os.kill(pid, signal.SIGKILL)
         self.launcher.terminate()
         self.launcher.wait()
+
+
+def idle(earlier: dict[str, int], later: dict[str, int]) -> float:
+    """The share of the time of all cores between two readings in which they had nothing to do."""
+    total, busy = (later[name] - earlier[name] for name in ("total", "busy"))
+    return round(1 - busy / total, 3) if total > 0 else 0.0
 
 
 def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path) -> Group:
@@ -142,7 +153,7 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         output = log.open("w")
         launcher = subprocess.Popen(
             [str(horovodrun), "-np", str(ranks), "-H", arguments.hosts, *worker, name, model,
-             str(address), json.dumps(options)],
+             str(address), str(arguments.batch), json.dumps(options)],
             env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         output.close()
@@ -195,6 +206,7 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
                 "steps": group.steps,
+                "idle_share_of_cores": group.idle[-arguments.repeats :],
                 "peak_mib": round(group.peak_kib / 1024, 1),
                 "resident_mib_at_blocks": [round(kib / 1024, 1) for kib in group.resident_kib[2:]],
             }
@@ -223,18 +235,19 @@ def ratio(result: dict[str, Any], variant: str, other: str) -> float:
 def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") -> str:
     """Step times of all models and variants, with the range of blocks and the ratio to ours."""
     lines = [
-        "| model | variant | ms a step | blocks from - to | ours / this | peak MiB | after steps: "
-        "MiB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| model | variant | ms a step | blocks from - to | ours / this | cores idle | peak MiB | "
+        "after steps: MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
         for variant, found in result["variants"].items():
             blocks, held = found["block_medians_ms"], found["resident_mib_at_blocks"]
             ours_to = f"{ratio(result, ours, variant):.3f}" if ours in result["variants"] else ""
+            cores = f"{statistics.median(found['idle_share_of_cores']):.0%}"
             early = found["steps"] - len(blocks) * (result["steps_per_block"] + 1)
             lines.append(
                 f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
-                f"{max(blocks):.2f} | {ours_to} | {found['peak_mib']:.0f} | "
+                f"{max(blocks):.2f} | {ours_to} | {cores} | {found['peak_mib']:.0f} | "
                 f"{early}: {held[0]:.0f}, {found['steps']}: {held[-1]:.0f} |"
             )
     return "\n".join(lines)
@@ -246,8 +259,9 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
     if each gradient went to the wire when it is there, in turn, less the time on the wire."""
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     lines = [
-        "| model | variant | wire alone, ms | what nothing overlaps, ms | of the wire |",
-        "| --- | --- | --- | --- | --- |",
+        "| model | variant | wire alone, ms | what nothing overlaps, ms | least step, ms | "
+        "of the wire |",
+        "| --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
         if not megabits or alone not in result["variants"]:
@@ -266,7 +280,10 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
             needed = result["gradient_bytes"] * milliseconds
             alone_ms = sent + after - needed
             used = needed / (statistics.median(found["block_medians_ms"]) - alone_ms)
-            lines.append(f"| {model} | {variant} | {needed:.1f} | {alone_ms:.1f} | {used:.3f} |")
+            lines.append(
+                f"| {model} | {variant} | {needed:.1f} | {alone_ms:.1f} | {sent + after:.1f} | "
+                f"{used:.3f} |"
+            )
     return "\n\n" + "\n".join(lines)
 
 
@@ -276,18 +293,22 @@ def main() -> None:
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
     parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:8], choices=list(VARIANTS))
+    parser.add_argument("--batch", type=int, default=0, help="images a rank, else each model's own")
     parser.add_argument("--repeats", type=int, default=7, help="blocks of each variant")
     parser.add_argument("--block-seconds", type=float, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
+    if arguments.batch < 0:
+        parser.error(f"--batch {arguments.batch}: give a number of images, 1 or more")
     results = {
         "hosts": arguments.hosts, "network": arguments.network, **hardware(),
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "OMP_"))},
-        "repeats": arguments.repeats, "block_seconds": arguments.block_seconds,
-        "variants": arguments.variants, "models": {},
+        "batch": arguments.batch, "repeats": arguments.repeats,
+        "block_seconds": arguments.block_seconds, "variants": arguments.variants, "models": {},
     }  # fmt: skip
     some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
-    name = f"step_{some}{arguments.network}_{slug(results['cpu'])}_{results['date'][:10]}"
+    batch = f"batch-{arguments.batch}_" if arguments.batch else ""
+    name = f"step_{some}{batch}{arguments.network}_{slug(results['cpu'])}_{results['date'][:10]}"
     file, results = continued(results, arguments.out / f"{name}.json", "models")
     try:
         for model in arguments.models:
@@ -305,10 +326,11 @@ def main() -> None:
 def write(results: dict[str, Any], file: Path) -> None:
     write_json(results, file.with_name(f"{file.name}.json"))
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    batch = f", {results['batch']} images" if results["batch"] else ""
     head = (
         f"Step time, {results['hosts']} over {results['network']}: {results['cpu']}, "
         f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
-        f"{results['repeats']} interleaved blocks, one thread a rank.\n\n"
+        f"{results['repeats']} interleaved blocks, one thread{batch} a rank.\n\n"
     )
     file.with_name(f"{file.name}.md").write_text(head + table(results) + wire(results) + "\n")
 

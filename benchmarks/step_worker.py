@@ -267,10 +267,11 @@ VARIANTS = {
 }
 
 if __name__ == "__main__":
-    variant, name, address, options = sys.argv[1:]
+    variant, name, address, batch, options = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     make, batch_size = MODELS[name]
+    batch_size = int(batch) or batch_size
     pace = Pace(address)
     model = make()
     pace.bytes = sum(p.numel() * p.element_size() for p in model.parameters())

@@ -22,7 +22,7 @@ def result(**variants: list[float]) -> dict[str, Any]:
         "arrivals": [(0.2, 20_000_000), (0.9, 30_000_000)],
         "variants": {
             name: {
-                "block_medians_ms": blocks, "steps": 48,
+                "block_medians_ms": blocks, "steps": 48, "idle_share_of_cores": [0.1, 0.9, 0.2],
                 "peak_mib": 900.4, "resident_mib_at_blocks": [800.0, 801.0, 802.0],
             }
             for name, blocks in variants.items()
@@ -39,7 +39,9 @@ def test_ratios_are_of_neighbouring_blocks() -> None:
 def test_the_table_names_the_range_and_the_memory() -> None:
     measured = {"models": {"mlp": result(**{OURS: [9, 10, 12], "Lightning DDP": [20, 20, 20]})}}
     lines = step.table(measured).splitlines()
-    assert lines[2] == f"| mlp | {OURS} | 10.00 | 9.00 - 12.00 | 1.000 | 900 | 15: 800, 48: 802 |"
+    assert lines[2] == (
+        f"| mlp | {OURS} | 10.00 | 9.00 - 12.00 | 1.000 | 20% | 900 | 15: 800, 48: 802 |"
+    )
     assert lines[3].startswith("| mlp | Lightning DDP | 20.00 | 20.00 - 20.00 | 0.500 |")
 
 
@@ -53,28 +55,37 @@ def test_the_share_of_the_wire() -> None:
     variants = {alone: [100], OURS: [1030], "HorovodStrategy, bf16": [830]}
     measured = {"network": "500mbit", "models": {"mlp": result(**variants)}}
     assert step.wire(measured).splitlines()[-2:] == [
-        f"| mlp | {OURS} | 800.0 | 30.0 | 0.800 |",
-        "| mlp | HorovodStrategy, bf16 | 400.0 | 30.0 | 0.500 |",
+        f"| mlp | {OURS} | 800.0 | 30.0 | 830.0 | 0.800 |",
+        "| mlp | HorovodStrategy, bf16 | 400.0 | 30.0 | 430.0 | 0.500 |",
     ]
     measured["models"]["mlp"]["arrivals"] = [(0.2, 1_000_000), (0.9, 49_000_000)]
-    assert step.wire(measured).splitlines()[-2] == f"| mlp | {OURS} | 800.0 | 84.0 | 0.846 |"
+    last = step.wire(measured).splitlines()[-2]
+    assert last == f"| mlp | {OURS} | 800.0 | 84.0 | 884.0 | 0.846 |"
     assert step.wire({**measured, "network": "loopback"}) == ""
+
+
+def test_what_of_the_cores_is_idle() -> None:
+    earlier = {"total": 1000, "busy": 900, "steal": 0}
+    assert step.idle(earlier, {"total": 1400, "busy": 1200, "steal": 9}) == 0.25
+    assert step.idle(earlier, earlier) == 0
 
 
 @pytest.mark.slow
 def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp"]
+    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp", "--batch", "4"]
     variants = ["--variants", "Lightning DDP", OURS]
     few = ["--repeats", "2", "--block-seconds", "0.05", "--out", str(tmp_path)]
     done = run([*command, *variants, *few])
     assert done.returncode == 0, done.stdout
-    (file,) = tmp_path.glob("step_mlp_loopback_*.json")
+    (file,) = tmp_path.glob("step_mlp_batch-4_loopback_*.json")
     found = json.loads(file.read_text())
     measured = found["models"]["mlp"]
     assert measured["ranks"] == 2
     assert list(measured["variants"]) == variants[1:]
     assert all(len(each["block_medians_ms"]) == 2 for each in measured["variants"].values())
-    assert file.with_suffix(".md").read_text().count("| mlp |") == 2
+    assert all(len(each["idle_share_of_cores"]) == 2 for each in measured["variants"].values())
+    report = file.with_suffix(".md").read_text()
+    assert report.count("| mlp |") == 2 and "4 images a rank" in report
     assert {"cpu", "cores", "versions", "commit"} <= set(found)
 
 
@@ -86,11 +97,18 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("wrong", [["--models", "alexnet"], ["--variants", "magic"]])
-def test_unknown_names_are_refused(wrong: list[str]) -> None:
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        (["--models", "alexnet"], "invalid choice"),
+        (["--variants", "magic"], "invalid choice"),
+        (["--batch", "-1"], "1 or more"),
+    ],
+)
+def test_what_cannot_be_timed_is_refused(wrong: list[str], told: str) -> None:
     done = run([sys.executable, "-m", "benchmarks.step", *wrong])
     assert done.returncode == 2
-    assert "invalid choice" in done.stdout
+    assert told in done.stdout
 
 
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:

@@ -55,6 +55,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
     "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
 }
+# Of a frame's 1,514 bytes on an Ethernet link, 1,448 are data under TCP, IPv4
+# and time stamps (RFC 7323); cluster/testbed.py counts them all.
+FRAME = 1514 / 1448
 # Stopped processes must not take each other for lost.
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
 
@@ -254,9 +257,12 @@ def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") ->
 
 
 def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -> str:
-    """How much of a known link's rate the steps use: the time that the bytes of a ring of all ranks
-    need on it, over the step time without what nothing can overlap. That is what a step would take,
-    if each gradient went to the wire when it is there, in turn, less the time on the wire."""
+    """How much of a known link's rate the steps use.
+
+    That is the time that the frames of a ring of all ranks need on it, over the step time without
+    what nothing can overlap: the least step, in which each gradient goes to the wire when it is
+    there, in turn, less the time on the wire.
+    """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     lines = [
         "| model | variant | wire alone, ms | what nothing overlaps, ms | least step, ms | "
@@ -272,7 +278,8 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
             if "no communication" in variant:
                 continue
             halved = 2 if "16" in variant else 1
-            milliseconds = 2 * (ranks - 1) / ranks / halved * 8 / (int(megabits[1]) * 1e3)  # a byte
+            a_byte = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
+            milliseconds = 2 * (ranks - 1) / ranks / halved * a_byte
             sent = 0.0
             for share, size in result["arrivals"]:
                 sent = max(sent, share * computing) + size * milliseconds

@@ -12,7 +12,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterable
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -48,10 +48,17 @@ def wait_until(done: Callable[[], bool]) -> None:
     Horovod: its synchronize() keeps a core busy until then, which the thread that does the work, or
     the other ranks of the host, may need (measured: benchmarks/NOTES.md).
     """
-    pause = 2e-5
+    pause, longest = 2e-5, longest_pause()
     while not done():
         time.sleep(pause)
-        pause = min(1.3 * pause, 1e-4)
+        pause = min(1.3 * pause, longest)
+
+
+@cache
+def longest_pause() -> float:
+    """Seconds between two questions: 1e-4, times the ranks that share a core and would fill it."""
+    cores = len(os.sched_getaffinity(0))
+    return 1e-4 * max(1, hvd.local_size() / cores)
 
 
 def pack(obj: object) -> bytearray:

@@ -195,6 +195,10 @@ MUTATIONS = [
         "gathers_of_any", "test_properties",
     ),
     Mutation(
+        "ranks that share a core ask as often as others", "collectives.py",
+        "max(1, hvd.local_size() / cores)", "1", "who_waits", "test_strategy",
+    ),
+    Mutation(
         "the barrier lets pass", "collectives.py",
         "        token = torch.zeros(1)\n", "        return\n", "barrier", "test_strategy",
     ),

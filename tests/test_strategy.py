@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from torchmetrics import SumMetric
 
 from strategies import HorovodStrategy
+from strategies.collectives import longest_pause, wait_until
 from tests.conftest import run
 from tests.matrix import (
     CLASSES,
@@ -164,6 +165,23 @@ def test_horovod_sleeps_while_there_is_nothing_to_do(launch: Callable) -> None:
     assert 2 * max(sleeps) < min(asks_all_the_time)
     by_default = launch(wake_ups, 2)
     assert 2 * max(by_default) < min(asks_all_the_time)
+
+
+@pytest.mark.parametrize("ranks, cores, longest", [(1, 4, 1e-4), (4, 4, 1e-4), (32, 2, 1.6e-3)])
+def test_who_waits_leaves_a_shared_core_to_others(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int, longest: float
+) -> None:
+    pauses: list[float] = []
+    done = iter([False] * 40 + [True])
+    longest_pause.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd, "local_size", lambda: ranks)
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        patch.setattr(time, "sleep", pauses.append)
+        wait_until(lambda: next(done))
+    longest_pause.cache_clear()
+    assert len(pauses) == 40
+    assert pauses[0] < 1e-4 and max(pauses) == pytest.approx(longest)
 
 
 def save_and_go_on(strategy: str, folder: str, name: str, others: list[str]) -> list[Any]:

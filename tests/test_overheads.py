@@ -23,6 +23,11 @@ def test_the_planted_law_is_found_under_noise(name: str) -> None:
     assert overheads.law(RANKS, costs) == name
 
 
+def test_what_does_not_grow_by_half_is_constant() -> None:
+    assert overheads.law([2, 8, 32], [0.21, 0.21, 0.30]) == "constant"
+    assert overheads.law([2, 8, 32], [0.21, 0.25, 0.90]) == "p^2"
+
+
 def test_a_host_that_the_doctor_refuses_leaves_a_gap() -> None:
     run: dict[str, float | None] = dict.fromkeys(overheads.WHAT, 0.001)
     few, many = {**run, "doctor": 7.0}, {**run, "doctor": None}

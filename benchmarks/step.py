@@ -55,8 +55,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
     "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
 }
-# Of a frame's 1,514 bytes on an Ethernet link, 1,448 are data under TCP, IPv4
-# and time stamps (RFC 7323); cluster/testbed.py counts them all.
+# Of a frame's 1,514 bytes on an Ethernet link, 1,448 are data under TCP, IPv4 and time stamps
+# (RFC 7323); cluster/testbed.py counts them all.
 FRAME = 1514 / 1448
 # Stopped processes must not take each other for lost.
 PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}

@@ -76,6 +76,7 @@ class Group:
     arrivals: list[tuple[float, int]] = field(default_factory=list)
     steps: int = 0
     bytes: int = 0
+    images: int = 0
     peak_kib: int = 0
     resident_kib: list[int] = field(default_factory=list)
 
@@ -90,6 +91,7 @@ class Group:
             found.append(json.loads(line))
         self.pids = [answer["pid"] for answer in found]
         self.bytes, self.arrivals = found[0]["bytes"], found[0]["arrivals"]
+        self.images = found[0]["images"]
         self.peak_kib = max(answer["peak_kib"] for answer in found)
         self.resident_kib.append(max(answer["resident_kib"] for answer in found))
         for pid in self.pids:
@@ -203,6 +205,7 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
     return {
         "steps_per_block": steps,
         "gradient_bytes": groups[0].bytes,
+        "images_a_rank": groups[0].images,
         "ranks": len(groups[0].ranks),
         "arrivals": next((group.arrivals for group in groups if group.arrivals), []),
         "variants": {

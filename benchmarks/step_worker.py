@@ -64,7 +64,7 @@ class Pace:
         self.socket = socket.socket(socket.AF_UNIX)
         self.socket.connect(address)
         self.lines = self.socket.makefile("r")
-        self.left, self.last, self.bytes = 0, 0.0, 0
+        self.left, self.last, self.bytes, self.images = 0, 0.0, 0, 0
         self.times: list[float] = []
         self.arrivals: list[tuple[float, int]] = []
 
@@ -78,8 +78,8 @@ class Pace:
 
     def wait(self) -> None:
         answer = {
-            "pid": os.getpid(), "bytes": self.bytes, "seconds": self.times,
-            "arrivals": self.arrivals, **memory(),
+            "pid": os.getpid(), "bytes": self.bytes, "images": self.images,
+            "seconds": self.times, "arrivals": self.arrivals, **memory(),
         }  # fmt: skip
         self.socket.sendall((json.dumps(answer) + "\n").encode())
         order = self.lines.readline()
@@ -271,8 +271,9 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     torch.manual_seed(0)
     make, batch_size = MODELS[name]
-    batch_size = int(batch) or batch_size
+    images, labels = one_batch(int(batch) or batch_size)
     pace = Pace(address)
+    pace.images = len(images)
     model = make()
     pace.bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    VARIANTS[variant](model, one_batch(batch_size), pace, **json.loads(options))
+    VARIANTS[variant](model, (images, labels), pace, **json.loads(options))

@@ -81,7 +81,7 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
     (file,) = tmp_path.glob("step_mlp_batch-4_loopback_*.json")
     found = json.loads(file.read_text())
     measured = found["models"]["mlp"]
-    assert measured["ranks"] == 2
+    assert measured["ranks"] == 2 and measured["images_a_rank"] == 4
     assert list(measured["variants"]) == variants[1:]
     assert all(len(each["block_medians_ms"]) == 2 for each in measured["variants"].values())
     assert all(len(each["idle_share_of_cores"]) == 2 for each in measured["variants"].values())

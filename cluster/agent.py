@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -36,6 +37,7 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 LONGEST_LINE = 1 << 20
 MARK = b"# preload:"  # a line of a script: what is above it, ranks of a host may share
 IGNORED = (signal.SIGINT, signal.SIGHUP)  # the terminal's Ctrl-C is the launcher's to judge
+OPEN_FILES = 1 << 16  # each rank is connected to all others, twice to those of its host
 
 
 class Agent:
@@ -62,6 +64,7 @@ class Agent:
             self._say(error=str(error))
             return
         PRCTL(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        allow_files()
         selector = selectors.DefaultSelector()
         try:
             if job["preload"] and len(job["ranks"]) > 1 and shares_imports(job["command"]):
@@ -287,6 +290,12 @@ def _become_rank() -> None:
     die_with_parent()
     for number in IGNORED:
         signal.signal(number, signal.SIG_DFL)
+
+
+def allow_files() -> None:
+    """For this process and its children, up to OPEN_FILES, as far as the administrator lets us."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
 
 
 def _readable(descriptor: int) -> bool:

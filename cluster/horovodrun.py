@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of
+from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files
 from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks
 from cluster.record import Record
 from cluster.rendezvous import Rendezvous, own_address
@@ -131,6 +131,7 @@ class Job:
         """The exit status: 0, that of the first process that failed, or 128 + a signal."""
         hosts = list(dict.fromkeys(member.host for member in self.members))
         reached = addresses(hosts)
+        allow_files()  # a connection to each rank that waits for others
         rendezvous = Rendezvous(sorted(set(reached.values())))
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:

@@ -5,22 +5,31 @@ This one listens on the interface towards the hosts and answers only those who k
 secret, which is part of the path. Gloo asks for "http://" + address + ":" + port + "/" + key: so
 the address that ranks are given is "host:port/secret/", and what follows only lengthens the path.
 
+Each of p ranks asks for what every other has put, each time over a connection of its own: p^2
+requests. So one thread answers them all, in 0.1 ms each (http.server's threads: 0.5 ms), and who
+asks for what is not there yet waits for it here (Gloo asks again 100 times a second).
+
 What remains: who can read the network between the hosts can read the secret, and the connections
 that Gloo and NCCL then make between ranks have no authentication. Use a network of your own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import re
 import secrets
 import socket
 import sys
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http import HTTPStatus
 
 MOST_BYTES = 1 << 20  # of a value: addresses of ranks
 MOST_KEYS = 1 << 20
+MOST_HEAD = 1 << 14  # bytes of a request, without the value
+WAIT_SECONDS = 1.0  # for a value; Gloo then asks again, or has lost its patience
+QUIET_SECONDS = 30.0  # until a request must be there
+LENGTH = re.compile(rb"^content-length: *(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
 class Rendezvous:
@@ -32,22 +41,31 @@ class Rendezvous:
 
     def __init__(self, addresses: list[str]) -> None:
         self.secret = secrets.token_urlsafe(24)
+        self.port = 0
         self.store: dict[str, bytes] = {}
+        self.waiting: dict[str, set[_Connection]] = {}  # by key
         self.refused: set[str] = set()
-        self._servers: list[_Server] = []
+        self.loop = asyncio.new_event_loop()
+        self._listening: list[socket.socket] = []
         try:
             for address in addresses:
-                port = self._servers[0].server_port if self._servers else 0
-                server = _Server((address, port), self)
-                self._servers.append(server)
-                threading.Thread(target=server.serve_forever, args=[0.1], daemon=True).start()
+                # All ranks come at once.
+                self._listening.append(socket.create_server((address, self.port), backlog=1024))
+                self.port = self._listening[0].getsockname()[1]
         except OSError:
-            self.close()
+            self.loop.close()
+            for listening in self._listening:
+                listening.close()
             raise
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
 
-    @property
-    def port(self) -> int:
-        return self._servers[0].server_port
+    def _serve(self) -> None:
+        for listening in self._listening:
+            self.loop.run_until_complete(
+                self.loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
+            )
+        self.loop.run_forever()
 
     def environment(self, address: str) -> dict[str, str]:
         """What tells ranks that reach this host by `address` where the store is."""
@@ -57,70 +75,84 @@ class Rendezvous:
         }
 
     def close(self) -> None:
-        for server in self._servers:
-            server.shutdown()
-            server.server_close()
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self._thread.join()
+        self.loop.close()
+        for listening in self._listening:
+            listening.close()
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = 1024  # all ranks come at once
+class _Connection(asyncio.Protocol):
+    """One request and its answer."""
 
-    def __init__(self, place: tuple[str, int], rendezvous: Rendezvous) -> None:
-        self.rendezvous = rendezvous
-        super().__init__(place, _Handler)
+    def __init__(self, rendezvous: Rendezvous) -> None:
+        self._rendezvous = rendezvous
+        self._received = b""
+        self._key = ""
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A rank that went away in the middle is told of by who started it."""
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self._limit = self._rendezvous.loop.call_later(QUIET_SECONDS, transport.abort)
 
+    def connection_lost(self, error: Exception | None) -> None:
+        self._limit.cancel()
+        self._rendezvous.waiting.get(self._key, set()).discard(self)
 
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    timeout = 30
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, ended, value = self._received.partition(b"\r\n\r\n")
+        if not ended:
+            if len(head) > MOST_HEAD:
+                self.answer(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
+            return
+        method, _, rest = head.partition(b" ")
+        secret, _, key = rest.partition(b" ")[0].removeprefix(b"/").partition(b"/")
+        if not hmac.compare_digest(secret, self._rendezvous.secret.encode()):
+            self._refuse()
+            return
+        self._key = key.partition(b"/")[2].decode("latin-1")  # after ":port"
+        if method == b"GET":
+            self._get()
+        elif method == b"PUT":
+            length = LENGTH.search(head)
+            self._put(value, int(length[1]) if length else MOST_BYTES + 1)
+        else:
+            # DELETE: Horovod's ranks say so when they end; others may still be reading.
+            self.answer(HTTPStatus.OK)
 
-    def do_GET(self) -> None:
-        if (key := self._key()) is not None:
-            value = self.server.rendezvous.store.get(key)
-            self._answer(200 if value is not None else 404, value or b"")
+    def _get(self) -> None:
+        rendezvous = self._rendezvous
+        if (value := rendezvous.store.get(self._key)) is not None:
+            self.answer(HTTPStatus.OK, value)
+            return
+        rendezvous.waiting.setdefault(self._key, set()).add(self)
+        self._limit.cancel()
+        self._limit = rendezvous.loop.call_later(WAIT_SECONDS, self.answer, HTTPStatus.NOT_FOUND)
 
-    def do_PUT(self) -> None:
-        if (key := self._key()) is not None:
-            size = self.headers.get("Content-Length", "")
-            store = self.server.rendezvous.store
-            if not size.isdecimal() or int(size) > MOST_BYTES or len(store) > MOST_KEYS:
-                self.close_connection = True
-                self._answer(413)
-                return
-            store[key] = self.rfile.read(int(size))
-            self._answer(200)
+    def _put(self, value: bytes, length: int) -> None:
+        """Called again with all that has come, until that is all."""
+        rendezvous = self._rendezvous
+        if length > MOST_BYTES or len(rendezvous.store) > MOST_KEYS:
+            self.answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
+        elif len(value) >= length:
+            rendezvous.store[self._key] = value[:length]
+            self.answer(HTTPStatus.OK)
+            for connection in rendezvous.waiting.pop(self._key, ()):
+                connection.answer(HTTPStatus.OK, value[:length])
 
-    def do_DELETE(self) -> None:
-        # Horovod's ranks say so when they end; others may still be reading.
-        if self._key() is not None:
-            self._answer(200)
-
-    def _key(self) -> str | None:
-        """What is asked for; None, and the asker refused, without the secret."""
-        rendezvous = self.server.rendezvous
-        secret, _, key = self.path.removeprefix("/").partition("/")
-        if hmac.compare_digest(secret.encode(), rendezvous.secret.encode()):
-            return key.partition("/")[2]  # after ":port"
-        asker = self.client_address[0]
-        if asker not in rendezvous.refused:
-            rendezvous.refused.add(asker)
+    def _refuse(self) -> None:
+        asker = self._transport.get_extra_info("peername")[0]
+        if asker not in self._rendezvous.refused:
+            self._rendezvous.refused.add(asker)
             print(f"refused a request of {asker}: not of this job", file=sys.stderr, flush=True)
-        self.close_connection = True
-        self._answer(403)
-        return None
+        self.answer(HTTPStatus.FORBIDDEN)
 
-    def _answer(self, status: int, body: bytes = b"") -> None:
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *arguments: Any) -> None:
-        """Not a line a request."""
+    def answer(self, status: HTTPStatus, value: bytes = b"") -> None:
+        if not self._transport.is_closing():
+            head = f"HTTP/1.0 {status.value} {status.phrase}\r\nContent-Length: {len(value)}\r\n"
+            self._transport.write(head.encode() + b"\r\n" + value)
+            self._transport.close()
 
 
 def own_address(towards: str) -> str:

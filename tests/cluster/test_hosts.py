@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.client
 import os
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -125,7 +127,8 @@ class TestRendezvous:
         answer = connection.getresponse()
         return answer.status, answer.read()
 
-    def test_keeps_what_the_job_puts(self) -> None:
+    def test_keeps_what_the_job_puts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("cluster.rendezvous.WAIT_SECONDS", 0)
         server = Rendezvous(["127.0.0.1"])
         try:
             place = server.environment("127.0.0.1")
@@ -135,6 +138,43 @@ class TestRendezvous:
             assert self.ask(server, "PUT", path, b"here") == (200, b"")
             assert self.ask(server, "GET", path) == (200, b"here")
             assert server.store == {"global/0": b"here"}
+        finally:
+            server.close()
+
+    def test_who_asks_too_early_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And is answered when it is there, also beside those who say nothing."""
+        monkeypatch.setattr("cluster.rendezvous.WAIT_SECONDS", 60)
+        server = Rendezvous(["127.0.0.1"])
+        place = ("127.0.0.1", server.port)
+        silent = [socket.create_connection(place) for _ in range(20)]
+        try:
+            path = f"/{server.secret}/:1/global/0"
+            with ThreadPoolExecutor(3) as pool:
+                asked = [pool.submit(self.ask, server, "GET", path) for _ in range(3)]
+                deadline = time.monotonic() + 10
+                while len(server.waiting.get("global/0", ())) < 3:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.01)
+                assert self.ask(server, "PUT", path, b"here") == (200, b"")
+                assert [each.result() for each in asked] == [(200, b"here")] * 3
+            assert not server.waiting
+        finally:
+            for connection in silent:
+                connection.close()
+            server.close()
+
+    def test_a_value_may_come_in_pieces(self) -> None:
+        server = Rendezvous(["127.0.0.1"])
+        value = os.urandom(1 << 19)
+        try:
+            path = f"/{server.secret}/:1/global/0"
+            head = f"PUT {path} HTTP/1.1\r\ncontent-length: {len(value)}\r\n\r\n".encode()
+            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+                for piece in (head[:9], head[9:], value[:1000], value[1000:]):
+                    connection.sendall(piece)
+                    time.sleep(0.05)
+                assert connection.recv(100).startswith(b"HTTP/1.0 200 OK\r\n")
+            assert self.ask(server, "GET", path) == (200, value)
         finally:
             server.close()
 

@@ -126,6 +126,15 @@ class TestStart:
             assert [of[name] for of in variables] == [NICS[0], NICS[0], NICS[1], NICS[1]]
         assert {rank["cwd"] for rank in ranks} == {str(ROOT)}
 
+    def test_as_many_files_as_may_be_open(self) -> None:
+        """Each rank has a connection to all others; a login has few files, and may have more."""
+        code = "import os, horovod.torch as hvd; hvd.init(); print('open', hvd.size(), "
+        code += "len(os.listdir('/proc/self/fd')) > 18)"
+        command = horovodrun("-np", "4", "-H", "localhost:4", PYTHON, "-c", code)
+        done = run(["prlimit", "--nofile=18:4096", *command])
+        assert done.returncode == 0, done.stdout
+        assert done.stdout.count("open 4 True") == 4
+
     def test_no_secret_leaves(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         """A token of the launcher is in no command line on any host, in no file, in no rank."""
         token = f"dummy-token-{os.getpid()}"

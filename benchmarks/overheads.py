@@ -46,6 +46,7 @@ WHAT = {
     "anatomy": "gathering 200 steps of 6 phases",
     "checkpoint": "broadcast of a checkpoint of 16 MiB",
     "barrier": "a barrier",
+    "end": "the end, from what rank 0 prints last to the launcher's exit",
 }
 BEGUN = "OVERHEADS_BEGUN"  # in the environment of ranks: when the launcher was started
 NOT_FIT = "\nnot fit: "  # a verdict of the doctor, which then leaves some checks out
@@ -115,6 +116,7 @@ def measure(ranks: int) -> dict[str, float | None]:
     line = next(line for line in output.splitlines() if '"seconds"' in line)
     found = json.loads(line[line.index("{") :])
     assert found["ranks"] == ranks
+    found["seconds"]["end"] = time.time() - found["done"]
     lines = max(printing - launch, 1e-3)
     return {
         "launch": launch,

@@ -32,7 +32,8 @@ def test_a_host_that_the_doctor_refuses_leaves_a_gap() -> None:
     run: dict[str, float | None] = dict.fromkeys(overheads.WHAT, 0.001)
     few, many = {**run, "doctor": 7.0}, {**run, "doctor": None}
     shown = overheads.table({"ranks": [2, 4], "runs": {"2": [few], "4": [few, many]}})
-    assert "| 7,000.0 | not fit | ? |" in shown and shown.count("| 1.0 | 1.0 | constant |") == 10
+    assert "| 7,000.0 | not fit | ? |" in shown
+    assert shown.count("| 1.0 | 1.0 | constant |") == len(overheads.WHAT) - 1
 
 
 @pytest.mark.slow

@@ -8,6 +8,8 @@ its variables and output. So a host's processor time and file look-ups for torch
 those of one process, however many ranks it has. Above the line there is no rank yet: HOROVOD_RANK
 is not set. What goes wrong there, each rank tells itself. Ranks import for themselves where a fork
 is not as good as a new process: after a Python thread was started, or CUDA asked for its devices.
+A script that ends well ends at once, when threads and atexit are done and files are written: what
+else it holds is not torn down, and no __del__ is called.
 """
 
 from __future__ import annotations

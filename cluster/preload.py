@@ -18,6 +18,7 @@ import atexit
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import io
@@ -30,21 +31,21 @@ import time
 import types
 import warnings
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from cluster.agent import MARK, die_with_parent
 
 PAUSE_HARD = 2  # omp_pause_resource_t of OpenMP 5.0
 
 
-def run_head(script: str, source: bytes) -> list[io.IOBase]:
+def run_head(script: str, source: bytes) -> list[Any]:
     """What stands above the mark; the files that it leaves open."""
     head = source.partition(b"\n" + MARK)[0]
     gc.disable()  # it walks what imports make again and again, a quarter of their time
     with contextlib.suppress(Exception):  # each rank comes to it again, and tells
         code = compile(head, script, "exec", dont_inherit=True)
         exec(code, {"__name__": "__preload__", "__file__": script})
-    opened = open_files()
+    opened = open_files() if writes_files() else [sys.stdout, sys.stderr]
     gc.freeze()  # nor do ranks walk it, whose writes to it would copy its pages
     gc.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -81,14 +82,24 @@ def run(script: str, source: bytes) -> None:
     exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
 
 
-def open_files() -> list[io.IOBase]:
+def writes_files() -> bool:
+    """Whether one is open for that; to look through all objects takes 0.1 s."""
+    return any(
+        os.path.isfile(f"/proc/self/fd/{number}")
+        and fcntl.fcntl(int(number), fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
+        for number in os.listdir("/proc/self/fd")
+        if int(number) > 2
+    )
+
+
+def open_files() -> list[Any]:
     """Those that were made since gc.freeze(), and perhaps closed."""
     things = gc.get_objects()
     kinds = {kind for kind in set(map(type, things)) if issubclass(kind, io.IOBase)}
     return [thing for thing in things if type(thing) in kinds]
 
 
-def end(opened: list[io.IOBase]) -> NoReturn:
+def end(opened: list[Any]) -> NoReturn:
     """As the interpreter does, but for giving back what this process has, object by object.
 
     That took half a second of a core a rank, as a write to a page that ranks share copies it. What

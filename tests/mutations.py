@@ -250,8 +250,17 @@ MUTATIONS = [
     ),
     Mutation(
         "the rendezvous serves everyone", "rendezvous.py",
-        "if hmac.compare_digest(secret.encode(), rendezvous.secret.encode()):", "if True:",
+        "if not hmac.compare_digest(secret, self._rendezvous.secret.encode()):", "if False:",
         "refuses_others", "cluster/test_hosts", "cluster",
+    ),
+    Mutation(
+        "the rendezvous lets nobody wait", "rendezvous.py",
+        "rendezvous.loop.call_later(WAIT_SECONDS,", "rendezvous.loop.call_later(0,",
+        "too_early_waits", "cluster/test_hosts", "cluster",
+    ),
+    Mutation(
+        "ranks have as few files as a login starts with", "agent.py",
+        "        allow_files()\n", "", "files_as_may_be_open", "cluster/test_jobs", "cluster",
     ),
     Mutation(
         "tokens are forwarded", "horovodrun.py",
@@ -301,6 +310,16 @@ MUTATIONS = [
         "an agent waits for what an import has forked", "agent.py",
         "os.set_blocking(process.stdout.fileno(), False)", "pass",
         "keeps_nobody_waiting", "cluster/test_preload", "cluster",
+    ),
+    Mutation(
+        "a rank ends before its threads", "preload.py",
+        "    threading._shutdown()", "    pass",
+        "leaves_to_the_end", "cluster/test_preload", "cluster",
+    ),
+    Mutation(
+        "a rank ends with its files half written", "preload.py",
+        "    files = [*opened, *open_files()]", "    files = opened",
+        "leaves_to_the_end", "cluster/test_preload", "cluster",
     ),
     Mutation(
         "a process with threads is forked", "preload.py",

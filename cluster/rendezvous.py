@@ -46,26 +46,19 @@ class Rendezvous:
         self.waiting: dict[str, set[_Connection]] = {}  # by key
         self.refused: set[str] = set()
         self.loop = asyncio.new_event_loop()
-        self._listening: list[socket.socket] = []
+        self._servers: list[asyncio.Server] = []
         try:
             for address in addresses:
-                # All ranks come at once.
-                self._listening.append(socket.create_server((address, self.port), backlog=1024))
-                self.port = self._listening[0].getsockname()[1]
+                server = self.loop.create_server(
+                    lambda: _Connection(self), address, self.port, backlog=1024
+                )  # all ranks come at once
+                self._servers.append(self.loop.run_until_complete(server))
+                self.port = self._servers[0].sockets[0].getsockname()[1]
         except OSError:
-            self.loop.close()
-            for listening in self._listening:
-                listening.close()
+            self._close()
             raise
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-
-    def _serve(self) -> None:
-        for listening in self._listening:
-            self.loop.run_until_complete(
-                self.loop.create_server(lambda: _Connection(self), sock=listening, backlog=1024)
-            )
-        self.loop.run_forever()
 
     def environment(self, address: str) -> dict[str, str]:
         """What tells ranks that reach this host by `address` where the store is."""
@@ -77,9 +70,13 @@ class Rendezvous:
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
+        self._close()
+
+    def _close(self) -> None:
+        for server in self._servers:
+            server.close()
+        self.loop.run_until_complete(asyncio.sleep(0.01))  # those that were being accepted
         self.loop.close()
-        for listening in self._listening:
-            listening.close()
 
 
 class _Connection(asyncio.Protocol):

@@ -37,7 +37,7 @@ SIOCGIFADDR = 0x8915  # netdevice(7)
 LONGEST_LINE = 1 << 20
 MARK = b"# preload:"  # a line of a script: what is above it, ranks of a host may share
 IGNORED = (signal.SIGINT, signal.SIGHUP)  # the terminal's Ctrl-C is the launcher's to judge
-OPEN_FILES = 1 << 16  # each rank is connected to all others, twice to those of its host
+MOST_FILES = 1 << 16  # open: each rank is connected to all others, twice to those of its host
 
 
 class Agent:
@@ -293,9 +293,11 @@ def _become_rank() -> None:
 
 
 def allow_files() -> None:
-    """For this process and its children, up to OPEN_FILES, as far as the administrator lets us."""
+    """For this process and its children, up to MOST_FILES, as far as the administrator lets us."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
+    if soft < (wanted := min(hard, MOST_FILES)):
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _readable(descriptor: int) -> bool:

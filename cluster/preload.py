@@ -8,20 +8,15 @@ its variables and output. So a host's processor time and file look-ups for torch
 those of one process, however many ranks it has. Above the line there is no rank yet: HOROVOD_RANK
 is not set. What goes wrong there, each rank tells itself. Ranks import for themselves where a fork
 is not as good as a new process: after a Python thread was started, or CUDA asked for its devices.
-A script that ends well ends at once, when threads and atexit are done and files are written: what
-else it holds is not torn down, and no __del__ is called.
 """
 
 from __future__ import annotations
 
-import atexit
 import builtins
 import contextlib
 import ctypes
-import fcntl
 import functools
 import gc
-import io
 import json
 import os
 import re
@@ -31,21 +26,19 @@ import time
 import types
 import warnings
 from pathlib import Path
-from typing import Any, NoReturn
 
 from cluster.agent import MARK, die_with_parent
 
 PAUSE_HARD = 2  # omp_pause_resource_t of OpenMP 5.0
 
 
-def run_head(script: str, source: bytes) -> list[Any]:
-    """What stands above the mark; the files that it leaves open."""
+def run_head(script: str, source: bytes) -> None:
+    """What stands above the mark."""
     head = source.partition(b"\n" + MARK)[0]
     gc.disable()  # it walks what imports make again and again, a quarter of their time
     with contextlib.suppress(Exception):  # each rank comes to it again, and tells
         code = compile(head, script, "exec", dont_inherit=True)
         exec(code, {"__name__": "__preload__", "__file__": script})
-    opened = open_files() if writes_files() else [sys.stdout, sys.stderr]
     gc.freeze()  # nor do ranks walk it, whose writes to it would copy its pages
     gc.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -54,7 +47,6 @@ def run_head(script: str, source: bytes) -> list[Any]:
     for library in set(re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())):
         with contextlib.suppress(OSError, AttributeError):  # there is none before version 9
             ctypes.CDLL(library).omp_pause_resource_all(PAUSE_HARD)
-    return opened
 
 
 def become_rank(outputs: list[int], variables: dict[str, str], parent: int, agent: int) -> None:
@@ -82,42 +74,6 @@ def run(script: str, source: bytes) -> None:
     exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
 
 
-def writes_files() -> bool:
-    """Whether one is open for that; to look through all objects takes 0.1 s."""
-    return any(
-        os.path.isfile(f"/proc/self/fd/{number}")
-        and fcntl.fcntl(int(number), fcntl.F_GETFL) & (os.O_WRONLY | os.O_RDWR)
-        for number in os.listdir("/proc/self/fd")
-        if int(number) > 2
-    )
-
-
-def open_files() -> list[Any]:
-    """Those that were made since gc.freeze(), and perhaps closed."""
-    things = gc.get_objects()
-    kinds = {kind for kind in set(map(type, things)) if issubclass(kind, io.IOBase)}
-    return [thing for thing in things if type(thing) in kinds]
-
-
-def end(opened: list[Any]) -> NoReturn:
-    """As the interpreter does, but for giving back what this process has, object by object.
-
-    That took half a second of a core a rank, as a write to a page that ranks share copies it. What
-    the script has written to files that it left open is there, those of `opened` among them.
-    """
-    threading._shutdown()  # type: ignore[attr-defined]  # so do multiprocessing's children
-    atexit._run_exitfuncs()
-    files = [*opened, *open_files()]
-    for act in ("flush", "close", "flush"):
-        for file in files:
-            # One on top of another, as gzip's, has its last bytes for it when it is closed.
-            if act == "flush" or type(file).__module__ != "_io":
-                with contextlib.suppress(Exception):
-                    getattr(file, act)()
-    ctypes.CDLL(None).fflush(None)
-    os._exit(0)
-
-
 def tell(
     script: str, kind: type[BaseException], error: BaseException,
     traceback: types.TracebackType | None,
@@ -143,7 +99,7 @@ def main() -> None:
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)
-    opened = run_head(script, source)
+    run_head(script, source)
     threads, parent, agent = threading.active_count(), os.getpid(), os.getppid()
     outputs = [descriptor for pair in job["outputs"].values() for descriptor in pair]
     for rank, variables in job["ranks"].items():
@@ -158,12 +114,7 @@ def main() -> None:
             torch = sys.modules.get("torch")
             if threads > 1 or (torch and torch.cuda._is_in_bad_fork()):
                 os.execv(sys.executable, [sys.executable, *sys.argv])
-            try:
-                run(script, source)
-            except SystemExit as ended:
-                if ended.code:
-                    raise
-            end(opened)
+            return run(script, source)
         os.write(pids, f"{pid} {rank}\n".encode())
     os._exit(0)
 

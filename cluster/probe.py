@@ -178,7 +178,7 @@ def facts(asked: dict) -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/sys/class/infiniband"),
     }

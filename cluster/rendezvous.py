@@ -44,6 +44,7 @@ class Rendezvous:
         self.port = 0
         self.store: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Connection]] = {}  # by key
+        self.open: set[asyncio.Transport] = set()
         self.refused: set[str] = set()
         self.loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
@@ -75,7 +76,10 @@ class Rendezvous:
     def _close(self) -> None:
         for server in self._servers:
             server.close()
-        self.loop.run_until_complete(asyncio.sleep(0.01))  # those that were being accepted
+        self.loop.run_until_complete(asyncio.sleep(0.01))  # connections that were being accepted
+        for transport in self.open:
+            transport.abort()
+        self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
 
 
@@ -90,10 +94,12 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._rendezvous.open.add(transport)
         self._limit = self._rendezvous.loop.call_later(QUIET_SECONDS, transport.abort)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._limit.cancel()
+        self._rendezvous.open.discard(self._transport)
         self._rendezvous.waiting.get(self._key, set()).discard(self)
 
     def data_received(self, data: bytes) -> None:
@@ -142,7 +148,9 @@ class _Connection(asyncio.Protocol):
         asker = self._transport.get_extra_info("peername")[0]
         if asker not in self._rendezvous.refused:
             self._rendezvous.refused.add(asker)
-            print(f"refused a request of {asker}: not of this job", file=sys.stderr, flush=True)
+            told = f"refused a request of {asker}: not of this job\n"
+            # Not here: a terminal may be stopped, and all ranks wait for this thread.
+            threading.Thread(target=sys.stderr.write, args=[told], daemon=True).start()
         self.answer(HTTPStatus.FORBIDDEN)
 
     def answer(self, status: HTTPStatus, value: bytes = b"") -> None:

@@ -312,16 +312,6 @@ MUTATIONS = [
         "keeps_nobody_waiting", "cluster/test_preload", "cluster",
     ),
     Mutation(
-        "a rank ends before its threads", "preload.py",
-        "    threading._shutdown()", "    pass",
-        "leaves_to_the_end", "cluster/test_preload", "cluster",
-    ),
-    Mutation(
-        "a rank ends with its files half written", "preload.py",
-        "    files = [*opened, *open_files()]", "    files = opened",
-        "leaves_to_the_end", "cluster/test_preload", "cluster",
-    ),
-    Mutation(
         "a process with threads is forked", "preload.py",
         "threads > 1 or", "",
         "after_a_thread", "cluster/test_preload", "cluster",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import signal
@@ -197,40 +196,6 @@ def test_a_rank_that_ends_is_told(script: Path) -> None:
     assert imports(script) == 1
     assert done.returncode == 7
     assert "horovodrun: rank 1 on localhost ended with exit code 7" in done.stdout
-
-
-def test_what_a_script_leaves_to_the_end_is_done(script: Path) -> None:
-    """Files that it has not closed, threads, what is to be called at exit; without flush."""
-    script.with_name("planted.py").write_text(
-        "import os\ndef name(of): return f'{__file__}.{of}.{os.environ.get(\"HOROVOD_RANK\")}'\n"
-        "early = open(os.path.dirname(__file__) + '/early', 'a')\n"
-    )
-    script.write_text(
-        "import atexit, concurrent.futures, gzip, sys, threading, time\nimport planted\n"
-        "# preload: it\nsys.stdout.reconfigure(write_through=False, line_buffering=False)\n"
-        "early = planted.early\nearly.write('early\\n')\n"
-        "text = open(planted.name('text'), 'w')\ntext.write('text')\n"
-        "packed = gzip.open(planted.name('gz'), 'wt')\npacked.write('packed')\n"
-        "def later():\n    time.sleep(0.5)\n    text.write(' later')\n"
-        "threading.Thread(target=later).start()\n"
-        "pool = concurrent.futures.ThreadPoolExecutor()\n"
-        "pool.submit(sys.stdout.write, 'pooled\\n')\n"
-        "atexit.register(lambda: text.write(' at exit'))\n"
-        "sys.stdout.write('printed\\n')\nraise SystemExit\n"
-    )
-    for preload in ("1", "0"):
-        done = run(launched(script, 2), PRELOAD=preload)
-        assert done.returncode == 0, done.stdout
-        assert done.stdout.count(">:printed\n") == done.stdout.count(">:pooled\n") == 2
-        assert script.with_name("early").read_text() == "early\n" * 2
-        for rank in range(2):
-            text = script.with_name(f"planted.py.text.{rank}")
-            assert text.read_text() == "text later at exit"
-            packed = script.with_name(f"planted.py.gz.{rank}")
-            assert gzip.decompress(packed.read_bytes()) == b"packed"
-            text.unlink()
-            packed.unlink()
-        script.with_name("early").unlink()
 
 
 def begun(script: Path, log: Path, ready: str, count: int) -> subprocess.Popen:

@@ -44,7 +44,7 @@ class Rendezvous:
         self.port = 0
         self.store: dict[str, bytes] = {}
         self.waiting: dict[str, set[_Connection]] = {}  # by key
-        self.open: set[asyncio.Transport] = set()
+        self.connected: set[asyncio.Transport] = set()
         self.refused: set[str] = set()
         self.loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
@@ -77,7 +77,7 @@ class Rendezvous:
         for server in self._servers:
             server.close()
         self.loop.run_until_complete(asyncio.sleep(0.01))  # connections that were being accepted
-        for transport in self.open:
+        for transport in self.connected:
             transport.abort()
         self.loop.run_until_complete(asyncio.sleep(0))
         self.loop.close()
@@ -94,12 +94,12 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self._rendezvous.open.add(transport)
+        self._rendezvous.connected.add(transport)
         self._limit = self._rendezvous.loop.call_later(QUIET_SECONDS, transport.abort)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._limit.cancel()
-        self._rendezvous.open.discard(self._transport)
+        self._rendezvous.connected.discard(self._transport)
         self._rendezvous.waiting.get(self._key, set()).discard(self)
 
     def data_received(self, data: bytes) -> None:

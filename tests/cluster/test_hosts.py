@@ -163,6 +163,15 @@ class TestRendezvous:
                 connection.close()
             server.close()
 
+    def test_nobody_waits_for_one_that_has_ended(self) -> None:
+        server = Rendezvous(["127.0.0.1"])
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(f"GET /{server.secret}/:1/global/0 HTTP/1.1\r\n\r\n".encode())
+            while not server.waiting:
+                time.sleep(0.01)
+            server.close()
+            assert connection.recv(100) == b""
+
     def test_a_value_may_come_in_pieces(self) -> None:
         server = Rendezvous(["127.0.0.1"])
         value = os.urandom(1 << 19)
@@ -189,7 +198,11 @@ class TestRendezvous:
             assert not server.store and not canary.exists()
         finally:
             server.close()
-        assert capfd.readouterr().err.count("refused a request of 127.0.0.1") == 1
+        told, deadline = "", time.monotonic() + 10  # by a thread of its own
+        while "refused" not in told and time.monotonic() < deadline:
+            time.sleep(0.05)
+            told += capfd.readouterr().err
+        assert told.count("refused a request of 127.0.0.1") == 1
 
     def test_takes_no_more_than_addresses(self) -> None:
         server = Rendezvous(["127.0.0.1"])

@@ -40,7 +40,7 @@ JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STO
 
 .DEFAULT_GOAL := help
 .PHONY: help install environment dev-environment train sweep hello doctor sync launch status logs stop \
-        profile new test test-slow test-mutations check bench bench-check bench-readme \
+        profile new test test-slow test-gpu test-mutations check bench bench-check bench-readme \
         bench-step bench-step-slow bench-overheads bench-allreduce predict predict-proof \
         bench-losses bench-split bench-start export tensorboard clean
 
@@ -100,6 +100,9 @@ test: dev-environment ## run all tests; a part of them: make test ARGS="-k strat
 
 test-slow: dev-environment ## train the jobs that fit a laptop to the results that they promise (minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
+
+test-gpu: dev-environment ## the strategy, a job and the benchmark of a step on the GPUs of this host
+	@$(PYTHON) -m pytest -m gpu tests/test_gpu.py $(ARGS)
 
 test-mutations: dev-environment ## break the strategy in many places and see tests fail (slow)
 	@$(PYTHON) tests/mutations.py $(ARGS)

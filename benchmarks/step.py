@@ -2,6 +2,7 @@
 
     make bench-step                                 2 ranks on this host, all models
     make bench-step ARGS="--models resnet18 --repeats 9 --batch 64"
+    make bench-step NP=1 ARGS="--models resnet50 --batch 256"     on a GPU, where there is one
     sudo make bench-step-slow                       2 hosts of cluster/testbed.py, 500 Mbit/s
 
 All variants of a model run in one command, in turns: A B C A B C ... Their processes stay; those
@@ -10,6 +11,7 @@ out; a variant's time is the median of the medians of its blocks, and ratios are
 ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
 Ranks are stopped and told to go on from here, so their hosts are this one, or made of it, and the
 share of its cores that is idle meanwhile says whether a step waits for them or for the network.
+On GPUs (one a rank; --device cpu: not on them) all is in bf16-mixed and channels_last.
 Results go to benchmarks/results/ as JSON and as a Markdown table, after each model; Ctrl-C keeps
 them, and the same command goes on.
 """
@@ -36,6 +38,7 @@ from benchmarks import load
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
+ON_GPU = [*MODELS, "resnet50"]
 # What strategies/environment.py sets for itself, so that it can be told from the rest.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 # Function of step_worker.py, options of HorovodStrategy, environment.
@@ -59,7 +62,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 # (RFC 7323); cluster/testbed.py counts them all.
 FRAME = 1514 / 1448
 # Stopped processes must not take each other for lost.
-PATIENCE = {"HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1"}
+PATIENCE = {
+    "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+}  # fmt: skip
 
 
 @dataclass
@@ -142,7 +148,7 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         deadline = time.monotonic() + 120
         worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
         horovodrun = Path(sys.executable).parent / "horovodrun"
-        ranks = sum(int(host.partition(":")[2] or 1) for host in arguments.hosts.split(","))
+        ranks = sum(slots(arguments.hosts))
         first = arguments.hosts.split(",")[0].partition(":")[0]
         try:
             meeting = "127.0.0.1" if first == "localhost" else socket.gethostbyname(first)
@@ -158,7 +164,7 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         output = log.open("w")
         launcher = subprocess.Popen(
             [str(horovodrun), "-np", str(ranks), "-H", arguments.hosts, *worker, name, model,
-             str(address), str(arguments.batch), json.dumps(options)],
+             str(address), arguments.device, str(arguments.batch), json.dumps(options)],
             env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         output.close()
@@ -171,6 +177,10 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
                     raise group.failed() from None
     group.answers()
     return group
+
+
+def slots(hosts: str) -> list[int]:
+    return [int(host.partition(":")[2] or 1) for host in hosts.split(",")]
 
 
 def _free_port() -> int:
@@ -273,7 +283,7 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
-        if not megabits or alone not in result["variants"]:
+        if not (megabits and alone in result["variants"] and result["arrivals"]):
             return ""
         computing = statistics.median(result["variants"][alone]["block_medians_ms"])
         ranks = result["ranks"]
@@ -301,8 +311,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
-    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--variants", nargs="+", default=list(VARIANTS)[:8], choices=list(VARIANTS))
+    parser.add_argument("--models", nargs="+", choices=ON_GPU, help="all but resnet50; GPUs: all")
+    parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda where there is a GPU")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="else the first 8")
     parser.add_argument("--batch", type=int, default=0, help="images a rank, else each model's own")
     parser.add_argument("--repeats", type=int, default=7, help="blocks of each variant")
     parser.add_argument("--block-seconds", type=float, default=3)
@@ -310,15 +321,29 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.batch < 0:
         parser.error(f"--batch {arguments.batch}: give a number of images, 1 or more")
+    here = hardware()
+    gpus = here["gpus"]
+    arguments.device = arguments.device or ("cuda" if gpus else "cpu")
+    on_gpu = arguments.device == "cuda"
+    if on_gpu and sum(slots(arguments.hosts)) > len(gpus):
+        parser.error(
+            f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are {len(gpus)}; "
+            "name fewer slots (make: NP=1), or --device cpu"
+        )
+    every = ON_GPU if on_gpu else MODELS
+    arguments.models = arguments.models or every
+    # What malloc does is nothing to a GPU.
+    arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 8]
+    on = gpus[0] if on_gpu else here["cpu"]
     results = {
-        "hosts": arguments.hosts, "network": arguments.network, **hardware(),
+        "hosts": arguments.hosts, "network": arguments.network, "device": arguments.device, **here,
         "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "OMP_"))},
         "batch": arguments.batch, "repeats": arguments.repeats,
         "block_seconds": arguments.block_seconds, "variants": arguments.variants, "models": {},
     }  # fmt: skip
-    some = "" if arguments.models == MODELS else "-".join(arguments.models) + "_"
+    some = "" if arguments.models == every else "-".join(arguments.models) + "_"
     batch = f"batch-{arguments.batch}_" if arguments.batch else ""
-    name = f"step_{some}{batch}{arguments.network}_{slug(results['cpu'])}_{results['date'][:10]}"
+    name = f"step_{some}{batch}{arguments.network}_{slug(on)}_{results['date'][:10]}"
     file, results = continued(results, arguments.out / f"{name}.json", "models")
     try:
         for model in arguments.models:
@@ -337,8 +362,10 @@ def write(results: dict[str, Any], file: Path) -> None:
     write_json(results, file.with_name(f"{file.name}.json"))
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     batch = f", {results['batch']} images" if results["batch"] else ""
+    on_gpu = results["device"] == "cuda"
+    gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
     head = (
-        f"Step time, {results['hosts']} over {results['network']}: {results['cpu']}, "
+        f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
         f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
         f"{results['repeats']} interleaved blocks, one thread{batch} a rank.\n\n"
     )

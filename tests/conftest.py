@@ -18,6 +18,12 @@ ROOT = Path(__file__).resolve().parent.parent
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Ranks of tests share the CPU; GPUs, of which each needs its own, are for test_gpu.py."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def run(
     command: list[str], cwd: Path = ROOT, timeout: float = 240, **environment: str
 ) -> subprocess.CompletedProcess[str]:

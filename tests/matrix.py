@@ -1,7 +1,8 @@
 """What is trained with one process, with Horovod and with DDP, to be compared: see test_matrix.py.
 
 Each case is a function of a strategy's name that returns numbers. Ranks share global batches of 8,
-so that every strategy and every number of ranks sees the same samples in the same order.
+so that every strategy and every number of ranks sees the same samples in the same order. On GPUs
+see test_gpu.py.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities import move_data_to_device
 from pytorch_lightning.callbacks import (
     BaseFinetuning,
     EMAWeightAveraging,
@@ -24,6 +26,7 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.plugins import MixedPrecision
 from pytorch_lightning.strategies import SingleDeviceStrategy, Strategy
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
@@ -33,6 +36,8 @@ from torchmetrics.classification import BinaryAUROC, MulticlassAccuracy, Multicl
 RANK, SIZE = (int(os.environ.get(f"HOROVOD_{name}", default)) for name, default in
               (("RANK", 0), ("SIZE", 1)))  # fmt: skip
 FEATURES, CLASSES, GLOBAL_BATCH = 12, 5, 8
+DEVICE = "cpu"  # or cuda
+BUCKETS_ALONE = False  # with one rank too, gradients go through buckets and Horovod
 
 CASES: dict[str, Callable[[str], dict[str, Any]]] = {}
 WITHOUT_DDP: dict[str, str] = {}  # why DDP has no such case
@@ -52,14 +57,19 @@ def case(without_ddp: str = "", tolerance: float = 1e-6) -> Callable:
     return listed
 
 
-def run_cases(strategy: str, names: list[str]) -> dict[str, Any]:
+def run_cases(
+    strategy: str, names: list[str], device: str = "cpu", buckets_alone: bool = False
+) -> dict[str, Any]:
     """The named cases; where one fails, the traceback takes the place of its numbers."""
+    global DEVICE, BUCKETS_ALONE
+    DEVICE, BUCKETS_ALONE = device, buckets_alone
+    torch.backends.cudnn.allow_tf32 = False  # 10 bits would hide what is compared
     results: dict[str, Any] = {"size": SIZE, "strategy": type(make(strategy)).__name__}
     for name in names:
         if strategy == "ddp" and name in WITHOUT_DDP:
             continue
         try:
-            results[name] = CASES[name](strategy)
+            results[name] = move_data_to_device(CASES[name](strategy), "cpu")
         except Exception:
             results[name] = traceback.format_exc()
             if SIZE > 1:  # the others may wait for this rank
@@ -72,17 +82,31 @@ def make(strategy: str, **options: Any) -> Strategy:
     if strategy == "horovod":
         from strategies import HorovodStrategy
 
-        return HorovodStrategy(**options)
+        chosen = HorovodStrategy(**options)
+        return with_buckets(chosen) if BUCKETS_ALONE and SIZE == 1 else chosen
     if strategy == "ddp":
         from strategies.ddp import ddp
 
         return ddp("cpu", find_unused_parameters=True)
-    return SingleDeviceStrategy("cpu")
+    return SingleDeviceStrategy("cuda:0" if DEVICE == "cuda" else "cpu")
+
+
+def with_buckets(strategy: Any) -> Strategy:
+    """One rank whose gradients travel all the same: what can be tested with a single GPU."""
+    setup = strategy.setup
+
+    def setup_with_buckets(run: pl.Trainer) -> None:
+        setup(run)
+        if run.state.fn == TrainerFn.FITTING:
+            strategy._buckets = strategy._make_buckets()
+
+    strategy.setup = setup_with_buckets
+    return strategy
 
 
 def trainer(strategy: str | Strategy, **arguments: Any) -> pl.Trainer:
     defaults = {
-        "accelerator": "cpu", "logger": False, "max_epochs": 2, "enable_checkpointing": False,
+        "accelerator": DEVICE, "logger": False, "max_epochs": 2, "enable_checkpointing": False,
         "enable_progress_bar": False, "enable_model_summary": False,
     }  # fmt: skip
     strategy = make(strategy) if isinstance(strategy, str) else strategy
@@ -415,9 +439,9 @@ class Overflows(Net):
 
 @case(tolerance=0.02)  # float16 has 11 bits
 def fp16_mixed(strategy: str) -> dict[str, Any]:
-    """With a scaler on the CPU: all ranks skip the step that one of them cannot make."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=128.0)
-    plugin = MixedPrecision("16-mixed", "cpu", scaler)
+    """With a scaler: all ranks skip the step that one of them cannot make."""
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=128.0)
+    plugin = MixedPrecision("16-mixed", DEVICE, scaler)
     result = fit(strategy, Overflows(), plugins=[plugin])
     return {**result, "scaler": scaler.state_dict()}
 
@@ -533,7 +557,7 @@ class SameEverywhere(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         whole = samples().tensors
         rows = slice(batch_idx * GLOBAL_BATCH, (batch_idx + 1) * GLOBAL_BATCH)
-        return super().training_step([part[rows] for part in whole], batch_idx)
+        return super().training_step([part[rows].to(self.device) for part in whole], batch_idx)
 
 
 @case(without_ddp="an option of ours")
@@ -573,7 +597,9 @@ class Ragged(Metric):
 
     def compute(self) -> Tensor:
         values = torch.cat([part.reshape(-1) for part in self.values]).sort().values
-        order = torch.arange(len(values)) + 1.0  # so that a repeated or missing value shows
+        order = (
+            torch.arange(len(values), device=values.device) + 1.0
+        )  # so that a repeated or missing value shows
         return (values * order).sum() + self.largest + self.smallest + self.average
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks import hardware, step
 from tests.conftest import run
+from tests.test_anatomy import Event
 
 OURS = "Lightning + HorovodStrategy"
 
@@ -71,9 +74,22 @@ def test_what_of_the_cores_is_idle() -> None:
     assert step.idle(earlier, earlier) == 0
 
 
+def test_on_a_gpu_steps_are_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK"):
+        monkeypatch.setenv(f"HOROVOD_{name}", "0")
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    worker = importlib.import_module("benchmarks.step_worker")
+    pace = worker.Pace.__new__(worker.Pace)
+    pace.on_gpu, pace.moments = True, []
+    for _ in range(4):
+        pace.note()
+    assert pace.seconds() == [0.001] * 3
+
+
 @pytest.mark.slow
 def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp", "--batch", "4"]
+    command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
+    command += ["--batch", "4"]
     variants = ["--variants", "Lightning DDP", OURS]
     few = ["--repeats", "2", "--block-seconds", "0.05", "--out", str(tmp_path)]
     done = run([*command, *variants, *few])
@@ -91,7 +107,7 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
 
 
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.step", "--models", "mlp"]
+    command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
     done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: ")
@@ -104,6 +120,7 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
         (["--models", "alexnet"], "invalid choice"),
         (["--variants", "magic"], "invalid choice"),
         (["--batch", "-1"], "1 or more"),
+        (["--device", "cuda", "--hosts", "localhost:999"], "a rank needs a GPU of its own, and"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(wrong: list[str], told: str) -> None:

@@ -1,0 +1,194 @@
+"""The engine on GPUs: `make test-gpu`, on a host with at least one.
+
+A single rank sends its gradients through buckets and Horovod too, so that one GPU is enough; where
+there are several, as many ranks are launched as well. `make test-slow` runs the same on a CPU,
+which keeps these tests true where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch import Tensor, nn
+
+from strategies.batchnorm import SyncBatchNorm
+from strategies.collectives import DTYPES, World
+from strategies.environment import initialize
+from tests.conftest import run
+from tests.matrix import CASES, TOLERANCES, run_cases
+from tests.test_matrix import assert_same
+
+GPUS = torch.cuda.device_count()  # none where tests/conftest.py hides them
+LAUNCHES = [
+    pytest.param("cpu", 1, marks=pytest.mark.slow),
+    pytest.param("cuda", 1, marks=pytest.mark.gpu),
+    *([pytest.param("cuda", min(GPUS, 4), marks=pytest.mark.gpu)] if GPUS > 1 else []),
+]
+NOT_ALONE = {"adasum_of_equal_gradients"}  # it has nothing to send
+LEAST = {"cpu": 0.0, "cuda": 1e-5}  # tolerances: a GPU adds up in an order of its own
+
+pytestmark = pytest.mark.parametrize("device, ranks", LAUNCHES)
+
+
+@pytest.fixture(autouse=True)
+def there_is_one(device: str) -> None:
+    if device == "cuda" and not GPUS:
+        pytest.exit("no GPU can be used here (nvidia-smi lists those that there are)", 2)
+
+
+@pytest.fixture(scope="module")
+def results(launch_once: Callable) -> Callable[[str, str, int], list[dict[str, Any]]]:
+    known: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+
+    def results(strategy: str, device: str, ranks: int) -> list[dict[str, Any]]:
+        key = (strategy, device, ranks)
+        if key not in known:
+            known[key] = []  # a launch that fails is not repeated for each case
+            names = [name for name in CASES if ranks > 1 or name not in NOT_ALONE]
+            more = {"strategy": strategy, "names": names, "device": device, "buckets_alone": True}
+            known[key] = launch_once(run_cases, ranks, **more)
+        if not known[key]:
+            pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
+        return known[key]
+
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_numbers_are_those_of_one_process(
+    results: Callable, case: str, device: str, ranks: int
+) -> None:
+    if ranks == 1 and case in NOT_ALONE:
+        return
+    (one,) = results("single", device, 1)
+    assert not isinstance(one[case], str), one[case]
+    tolerance = max(TOLERANCES[case], LEAST[device])
+    for rank in results("horovod", device, ranks):
+        assert (rank["strategy"], rank["size"]) == ("HorovodStrategy", ranks)
+        assert not isinstance(rank[case], str), rank[case]
+        assert_same(rank[case], one[case], tolerance, case)
+
+
+def on(device: str) -> tuple[World, torch.device]:
+    world = initialize()
+    if device != "cuda":
+        return world, torch.device("cpu")
+    assert hvd.nccl_built(), "this Horovod has no NCCL"
+    torch.cuda.set_device(hvd.local_rank())
+    return world, torch.device("cuda", hvd.local_rank())
+
+
+def collect(device: str) -> list[str]:
+    """What went wrong with tensors of each dtype, moved between ranks by each collective."""
+    world, place = on(device)
+    wrong = []
+    for dtype in DTYPES:
+        of = [(torch.arange(6).reshape(2, 3) % 2 + rank).to(dtype) for rank in range(world.size)]
+        mine = of[world.rank].to(place)
+        gathered = world.gather(mine)
+        if not all(torch.equal(x.cpu(), y) for x, y in zip(gathered, of, strict=True)):
+            wrong.append(f"gather {dtype}")
+        sent = mine.clone()
+        world.broadcast([sent], root=world.size - 1)
+        if sent.device != place or not torch.equal(sent.cpu(), of[-1]):
+            wrong.append(f"broadcast {dtype}")
+        if dtype.is_complex:
+            continue
+        stacked = torch.stack(of).double()
+        for operation, expected in {
+            "sum": stacked.sum(0), "mean": stacked.mean(0), "product": stacked.prod(0),
+            "min": stacked.amin(0), "max": stacked.amax(0),
+        }.items():  # fmt: skip
+            found = world.reduce(mine, operation)
+            if dtype is torch.bool and operation in ("sum", "mean", "product"):
+                continue  # 1 + 1 is no bool
+            if found.device != place or not torch.equal(found.double().cpu(), expected):
+                wrong.append(f"{operation} {dtype}")
+    return wrong
+
+
+def test_every_dtype_travels(launch: Callable, device: str, ranks: int) -> None:
+    assert launch(collect, ranks, device=device) == [[]] * ranks
+
+
+def normalize(device: str, half: bool) -> dict[str, tuple[Tensor, Tensor]]:
+    """Ours, on this rank's half or all of a batch, beside torch's on the whole."""
+    world, place = on(device)
+    torch.manual_seed(0)
+    whole = torch.randn(4 * world.size, 3, 5, 5, device=place)
+    layers: list[nn.Module] = [nn.BatchNorm2d(3).to(place)]
+    layers.append(SyncBatchNorm(nn.BatchNorm2d(3).to(place), "layer", world))
+    found: list[dict[str, Tensor]] = []
+    for layer, rows in zip(layers, (slice(None), slice(world.rank, None, world.size))):
+        x = whole[rows].clone().requires_grad_()
+        with torch.autocast(device, torch.bfloat16, enabled=half):
+            y = layer(x.bfloat16() if half else x)
+            assert y.dtype == (torch.bfloat16 if half else torch.float32)
+            y.float().pow(3).sum().backward()
+        assert x.grad is not None
+        mine = slice(world.rank, None, world.size) if layer is layers[0] else slice(None)
+        found.append(
+            {"y": y[mine].float(), "gradient": x.grad[mine], **dict(layer.named_buffers())}
+        )
+    return {key: (found[1][key].detach().cpu(), found[0][key].detach().cpu()) for key in found[0]}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_batches_are_normalized_as_by_torch(
+    launch: Callable, half: bool, device: str, ranks: int
+) -> None:
+    for found in launch(normalize, ranks, device=device, half=half):
+        for key, (ours, torchs) in found.items():
+            assert_same(ours, torchs, 0.05 if half else 1e-5, key)
+
+
+def test_a_job_is_trained_and_explained(device: str, ranks: int, tmp_path: Path) -> None:
+    """Under the launcher that imports once a host, which CUDA must survive; then a CPU tests it."""
+    kind = {"cuda": "gpu"}.get(device, device)
+    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
+    job = [sys.executable, "template.py", "profiler=trace", "trainer.max_epochs=8"]
+    done = run(
+        [*launcher, "-H", f"localhost:{ranks}", *job, f"trainer.accelerator={kind}",
+         f"log_dir={tmp_path / device}"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    (folder,) = tmp_path.glob(f"{device}/*/runs/*")
+    trained = json.loads((folder / "summary.json").read_text())
+    assert (trained["world_size"], trained["strategy"]) == (ranks, "horovod")
+    assert trained["metrics"]["test/acc"] > 0.9
+    anatomy = trained["anatomy"]
+    assert anatomy["verdict"] and len(anatomy["ranks"]) == ranks
+    assert sum(anatomy["shares"].values()) == pytest.approx(1, abs=1e-3)
+    with gzip.open(folder / "trace" / f"rank-{ranks - 1}.json.gz") as file:
+        kinds = {event.get("cat") for event in json.load(file)["traceEvents"]}
+    assert ("kernel" in kinds) == (device == "cuda")
+
+    resume = ["trainer.accelerator=cpu", "train=false", f"ckpt_path={trained['checkpoint']}"]
+    log = tmp_path / "again"
+    done = run([sys.executable, "template.py", *resume, f"log_dir={log}"])
+    assert done.returncode == 0, done.stdout
+    (again,) = (json.loads(file.read_text()) for file in log.glob("*/runs/*/summary.json"))
+    assert again["metrics"]["test/acc"] == pytest.approx(trained["metrics"]["test/acc"], abs=0.01)
+
+
+def test_a_step_is_timed(device: str, ranks: int, tmp_path: Path) -> None:
+    names = ["no communication", "Lightning DDP", "Lightning + HorovodStrategy"]
+    model, which = ("resnet50", []) if device == "cuda" else ("mlp", ["--variants", *names])
+    done = run(
+        [sys.executable, "-m", "benchmarks.step", "--hosts", f"localhost:{ranks}",
+         "--device", device, "--models", model, "--batch", "2", "--repeats", "1",
+         "--block-seconds", "0.2", "--out", str(tmp_path), *which],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob(f"step_{model}_batch-2_*.json")
+    variants = json.loads(file.read_text())["models"][model]["variants"]
+    assert all(found["block_medians_ms"][0] > 0 for found in variants.values())
+    assert set(names) <= variants.keys()

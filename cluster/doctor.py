@@ -235,6 +235,9 @@ def _gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     gpus, findings = facts["gpus"], []
     there = {gpu["index"]: gpu for gpu in gpus["there"]}
     look = f"ssh {host.name} nvidia-smi"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # from all ranks, as it goes to them
+    if hidden and host.gpus is None and (there or gpus["error"]):
+        return [Finding("ok", "GPUs", host.name, "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
     if gpus["error"]:
         return [Finding("FAIL", "GPUs", host.name, gpus["error"][:150], look)]
     if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in there]):
@@ -246,7 +249,8 @@ def _gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     wanted = host.gpus or tuple(sorted(there))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
-        return [Finding("FAIL", "GPUs", host.name, text, f"HOSTS={host.name}:{len(wanted)}")]
+        mend = f"HOSTS={host.name}:{len(wanted)}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
+        return [Finding("FAIL", "GPUs", host.name, text, mend)]
     for number in wanted[: host.slots]:
         gpu = there[number]
         others = [p for p in gpus["processes"] if p["gpu"] == number]

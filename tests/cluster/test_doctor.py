@@ -26,10 +26,13 @@ def many() -> Iterator[list[testbed.Host]]:
     yield from made(6)
 
 
-def examined(on: On, host: testbed.Host, project: Path, hostfile: str) -> tuple[int, list[dict]]:
+def examined(
+    on: On, host: testbed.Host, project: Path, hostfile: str, **environment: str
+) -> tuple[int, list[dict]]:
     file = project.parent / "hosts.yaml"
     file.write_text(textwrap.dedent(hostfile))
-    done = on(host, "cluster.doctor", "--hostfile", str(file), "--json", cwd=project)
+    asked = ["cluster.doctor", "--hostfile", str(file), "--json"]
+    done = on(host, *asked, cwd=project, **environment)
     try:
         return done.returncode, json.loads(done.stdout)["findings"]
     except json.JSONDecodeError:
@@ -167,8 +170,16 @@ def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
               node4: {slots: 1}
               node5: {slots: 1}
               node6: {slots: 1, gpus: [3]}
-        """)  # fmt: skip
+        """, CUDA_VISIBLE_DEVICES="0,1")  # fmt: skip
+        few = "hosts: {node3: 9}"
+        _, told = examined(on, hosts[0], project, few, CUDA_VISIBLE_DEVICES="0")
+        _, hidden = examined(on, hosts[0], project, few, CUDA_VISIBLE_DEVICES="")
     assert status == 1
+    (too_few,), (silent,) = ([f for f in x if f["check"] == "GPUs"] for x in (told, hidden))
+    assert (too_few["level"], too_few["text"]) == (
+        "FAIL", "9 slots and 2 GPUs: a process needs its own"
+    )  # fmt: skip
+    assert silent["level"] == "ok" and "hidden by CUDA_VISIBLE_DEVICES" in silent["text"]
     bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
     for level, check, host, words, mend in (
         ("FAIL", "memory", "node1", "for 9999 processes", "HOSTS=node1:"),

@@ -22,7 +22,7 @@ from pathlib import Path
 from runs.refusal import Refusal, refuse
 
 ROOT = Path(__file__).resolve().parent
-LEFT_OUT = ("benchmarks/results/", "docs/images/")
+LEFT_OUT = ("benchmarks/results/", "docs/images/", "tests/test_new.py")
 MEASURED = re.compile(
     r"(?<=<!-- scaling: written by make bench-readme -->\n).*?(?=\| published)", re.S
 )

@@ -47,7 +47,7 @@ def main(config: DictConfig) -> None:
         )
         run.check_ranks(trainer.world_size)
         lr = run.learning_rate(trainer.world_size)
-        model: LightningModule = run.instantiate("model", lr=lr)
+        model: LightningModule = run.instantiate("model", **lr)
 
         # ------------------------------------------------------------------ fit, test, predict
         if config.train:

@@ -216,7 +216,7 @@ class Job:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)
             if code:
-                weight = 2 if code in KILLED else 1
+                weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
                 self._fail(weight, f"rank {rank} on {host.name} {_told(code)}", code)
         elif "error" in event:
             self._fail(3, f"{host.name}: {event['error']}", 2)
@@ -317,6 +317,8 @@ def addresses(hosts: list[Host]) -> dict[Host, str]:
 
 
 def _told(code: int) -> str:
+    if code == os.EX_TEMPFAIL:  # runs/run.py
+        return "ended as another rank did"
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name

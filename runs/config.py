@@ -16,6 +16,7 @@ import typing
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -61,6 +62,9 @@ def check(arguments: list[str]) -> None:
             if any(_may_be_refused(override) for override in overrides):
                 config = compose("config", arguments)
             _check_packages(config)
+            _check_monitors(overrides)
+    except yaml.YAMLError as error:
+        raise Refusal(f"conf/: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise Refusal(str(error).strip().splitlines()[0]) from None
 
@@ -142,6 +146,15 @@ def _check_packages(config: DictConfig) -> None:
                 f"logger={name}: the package {name} is missing: "
                 f"{sys.executable} -m pip install {name}"
             )
+
+
+def _check_monitors(overrides: list[Override]) -> None:
+    """A metric to watch comes with what is better, lest the worst be kept as the best."""
+    given = {override.key_or_group for override in overrides}
+    for override in overrides:
+        name, _, last = override.key_or_group.rpartition(".")
+        if name.startswith("callbacks.") and last == "monitor" and f"{name}.mode" not in given:
+            raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
 
 
 def _expected(default: Any, value: Any) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import io
 import json
 import socket
 import subprocess
@@ -15,6 +16,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader
@@ -48,19 +52,28 @@ class Report(pl.Callback):
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self.seconds = 0.0
         self.train_samples: int | None = None
+        self._lr = ""
         self._clock: float | None = None
         self._epoch_began = (0, 0.0)  # samples and seconds until then
 
     # ---------------------------------------------------------------- before the first batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a batch that a rank's share of the data cannot fill."""
+        """Refuse what would end the run after hours: no test to make, checkpoints that cannot be
+        read, a batch that a rank's share of the data cannot fill."""
         profiler = trainer.profiler  # type: ignore[attr-defined]
         if profiler.dirpath:  # under DDP it is only now that ranks hear of the run's folder
             profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if stage != "fit" or data is None:
             return
+        if self.config.test and not is_overridden("test_step", pl_module):
+            raise Refusal(
+                f"model={self.choices['model']}: it has no test_step; give it one, or test=false"
+            )
+        if trainer.checkpoint_callback:
+            _check_hyperparameters(pl_module)
+            _check_hyperparameters(data)
         loader = data.train_dataloader()
         if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
             # A stream may know how many it has for all ranks; it checks its batches itself.
@@ -99,11 +112,12 @@ class Report(pl.Callback):
         if self.hosts:
             return
         strategy = trainer.strategy
+        self._lr = _lr(module)
         self.hosts = dict(Counter(gather_texts(strategy, socket.gethostname())))
         if not trainer.is_global_zero:
             return
         ranks = trainer.world_size
-        batch, windows = self.config.data.batch_size, trainer.accumulate_grad_batches
+        batch, windows = self.config.data.get("batch_size"), trainer.accumulate_grad_batches
         parameters = sum(parameter.numel() for parameter in module.parameters())
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         device = str(strategy.root_device)
@@ -111,14 +125,16 @@ class Report(pl.Callback):
             device = f"{torch.cuda.get_device_name(strategy.root_device)} ({device})"
         operations = getattr(strategy, "operations", None)
         lines = {
-            "model": f"{self.choices['model']}, {parameters:,} parameters, lr {_lr(module)}",
+            "model": f"{self.choices['model']}, {parameters:,} parameters, lr {self._lr}",
             "data": self.choices["data"],
             "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}"
             + (f" over {operations}" if operations and ranks > 1 else ""),
             "device": f"{device}, precision {trainer.precision}",
             "batch": f"{batch} a process x {ranks} ranks"
             + (f" x {windows} accumulated" if windows > 1 else "")
-            + f" = {batch * ranks * windows} global",
+            + f" = {batch * ranks * windows} global"
+            if batch
+            else "",
             "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
             "run": shown(Path(self.config.run_dir)),
             "look": "make tensorboard",
@@ -133,6 +149,8 @@ class Report(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.first_step, self.first_epoch = trainer.global_step, trainer.current_epoch
         self._begin_epoch()  # on_train_epoch_start is left out when a run resumes within an epoch
+        if self.config.ckpt_path and trainer.is_global_zero and _lr(pl_module) != self._lr:
+            print(f"lr      {_lr(pl_module)}, as the checkpoint has it", flush=True)
 
     def on_train_batch_start(self, *arguments: Any) -> None:
         self.started = True
@@ -174,14 +192,11 @@ class Report(pl.Callback):
         self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
-        stopped = [c for c in trainer.early_stopping_callbacks if c.stopped_epoch]
         if trainer.is_global_zero:
-            for callback in stopped:  # "until the validation error starts increasing"
-                print(
-                    f"stopped early: {callback.monitor} has not improved for {callback.patience} "
-                    f"epochs (best {float(callback.best_score):.4g})",
-                    flush=True,
-                )
+            for callback in trainer.early_stopping_callbacks:
+                if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
+                    told = _why_stopped(callback)
+                    print(f"stopped early: {callback.monitor} {told}", flush=True)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics |= _plain(trainer.callback_metrics)
@@ -197,6 +212,7 @@ class Report(pl.Callback):
         if not trainer.is_global_zero:
             return
         rate = self.samples / self.seconds if self.seconds else 0.0
+        batch = self.config.data.get("batch_size")
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         timed = [callback.found for callback in callbacks if isinstance(callback, Anatomy)]
         anatomy = timed[0] if timed else None
@@ -211,9 +227,8 @@ class Report(pl.Callback):
             "train": self.config.train,
             "epochs": self.epochs,
             "steps": self.steps,
-            "global_batch_size": self.config.data.batch_size
-            * trainer.world_size
-            * trainer.accumulate_grad_batches,
+            "global_batch_size": batch
+            and batch * trainer.world_size * trainer.accumulate_grad_batches,
             "train_samples": self.train_samples,
             "operations": getattr(trainer.strategy, "operations", None),
             "train_seconds": round(self.seconds, 3),
@@ -249,6 +264,30 @@ class Report(pl.Callback):
             )
             print(f"limit   {anatomy['verdict']}", flush=True)
         print(f"summary {shown(file)}", flush=True)
+
+
+def _check_hyperparameters(holder: Any) -> None:
+    """Refuse what checkpoints would hold and no Trainer load: an object, such as an optimizer."""
+    for name, value in holder.hparams.items():
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception:  # whatever pickle says of it
+            raise Refusal(
+                f"{type(holder).__name__}: checkpoints would hold {name}, {type(value).__name__}, "
+                f"not to be loaded; keep it out: save_hyperparameters(ignore=[{name!r}])"
+            ) from None
+
+
+def _why_stopped(callback: EarlyStopping) -> str:
+    if callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED:
+        best = float(callback.best_score)
+        return f"has not improved for {callback.patience} epochs (best {best:.4g})"
+    if callback.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC:
+        return "is no finite number any more; debug=anomaly finds where that begins"
+    return f"has reached its end: {callback.stopping_reason_message}"
 
 
 def _lr(module: pl.LightningModule) -> str:

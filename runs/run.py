@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import shutil
 import sys
 import warnings
@@ -40,6 +41,7 @@ from runs.stopping import SIGNAL, Stopped
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 LAST = "last"  # ckpt_path=last
+NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
 RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
 LR_FACTORS = {
     "none": lambda ranks: 1,
@@ -143,12 +145,22 @@ class Run:
         config = self.config.get(group)
         try:
             if config and "_target_" not in config:
-                return [instantiate(member) for member in config.values()]
+                return [instantiate(member) for member in self._members(group, config)]
             # all: a list of the configuration arrives as a list, which checkpoints can hold
             return instantiate(config, _convert_="all", **arguments) if config else None
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
             raise Refusal(f"{group}={self.choices.get(group, '')}: {cause or error}") from error
+
+    def _members(self, group: str, config: DictConfig) -> list[DictConfig]:
+        made = {str(name): member for name, member in config.items() if member}
+        bare = [name for name, member in made.items() if "_target_" not in member]
+        # An experiment's change of a callback that another choice, as of debug=, has taken out.
+        if bare and self.choices[group] == "default":
+            raise Refusal(
+                f"{group}.{bare[0]}: there is no such member of it, and no _target_ for one"
+            )
+        return [member for name, member in made.items() if name not in bare]
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a strategy that leaves out some of the launched processes: each would be alone."""
@@ -159,10 +171,15 @@ class Run:
                 f"runs on {ranks}; launch that many (NP=, -np)"
             )
 
-    def learning_rate(self, ranks: int) -> float:
-        """model.lr as written, unless lr_scaling asks for more with more ranks."""
-        scaling = self.config.lr_scaling
-        return self.config.model.lr * LR_FACTORS[scaling](ranks)
+    def learning_rate(self, ranks: int) -> dict[str, float]:
+        """The model's argument lr: model.lr as written, unless lr_scaling asks for more with more
+        ranks. None for a model whose configuration has no lr."""
+        scaling, model = self.config.lr_scaling, self.config.model
+        if "lr" in model:
+            return {"lr": model.lr * LR_FACTORS[scaling](ranks)}
+        if scaling != "none":
+            raise Refusal(f"lr_scaling={scaling}: model={self.choices['model']} has no lr to scale")
+        return {}
 
     def checkpoint(self, trainer: Trainer) -> str | None:
         """What to evaluate: the best that was trained, without one None, which is the weights as
@@ -187,7 +204,7 @@ class Run:
             sys.exit(128 + SIGNAL)
         mistake = _mistake(error, started=self.report.started)
         horovod_stopped = type(error).__name__ == "HorovodInternalError"
-        if (mistake or horovod_stopped) and self.folder is not None and not self.report.started:
+        if self.folder is not None and not self.report.started:
             shutil.rmtree(self.folder, ignore_errors=True)
             for parent in list(self.folder.parents)[:2]:
                 if parent.is_dir() and not any(parent.iterdir()):
@@ -201,7 +218,7 @@ class Run:
             rank = f"rank {launched_rank()} on {os.uname().nodename}"
             reason = str(error).splitlines()[0][:150]
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
-            sys.exit(1)
+            sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
 
     def _warning(self, message: Warning, category: type, *place: Any, **named: Any) -> None:
         """Rank 0 shows a warning at once; the others keep theirs until the end."""
@@ -223,9 +240,18 @@ class Run:
 
 
 def newest_checkpoint(runs: Path) -> Path | None:
-    """Of those to go on from in the folders of a task's runs, the one written last, if any."""
-    files = [file for name in RESUMABLE for file in runs.glob(f"*/checkpoints/{name}")]
+    """Of those to go on from in the folders of a task's runs, the one written last, if any; not
+    that of a run with debug=."""
+    files = [
+        file for name in RESUMABLE for file in runs.glob(f"*/checkpoints/{name}")
+        if not _debugged(file.parents[1])
+    ]  # fmt: skip
     return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+
+def _debugged(run: Path) -> bool:
+    overrides = run / ".hydra" / "overrides.yaml"
+    return overrides.is_file() and "- debug=" in overrides.read_text()
 
 
 def _unreadable(file: Path) -> str | None:
@@ -236,6 +262,11 @@ def _unreadable(file: Path) -> str | None:
         # Only the structure is read, not the weights.
         checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)
     except UNREADABLE as error:
+        if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            return (
+                f"ckpt_path={file}: it holds a {held[1]}, which is not loaded from a file; keep it "
+                "out: save_hyperparameters(ignore=[...])"
+            )
         reason = str(error).splitlines()[0][:120]
         return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
@@ -247,6 +278,8 @@ def _mistake(error: BaseException, started: bool) -> str | None:
     """One line for an error that the user can mend in the configuration; None for any other."""
     if isinstance(error, MISTAKES):
         return str(error)
+    if isinstance(error, RuntimeError) and str(error).startswith(NO_METRIC):
+        return f"callbacks.early_stopping.monitor: {str(error).removeprefix(NO_METRIC).strip()}"
     if started:
         return None
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):

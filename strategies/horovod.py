@@ -24,7 +24,7 @@ from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import rank_zero_only
+from pytorch_lightning.utilities.rank_zero import WarningCache, rank_zero_only
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -45,6 +45,7 @@ COMPRESSIONS = {
 }
 OPS = ("average", "sum", "adasum")
 EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
+warning_cache = WarningCache()
 SAVED = "horovod"  # key of what this strategy adds to checkpoints; others ignore it
 
 
@@ -318,8 +319,10 @@ class HorovodStrategy(ParallelStrategy):
             if batches.drop_last:
                 samples -= samples % (ranks * batches.batch_size)
         if samples < ranks:
+            testing = self.lightning_module.trainer.testing  # type: ignore[union-attr]
+            stage = "test" if testing else "validate"
             raise MisconfigurationException(
-                f"{samples} samples to evaluate on {ranks} ranks: each rank needs one; use fewer "
+                f"{samples} samples to {stage} on {ranks} ranks: each rank needs one; use fewer "
                 "ranks or more samples"
             )
         if plain:
@@ -372,6 +375,27 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             assert self.lightning_module is not None
             self.world.broadcast(self.lightning_module.buffers())
+
+    @override
+    def on_validation_end(self) -> None:
+        self._warn_of_own_values()
+
+    @override
+    def on_test_end(self) -> None:
+        self._warn_of_own_values()
+
+    def _warn_of_own_values(self) -> None:
+        # Horovod: Lightning does so only where torch.distributed runs.
+        assert self.lightning_module is not None
+        if self.world.size == 1:
+            return
+        for result in (self.lightning_module.trainer._results or {}).values():
+            meta = result.meta
+            if meta.on_epoch and result.is_tensor and not meta.sync.should:
+                warning_cache.warn(
+                    f"{meta.name} is what each rank has by itself, rank 0's is shown and saved: "
+                    f"self.log({meta.name!r}, ..., sync_dist=True) gives that of all"
+                )
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

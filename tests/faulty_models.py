@@ -1,10 +1,13 @@
-"""Classifiers that warn on every rank or on one, cannot be tested, break on rank 1, or see NaN."""
+"""Classifiers that warn, have no test, break on rank 1, see NaN, or keep what no file gives."""
 
 import warnings
+from functools import partial
 from typing import Any
 
 from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.optim import SGD
 
 from models.classifier import Classifier
 
@@ -20,6 +23,11 @@ class HasNoTest(Classifier):
     test_step = LightningModule.test_step
 
 
+class RefusesItsTest(Classifier):
+    def on_test_start(self) -> None:
+        raise MisconfigurationException("no test today")
+
+
 class Breaks(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.global_rank == 1 and batch_idx == 3:
@@ -32,3 +40,14 @@ class Vanishes(Classifier):
         # The logarithm of 0 times 0: finite on the way to the loss, NaN on the way back.
         gone = 0 * self(batch[0]).sum()
         return super().training_step(batch, batch_idx) + 0 * (gone.log() * 0).nan_to_num()
+
+
+class Diverges(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", float("nan"), sync_dist=True)
+
+
+class KeepsAnObject(Classifier):
+    def __init__(self, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.hparams["optimizer"] = partial(SGD, momentum=0.9)

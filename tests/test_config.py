@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
+from runs import config
 from runs.config import check
 from runs.refusal import Refusal
 
@@ -38,6 +41,7 @@ from runs.refusal import Refusal
         ("data.batch_size", "has the form key=value"),
         ("model.lr=[1", "the value cannot be read"),
         ("model.lr=0.1,0.2", "several values"),
+        ("callbacks.best_checkpoint.monitor=val/acc", "too, callbacks.best_checkpoint.mode=min or"),
     ],
 )
 def test_refused(override: str, message: str) -> None:
@@ -45,6 +49,14 @@ def test_refused(override: str, message: str) -> None:
         check(["seed=1", override])
     assert str(caught.value).startswith(override.split("=")[0])
     assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text("lr: 1\n  depth: 2\n")
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    with pytest.raises(Refusal, match=r"mine.yaml.*line 2"):
+        check(["model=mine"])
 
 
 @pytest.mark.parametrize(
@@ -71,6 +83,7 @@ def test_hydra_refuses(override: str, message: str) -> None:
         ["+trainer.enable_autolog_hparams=false", "~callbacks.early_stopping", "logger=none"],
         ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
         ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=default"],
+        ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
         ["--help"],
     ],
 )

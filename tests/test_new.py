@@ -38,8 +38,10 @@ def test_it_has_the_code_and_one_commit(copy: Path) -> None:
     assert title.startswith("Ada: my_project: made from ")
     assert git(copy, "status", "--porcelain") == []
     ours, theirs = set(git(ROOT, "ls-files")), set(git(copy, "ls-files"))
-    assert theirs < ours and {"template.py", ".gitignore", "LICENSE", "tests/test_new.py"} <= theirs
-    assert all(name.startswith(("benchmarks/results/", "docs/images/")) for name in ours - theirs)
+    assert (
+        theirs < ours and {"template.py", ".gitignore", "LICENSE", "tests/test_conf.py"} <= theirs
+    )
+    assert all(name.startswith(new.LEFT_OUT) for name in ours - theirs)
     assert [path.name for path in copy.parent.iterdir()] == ["mine"]
 
 

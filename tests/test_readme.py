@@ -49,7 +49,6 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind, text in BLOCKS:
         if kind in ("python", "yaml"):
             name = text.splitlines()[0].removeprefix("# ")
-            assert not (folder / name).exists(), name
             (folder / name).write_text(text)
     return folder
 

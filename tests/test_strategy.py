@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import SumMetric
+from torchmetrics import MaxMetric, SumMetric
 
 from strategies import HorovodStrategy
 from strategies.collectives import longest_pause, wait_until
@@ -595,7 +596,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
         assert "others up to 10:" in told["batches"]
         assert told["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
-        assert told["few"].startswith("1 samples to evaluate on 2 ranks")
+        assert told["few"].startswith("1 samples to validate on 2 ranks")
         assert "/nowhere/to/be/found.ckpt" in told["checkpoint"]
         assert told["twice"].startswith("a parameter got a second gradient in one backward")
         assert told["complex"].startswith("Horovod adds no complex gradients")
@@ -603,6 +604,33 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
         assert told["goes on"] == "10 steps of 2 ranks"
+
+
+class LogsItsOwn(Evaluated):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("own", float(RANK))
+        self.log("largest", MaxMetric()(torch.tensor(float(RANK))), sync_dist=True)
+
+    test_step = validation_step
+
+
+def evaluate_what_is_its_own() -> list[str]:
+    batches = DataLoader(samples(16), batch_size=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer("horovod").validate(LogsItsOwn(), batches, verbose=False)
+        trainer("horovod").test(LogsItsOwn(), batches, verbose=False)
+    return [str(warning.message) for warning in told if "sync_dist" in str(warning.message)]
+
+
+def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
+    (first, second), (alone,) = (
+        launch(evaluate_what_is_its_own, 2),
+        launch(evaluate_what_is_its_own, 1),
+    )
+    assert len(first) == 1 and first[0].startswith("own is what each rank has by itself")
+    assert second == alone == []
 
 
 def evaluate_single_samples() -> None:

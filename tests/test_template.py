@@ -22,6 +22,7 @@ from datamodules.noise import Noise
 from models.denoiser import Denoiser
 from tests.conftest import ROOT, horovodrun, run
 
+FAULTY = "model._target_=tests.faulty_models."
 TEMPLATE = [sys.executable, str(ROOT / "template.py")]
 
 
@@ -249,6 +250,8 @@ class TestMistakes:
             (0, ["train=false"], "train=false: give the checkpoint to test"),
             (2, ["strategy=single"], "strategy=single: 2 processes were launched"),
             (0, ["model=denoiser", "model.depth=2"], "model=denoiser: "),
+            (0, [FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),
+            (0, [FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer, partial, not to be"),
         ],
     )  # fmt: skip
     def test_one_line(self, tmp_path: Path, ranks: int, overrides: list[str], message: str) -> None:
@@ -271,11 +274,28 @@ class TestMistakes:
         assert not folders(tmp_path / "logs")
 
     def test_a_mistake_of_the_test_keeps_what_was_trained(self, tmp_path: Path) -> None:
-        model = "model._target_=tests.faulty_models.HasNoTest"
-        done = job(2, tmp_path, model, "trainer.max_epochs=1")
+        done = job(2, tmp_path, FAULTY + "RefusesItsTest", "trainer.max_epochs=1")
         assert done.returncode != 0 and done.stdout.count("error: ") == 1, done.stdout
+        assert "error: no test today" in done.stdout
         (folder,) = folders(tmp_path)
         assert (folder / "checkpoints" / "last.ckpt").is_file()
+
+    def test_a_metric_to_stop_by_that_nobody_logs(self, tmp_path: Path) -> None:
+        early = "callbacks.early_stopping"
+        done = job(0, tmp_path, f"{early}.monitor=val_loss", f"{early}.mode=min")
+        assert done.returncode != 0 and "Traceback" not in done.stdout.split("Process")[0]
+        assert done.stdout.count(f"error: {early}.monitor: `val_loss`") == 1, done.stdout
+
+    def test_a_loss_that_is_no_number_is_told(self, tmp_path: Path) -> None:
+        done = job(0, tmp_path, "trainer.max_epochs=4", FAULTY + "Diverges")
+        assert "stopped early: val/loss is no finite number any more; debug=" in done.stdout
+        assert summary(tmp_path)["epochs"] == 1
+
+    def test_a_checkpoint_that_holds_an_object(self, tmp_path: Path) -> None:
+        file = tmp_path / "kept.ckpt"
+        torch.save({"state_dict": {}, "hyper_parameters": {"a": Path("x")}}, file)
+        done = job(0, tmp_path / "logs", f"ckpt_path={file}")
+        assert "kept.ckpt: it holds a pathlib" in done.stdout, done.stdout
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "logs").write_text("a file stands where the folder should")

@@ -212,6 +212,18 @@ def begun(script: Path, log: Path, ready: str, count: int) -> subprocess.Popen:
     return process
 
 
+def test_the_rank_to_blame_is_told_though_another_ended_before_it() -> None:
+    """As a rank does that waits for one that has raised, and is still writing its traceback."""
+    code = (
+        "import os, sys, time; rank = int(os.environ['HOROVOD_RANK']); time.sleep(rank / 3); "
+        "sys.exit(3 if rank else os.EX_TEMPFAIL)"
+    )
+    launcher = [PYTHON, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
+    done = run([*launcher, PYTHON, "-c", code])
+    assert done.returncode == 3, done.stdout
+    assert done.stdout.splitlines()[-1] == "horovodrun: rank 1 on localhost ended with exit code 3"
+
+
 def test_killed_or_told_to_stop_within_the_imports(script: Path, tmp_path: Path) -> None:
     script.with_name("planted.py").write_text(SLEEPS)
     process = begun(script, tmp_path / "out", "x", 1)

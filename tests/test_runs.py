@@ -38,6 +38,9 @@ def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
     assert newest_checkpoint(tmp_path) == tmp_path / "a/checkpoints/stopped.ckpt"
     (tmp_path / "a/checkpoints/stopped.ckpt").unlink()
     assert newest_checkpoint(tmp_path) == tmp_path / "a/checkpoints/last.ckpt"
+    (tmp_path / "a" / ".hydra").mkdir()
+    (tmp_path / "a" / ".hydra" / "overrides.yaml").write_text("- model.lr=1\n- debug=limit\n")
+    assert newest_checkpoint(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
 
 
 class Forward(LightningModule):

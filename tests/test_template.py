@@ -125,9 +125,12 @@ class TestOtherRuns:
         shutil.copy(folders(default[0])[0] / "checkpoints" / "last.ckpt", last)
         epochs = summary(default[0])["epochs"]
         more = ["~callbacks.early_stopping", f"trainer.max_epochs={epochs + 2}"]
-        done = job(2, tmp_path, "ckpt_path=last", *more, "profiler=simple")
+        done = job(2, tmp_path, "ckpt_path=last", *more, "profiler=simple", "model.lr=0.5")
         assert done.returncode == 0, done.stdout
         assert f"from    {last}\n" in done.stdout
+        assert (
+            "lr 0.5\n" in done.stdout and "lr      0.002, as the checkpoint has it" in done.stdout
+        )
         assert f"epoch {epochs + 1}/{epochs + 2} " in done.stdout
         assert f"epoch {epochs}/" not in done.stdout
         found = summary(tmp_path)

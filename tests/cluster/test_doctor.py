@@ -152,7 +152,10 @@ def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
         echo Failed to initialize NVML: Driver/library version mismatch
         exit 18
     """)  # fmt: skip
+    none = program(tmp_path / "none" / "nvidia-smi", "")
     for hosts in made(6):
+        for host in (hosts[0], hosts[5]):
+            host.shows(none.parent, Path("/usr/local/bin"))
         sshd = str(hosts[1].sshd.pid)
         subprocess.run(["prlimit", "--pid", sshd, "--nofile=256:256"], check=True)
         hosts[2].shows(smi.parent, Path("/usr/local/bin"))

@@ -192,7 +192,7 @@ class Report(pl.Callback):
         self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
-        if trainer.is_global_zero:
+        if trainer.is_global_zero and trainer.should_stop:
             for callback in trainer.early_stopping_callbacks:
                 if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
                     told = _why_stopped(callback)

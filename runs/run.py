@@ -156,7 +156,7 @@ class Run:
         made = {str(name): member for name, member in config.items() if member}
         bare = [name for name, member in made.items() if "_target_" not in member]
         # An experiment's change of a callback that another choice, as of debug=, has taken out.
-        if bare and self.choices[group] == "default":
+        if bare and self.choices[group] != "none":
             raise Refusal(
                 f"{group}.{bare[0]}: there is no such member of it, and no _target_ for one"
             )

@@ -59,8 +59,8 @@ class Report(pl.Callback):
     # ---------------------------------------------------------------- before the first batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what would end the run after hours: no test to make, checkpoints that cannot be
-        read, a batch that a rank's share of the data cannot fill."""
+        """Refuse what would end the run later: no test to make, checkpoints that cannot be read,
+        nothing to validate, a batch that a rank's share of the data cannot fill."""
         profiler = trainer.profiler  # type: ignore[attr-defined]
         if profiler.dirpath:  # under DDP it is only now that ranks hear of the run's folder
             profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
@@ -74,6 +74,14 @@ class Report(pl.Callback):
         if trainer.checkpoint_callback:
             _check_hyperparameters(pl_module)
             _check_hyperparameters(data)
+        if trainer.limit_val_batches and is_overridden("val_dataloader", data):
+            held_out = getattr(data.val_dataloader(), "dataset", None)
+            if hasattr(held_out, "__len__") and len(held_out) < trainer.world_size:
+                raise Refusal(
+                    f"data={self.choices['data']}: {len(held_out)} samples to validate on "
+                    f"{trainer.world_size} ranks; use fewer, or more data, or "
+                    "trainer.limit_val_batches=0"
+                )
         loader = data.train_dataloader()
         if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
             # A stream may know how many it has for all ranks; it checks its batches itself.

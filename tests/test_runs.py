@@ -166,3 +166,24 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+class NothingHeldOut(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(8), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(range(1), batch_size=2)
+
+
+def test_too_little_to_validate_is_told_before_training() -> None:
+    trainer = SimpleNamespace(
+        profiler=SimpleNamespace(dirpath=None), datamodule=NothingHeldOut(), world_size=2,
+        checkpoint_callback=None, limit_val_batches=1.0,
+    )  # fmt: skip
+    report = Report(OmegaConf.create({"test": False}), {"data": "mine", "model": "mine"})
+    with pytest.raises(Refusal, match="data=mine: 1 samples to validate on 2 ranks"):
+        report.setup(trainer, LightningModule(), "fit")
+    trainer.limit_val_batches = 0
+    report.setup(trainer, LightningModule(), "fit")
+    assert report.train_samples == 8

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Report(pl.Callback):
             _check_hyperparameters(data)
         if trainer.limit_val_batches and is_overridden("val_dataloader", data):
             held_out = getattr(data.val_dataloader(), "dataset", None)
-            if hasattr(held_out, "__len__") and len(held_out) < trainer.world_size:
+            if isinstance(held_out, Sized) and len(held_out) < trainer.world_size:
                 raise Refusal(
                     f"data={self.choices['data']}: {len(held_out)} samples to validate on "
                     f"{trainer.world_size} ranks; use fewer, or more data, or "

@@ -14,15 +14,17 @@ spends there is the network's, and what others wait longer is counted as "stragg
 strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
-costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps.
-On a GPU moments are events in its stream: phases are those of the GPU, not of the program that
-runs ahead.
+costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps;
+where steps are short, a fifth of them is timed, drawn by lot, as each fifth might always be the one
+that waits for the loader. On a GPU moments are events in its stream: phases are those of the GPU,
+not of the program that runs ahead.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import random
 import socket
 from collections import deque
 from itertools import pairwise
@@ -41,9 +43,10 @@ from strategies.clock import Moment, moment, seconds
 
 PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
 ALL_REDUCE = PHASES.index("all_reduce")
-WINDOW = 200  # steps between two looks at all ranks
+WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # steps, the last ones, that medians are made of
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
+SHORT, SAMPLED = 10e-3, 0.2  # of steps below so many seconds, this share is timed
 # A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
 # The share of a step from which on a phase is what the verdict names.
@@ -70,6 +73,8 @@ class Anatomy(Callback):
         self._device = trainer.strategy.root_device
         self._hosts = gather_texts(trainer.strategy, socket.gethostname())
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
+        self._timed, self._share = True, 1.0  # is this step, and how many of them
+        self._lot = random.Random(0)  # the same on all ranks, who time the same steps
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
         self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes, seconds
@@ -86,7 +91,8 @@ class Anatomy(Callback):
     # ---------------------------------------------------------------- noting moments
 
     def _begin(self, phase: str) -> None:
-        self._marks.append((phase, moment(self._device)))
+        if self._timed:
+            self._marks.append((phase, moment(self._device)))
 
     def _begin_anew(self) -> None:
         """What was since the last batch is not the next one's: an evaluation, a checkpoint."""
@@ -115,15 +121,17 @@ class Anatomy(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._begin("data")
-        take = getattr(trainer.strategy, "take_exchanges", list)
-        self._unread.append((self._marks, take()))
-        self._marks = self._marks[-1:]
+        exchanges: list[Any] = getattr(trainer.strategy, "take_exchanges", list)()
+        if self._timed:
+            self._unread.append((self._marks, exchanges))
+        self._timed = self._lot.random() < self._share
+        self._begin_anew()
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()
         if self._count - self._logged >= WINDOW:
             self._log(trainer)
             if self._steps:
-                self._tell_stragglers(trainer)
+                self._look_at_all(trainer)
 
     def _read(self) -> None:
         """Turn the moments of the oldest unread step into seconds."""
@@ -164,8 +172,9 @@ class Anatomy(Callback):
         mine = torch.tensor(list(self._steps)[-last:], device=self._device)
         return strategy.all_gather(mine).reshape(-1, *mine.shape).cpu()
 
-    def _tell_stragglers(self, trainer: pl.Trainer) -> None:
+    def _look_at_all(self, trainer: pl.Trainer) -> None:
         steps = self._gather(trainer.strategy, WINDOW)
+        self._share = SAMPLED if steps.sum(2).mean() < SHORT else 1.0
         slow = straggler(steps)
         if slow and slow["rank"] not in self._told:
             self._told.add(slow["rank"])
@@ -197,8 +206,11 @@ class Anatomy(Callback):
             ],
             "straggler": slow,
             "wire": wire,
-            "verdict": verdict(share, median, wire, _name(slow, self._hosts) if slow else ""),
-        }
+            "verdict": verdict(
+                share, median, wire, _name(slow, self._hosts) if slow else "",
+                str(trainer.precision),
+            ),
+        }  # fmt: skip
 
     def _on_the_wire(self, strategy: Strategy) -> dict[str, Any] | None:
         """Of a step that sends, in the median; None without an all-reduce that can be seen."""
@@ -211,7 +223,8 @@ class Anatomy(Callback):
         known = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
         return {
             "calls": calls, "payload_bytes": size, "bytes": bytes_, "busy_ms": round(1e3 * busy, 4),
-            "bus_bandwidth_mb_s": round(of_all, 1), "allreduce_mb_s": known,
+            "bus_bandwidth_mb_s": round(of_all, 3), "allreduce_mb_s": known,
+            "compression": strategy.compression,  # type: ignore[attr-defined]
         }  # fmt: skip
 
 
@@ -261,8 +274,9 @@ def _name(slow: dict[str, Any], hosts: list[str]) -> str:
 
 
 def verdict(
-    share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = ""
-) -> str:
+    share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
+    precision: str = "32-true",
+) -> str:  # fmt: skip
     """What limits the speed, and what to try: the largest of the phases that take too much.
 
     Args:
@@ -270,12 +284,14 @@ def verdict(
         step_ms: how long it takes.
         wire: as in summary.json.
         slow: the straggler, in words.
+        precision: the Trainer's.
     """
     much = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(much, key=lambda phase: much[phase], default="compute")
     part = f"{much.get(name, share['forward'] + share['backward']):.0%} of the step"
     if name == "compute":
-        return f"compute: forward and backward are {part}: try a lower precision or more ranks"
+        lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
+        return f"compute: forward and backward are {part}: try {lower}more ranks"
     if name == "data":
         return f"data: {part} is waiting for batches: try data.num_workers, or less work a sample"
     if name == "straggler" and slow:
@@ -297,8 +313,8 @@ def verdict(
         large = wire["payload_bytes"] > LATENCY_BOUND
         known, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
         of = f", {reached / known:.0%} of what bench-allreduce measured" if known and large else ""
-        rate = f" at {reached:,.0f} MB/s{of}"
-        less = "strategy.compression=bf16, " if large else ""
+        rate = f" at {reached:,.0f} MB/s{of}" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
+        less = "strategy.compression=bf16, " if large and wire["compression"] == "none" else ""
     return (
         f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"

@@ -63,9 +63,12 @@ def test_a_straggler_is_persistent() -> None:
     assert straggler(steps({"forward": 1})) is None
 
 
-def said(slow: str = "", wire: dict[str, Any] | None = None, **seconds: float) -> str:
+def said(
+    slow: str = "", wire: dict[str, Any] | None = None, precision: str = "32-true", **seconds: float
+) -> str:
     share = dict.fromkeys([*PHASES, "straggler"], 0.0) | seconds
-    return verdict({k: v / sum(share.values()) for k, v in share.items()}, 10.0, wire, slow)
+    parts = {phase: spent / sum(share.values()) for phase, spent in share.items()}
+    return verdict(parts, 10.0, wire, slow, precision)
 
 
 def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
@@ -75,11 +78,17 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
     assert said(forward=6, straggler=2).startswith("uneven: ranks wait 25%")
     assert said(forward=6, optimizer=4).startswith("optimizer: 40%")
     assert said(forward=6, rest=4).startswith("overhead: 40% of the step of 10.0 ms")
-    wire = {"payload_bytes": 8e6, "bus_bandwidth_mb_s": 93.0, "allreduce_mb_s": 100.0}
+    assert "lower precision" in said(forward=1)
+    assert "lower precision" not in said(forward=1, precision="bf16-mixed")
+    wire: dict[str, Any] = {"payload_bytes": 8e6, "compression": "none"}
+    wire |= {"bus_bandwidth_mb_s": 93.0, "allreduce_mb_s": 100.0}
     network = said(forward=39, all_reduce=61, wire=wire)
     assert network.startswith("network: 61% of the step is all-reduce at 93 MB/s, 93% of what")
     assert "compression=bf16" in network
-    assert "compression" not in said(forward=1, all_reduce=1, wire=wire | {"payload_bytes": 1e5})
+    for other in ({"payload_bytes": 1e5}, {"compression": "bf16"}):
+        assert "compression" not in said(forward=1, all_reduce=1, wire=wire | other)
+    slow = said(forward=1, all_reduce=1, wire=wire | {"bus_bandwidth_mb_s": 0.02})
+    assert " at 20 kB/s" in slow
 
 
 def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
@@ -179,6 +188,30 @@ def test_a_long_warmup_leaves_nothing_to_tell(
         trainer("horovod", callbacks=[timed], max_epochs=1).fit(Sleeps(0), loader())
         assert (timed.found and timed.found["steps"]) == steps
     assert "slow " not in capfd.readouterr().out
+
+
+def short_steps() -> list[dict[str, Any]]:
+    """All steps timed, and of steps that count as short a fifth, from the tenth on."""
+    anatomy.WINDOW = 10
+    both = []
+    for seconds in (0.0, 1.0):
+        anatomy.SHORT = seconds
+        timed = Anatomy(warmup=0)
+        trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
+        assert timed.found is not None
+        both.append(timed.found)
+    return both
+
+
+def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
+    batches = 20 * len(loader())
+    found = launch(short_steps, 2)
+    for all_, part in found:
+        assert all_["steps"] == batches
+        assert 10 < part["steps"] < batches / 2
+        assert part["wire"]["calls"] == 1
+        assert sum(part["shares"].values()) == pytest.approx(1, abs=1e-3)
+    assert found[0][1]["ranks"] == found[1][1]["ranks"]
 
 
 def planted(folder: str) -> dict[str, Any]:

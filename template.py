@@ -8,7 +8,7 @@
     ... template.py ckpt_path=logs/.../last.ckpt                      go on from a checkpoint
     ... template.py ckpt_path=last                                    go on from the newest
     ... template.py train=false ckpt_path=logs/.../last.ckpt          only test it
-    ... template.py train=false predict=true ckpt_path=last           and write predictions.pt
+    ... template.py train=false predict=true ckpt_path=best           and write predictions.pt
 
 `python template.py --help` shows all there is to configure. This file is the same for every
 model, every data set and every strategy.
@@ -46,8 +46,8 @@ def main(config: DictConfig) -> None:
             profiler=run.instantiate("profiler"),
         )
         run.check_ranks(trainer.world_size)
-        lr = run.learning_rate(trainer.world_size)
-        model: LightningModule = run.instantiate("model", **lr)
+        run.scale_learning_rate(trainer.world_size)  # by lr_scaling
+        model: LightningModule = run.instantiate("model")
 
         # ------------------------------------------------------------------ fit, test, predict
         if config.train:

@@ -33,9 +33,10 @@ from pytorch_lightning import LightningModule
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
+from runs.checkpoints import UNREADABLE
 from runs.config import ROOT
 from runs.refusal import Refusal, refuse
-from runs.run import MISTAKES, UNREADABLE
+from runs.run import MISTAKES
 
 FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 TOLERANCE = 1e-4  # of an output, or absolute: other kernels round otherwise

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
-import re
 import shutil
 import sys
 import warnings
-import zipfile
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -31,23 +26,17 @@ from pytorch_lightning import Trainer
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, refuse
 from runs.report import Report
-from runs.stopping import SIGNAL, Stopped
+from runs.stopping import Stopped
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
-UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
-LAST = "last"  # ckpt_path=last
 NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
-RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
-LR_FACTORS = {
-    "none": lambda ranks: 1,
-    "linear": lambda ranks: ranks,
-    "sqrt": lambda ranks: ranks**0.5,
-}
+LR_POWERS = {"linear": 1, "sqrt": 0.5}  # of the number of ranks, by lr_scaling
 
 
 class Run:
@@ -93,12 +82,12 @@ class Run:
         for key in ("log_dir", "data_dir"):
             config[key] = str(ROOT / Path(config[key]).expanduser())
         runs = Path(config.log_dir) / (config.task or self.choices["model"]) / "runs"
-        if config.ckpt_path and config.ckpt_path != LAST:
+        if config.ckpt_path and config.ckpt_path not in NAMED:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
         elif not config.ckpt_path and not config.train:
             raise Refusal(
-                "train=false: give the checkpoint to test, ckpt_path=logs/.../last.ckpt or "
-                "ckpt_path=last"
+                "train=false: give the checkpoint to test, ckpt_path=best, the newest training's, "
+                "or ckpt_path=logs/.../last.ckpt"
             )
         # Rank 0 looks and writes; the others hear where, or why not.
         asked = ROOT / Path(config.run_dir).expanduser() if config.run_dir else None
@@ -112,12 +101,13 @@ class Run:
     def _make_folder(self, runs: Path, asked: Path | None) -> str | None:
         """The run's folder with what was asked for in it; what stands against it, if anything."""
         config, hydra = self.config, HydraConfig.get()
-        if config.ckpt_path == LAST:
-            newest = newest_checkpoint(runs)
-            if newest is None:
-                return f"ckpt_path=last: no run in {shown(runs)} has a checkpoint to go on from"
-            config.ckpt_path = str(newest)
-        if config.ckpt_path and (problem := _unreadable(Path(config.ckpt_path))):
+        if config.ckpt_path in NAMED:
+            find, what = NAMED[config.ckpt_path]
+            found = find(runs)
+            if found is None:
+                return f"ckpt_path={config.ckpt_path}: no run in {shown(runs)} has {what}"
+            config.ckpt_path = str(found)
+        if config.ckpt_path and (problem := unreadable(Path(config.ckpt_path))):
             return problem
         try:
             if asked:
@@ -171,15 +161,15 @@ class Run:
                 f"runs on {ranks}; launch that many (NP=, -np)"
             )
 
-    def learning_rate(self, ranks: int) -> dict[str, float]:
-        """The model's argument lr: model.lr as written, unless lr_scaling asks for more with more
-        ranks. None for a model whose configuration has no lr."""
+    def scale_learning_rate(self, ranks: int) -> None:
+        """With more ranks, make model.lr larger as lr_scaling asks; what refers to it by
+        ${model.lr} follows."""
         scaling, model = self.config.lr_scaling, self.config.model
-        if "lr" in model:
-            return {"lr": model.lr * LR_FACTORS[scaling](ranks)}
-        if scaling != "none":
+        if scaling == "none":
+            return
+        if model.get("lr") is None:
             raise Refusal(f"lr_scaling={scaling}: model={self.choices['model']} has no lr to scale")
-        return {}
+        model.lr *= ranks ** LR_POWERS[scaling]
 
     def checkpoint(self, trainer: Trainer) -> str | None:
         """What to evaluate: the best that was trained, without one None, which is the weights as
@@ -200,8 +190,8 @@ class Run:
             return
         if isinstance(error, Stopped):
             if launched_rank() == 0:
-                print(f"stopped; to go on: ckpt_path={error}", flush=True)
-            sys.exit(128 + SIGNAL)
+                print(f"stopped; to go on: ckpt_path={error.args[0]}", flush=True)
+            sys.exit(128 + error.args[1])
         mistake = _mistake(error, started=self.report.started)
         horovod_stopped = type(error).__name__ == "HorovodInternalError"
         if self.folder is not None and not self.report.started:
@@ -237,41 +227,6 @@ class Run:
                 if text not in told and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
                 told.add(text)
-
-
-def newest_checkpoint(runs: Path) -> Path | None:
-    """Of those to go on from in the folders of a task's runs, the one written last, if any; not
-    that of a run with debug=."""
-    files = [
-        file for name in RESUMABLE for file in runs.glob(f"*/checkpoints/{name}")
-        if not _debugged(file.parents[1])
-    ]  # fmt: skip
-    return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
-
-
-def _debugged(run: Path) -> bool:
-    overrides = run / ".hydra" / "overrides.yaml"
-    return overrides.is_file() and "- debug=" in overrides.read_text()
-
-
-def _unreadable(file: Path) -> str | None:
-    """Why a checkpoint cannot be taken; None if it can."""
-    if not file.is_file():
-        return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
-    try:
-        # Only the structure is read, not the weights.
-        checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-    except UNREADABLE as error:
-        if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
-            return (
-                f"ckpt_path={file}: it holds a {held[1]}, which is not loaded from a file; keep it "
-                "out: save_hyperparameters(ignore=[...])"
-            )
-        reason = str(error).splitlines()[0][:120]
-        return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
-    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
-        return f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it"
-    return None
 
 
 def _mistake(error: BaseException, started: bool) -> str | None:

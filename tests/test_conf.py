@@ -164,12 +164,20 @@ def test_a_model_needs_no_learning_rate() -> None:
     run = Run.__new__(Run)
     run.choices = {"model": "mine"}
     run.config = compose("config", ["~model.lr"])
-    assert run.learning_rate(4) == {}
+    run.scale_learning_rate(4)
     run.config = compose("config", ["~model.lr", "lr_scaling=linear"])
     with pytest.raises(Refusal, match="lr_scaling=linear: model=mine has no lr to scale"):
-        run.learning_rate(4)
-    run.config = compose("config", ["model.lr=0.5", "lr_scaling=linear"])
-    assert run.learning_rate(4) == {"lr": 2.0}
+        run.scale_learning_rate(4)
+
+
+@pytest.mark.parametrize(("scaling", "lr"), [("none", 0.5), ("linear", 2), ("sqrt", 1)])
+def test_what_refers_to_the_learning_rate_is_scaled_too(scaling: str, lr: float) -> None:
+    run = Run.__new__(Run)
+    run.choices = {"model": "mine"}
+    nested = ["model.lr=0.5", "+model.optimizer.lr=${model.lr}", f"lr_scaling={scaling}"]
+    run.config = compose("config", nested)
+    run.scale_learning_rate(4)
+    assert (run.config.model.lr, run.config.model.optimizer.lr) == (lr, lr)
 
 
 def test_debug_overfit_learns_its_batch_by_heart(tmp_path: Path) -> None:

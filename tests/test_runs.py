@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import time
@@ -19,15 +20,15 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from runs import checkpoints
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
-from runs.run import newest_checkpoint
 
 
-def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
-    assert newest_checkpoint(tmp_path / "nothing") is None
+def test_the_last_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
+    assert checkpoints.last(tmp_path / "nothing") is None
     written = ["b/checkpoints/last.ckpt", "a/checkpoints/last.ckpt", "a/checkpoints/stopped.ckpt",
                "b/checkpoints/epoch_003.ckpt", "b/last.ckpt"]  # fmt: skip
     for second, name in enumerate(written):
@@ -35,12 +36,26 @@ def test_the_newest_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.touch()
         os.utime(file, (second, second))
-    assert newest_checkpoint(tmp_path) == tmp_path / "a/checkpoints/stopped.ckpt"
+    assert checkpoints.last(tmp_path) == tmp_path / "a/checkpoints/stopped.ckpt"
     (tmp_path / "a/checkpoints/stopped.ckpt").unlink()
-    assert newest_checkpoint(tmp_path) == tmp_path / "a/checkpoints/last.ckpt"
+    assert checkpoints.last(tmp_path) == tmp_path / "a/checkpoints/last.ckpt"
     (tmp_path / "a" / ".hydra").mkdir()
     (tmp_path / "a" / ".hydra" / "overrides.yaml").write_text("- model.lr=1\n- debug=limit\n")
-    assert newest_checkpoint(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
+    assert checkpoints.last(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
+
+
+def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) -> None:
+    assert checkpoints.best(tmp_path) is None
+    ends = {"a": (True, "a.ckpt"), "b": (True, "b.ckpt"), "c": (False, "a.ckpt"), "d": (True, None)}
+    for second, (name, (train, checkpoint)) in enumerate(ends.items()):
+        file = tmp_path / name / "summary.json"
+        file.parent.mkdir()
+        file.write_text(json.dumps({"train": train, "checkpoint": checkpoint}))
+        os.utime(file, (second, second))
+    assert checkpoints.best(tmp_path) == Path("b.ckpt")
+    (tmp_path / "b" / ".hydra").mkdir()
+    (tmp_path / "b" / ".hydra" / "overrides.yaml").write_text("- debug=overfit\n")
+    assert checkpoints.best(tmp_path) == Path("a.ckpt")
 
 
 class Forward(LightningModule):

@@ -1,0 +1,74 @@
+"""Checkpoints of earlier runs: which ckpt_path=last and best name, and whether one can be read.
+
+A run leaves last.ckpt after each epoch, stopped.ckpt when it was ended, the best by
+callbacks.best_checkpoint, and the path of that one in summary.json.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
+
+
+def last(runs: Path) -> Path | None:
+    """Of those to go on from in the folders of a task's runs, the one written last."""
+    files = [file for name in RESUMABLE for file in _files(runs, f"checkpoints/{name}")]
+    return max(files, key=_written, default=None)
+
+
+def best(runs: Path) -> Path | None:
+    """The one that the newest finished training of a task has kept as its best."""
+    for file in sorted(_files(runs, "summary.json"), key=_written, reverse=True):
+        summary = json.loads(file.read_text())
+        if summary["train"] and summary["checkpoint"]:
+            return Path(summary["checkpoint"])
+    return None
+
+
+NAMED = {
+    "last": (last, "a checkpoint to go on from"),
+    "best": (best, "been trained to its end with a best checkpoint"),
+}
+
+
+def _files(runs: Path, name: str) -> list[Path]:
+    """Those of all runs but the ones with debug=."""
+    found = []
+    for file in runs.glob(f"*/{name}"):
+        overrides = runs / file.relative_to(runs).parts[0] / ".hydra" / "overrides.yaml"
+        if not (overrides.is_file() and "- debug=" in overrides.read_text()):
+            found.append(file)
+    return found
+
+
+def _written(file: Path) -> int:
+    return file.stat().st_mtime_ns
+
+
+def unreadable(file: Path) -> str | None:
+    """Why a checkpoint cannot be taken; None if it can."""
+    if not file.is_file():
+        return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
+    try:
+        # Only the structure is read, not the weights.
+        checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)
+    except UNREADABLE as error:
+        if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+            return (
+                f"ckpt_path={file}: it holds a {held[1]}, which is not loaded from a file; keep it "
+                "out: save_hyperparameters(ignore=[...])"
+            )
+        reason = str(error).splitlines()[0][:120]
+        return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        return f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it"
+    return None

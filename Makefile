@@ -2,6 +2,11 @@
 
 # What to run on, how many processes, and with which changes to conf/:
 ARGS ?=
+ifdef NP
+  ifeq ($(shell echo ' $(NP) ' | grep -Ex '( *[1-9][0-9]*)+ *'),)
+    $(error NP=$(NP): give a number of processes, as NP=2)
+  endif
+endif
 # Sizes and hosts of make bench: as given, before they get their defaults.
 SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile $(HOSTFILE)) $(if $(HOSTS),-H $(HOSTS))
 ONE_SIZE = $(if $(word 2,$(NP)),$(error NP="$(NP)": give one number of processes; several are for make bench))
@@ -119,6 +124,7 @@ bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp"
 	  $(if $(NETWORK),--network "$(NETWORK)") -- $(ARGS)
 
 bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
+	@$(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
 
 bench-readme: dev-environment ## write the README's table from the newest result of make bench
@@ -158,6 +164,7 @@ bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at 
 	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 
 export: environment ## a trained model as one file beside CKPT= that needs torch alone; FORMAT=pt2|onnx
+	@$(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
 	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) $(CKPT)
 
 tensorboard: environment ## show the curves of all runs in the browser

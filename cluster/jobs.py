@@ -129,9 +129,9 @@ def status(arguments: argparse.Namespace) -> int:
         return 0
     rows = [("RUN", "STATE", "RANKS", "TOOK", "HOSTS", "WHAT")]
     for state in shown:
-        what = state.get("reason") or (f"at {state['at']}" if state["state"] == "waiting" else "")
+        why = state.get("reason") or (f"at {state['at']}" if state["state"] == "waiting" else "")
         hosts = ",".join(f"{name}:{slots}" for name, slots in state["hosts"].items())
-        what = what or state["command"]
+        what = state["command"] + (f" ({why})" if why else "")
         rows.append((state["id"], state["state"], str(state["ranks"]), _took(state), hosts, what))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:

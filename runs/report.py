@@ -19,6 +19,7 @@ import torch
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -146,7 +147,7 @@ class Report(pl.Callback):
             else "",
             "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
             "run": shown(Path(self.config.run_dir)),
-            "look": "make tensorboard",
+            "look": "make tensorboard" if _has_curves(trainer) else "",
         }
         for name, text in lines.items():
             if not text:
@@ -304,6 +305,10 @@ def _lr(module: pl.LightningModule) -> str:
     # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
     rates = dict.fromkeys(group.get("initial_lr", group["lr"]) for group in groups)
     return ", ".join(f"{lr:g}" for lr in rates) or "none"
+
+
+def _has_curves(trainer: pl.Trainer) -> bool:
+    return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
 def _plain(metrics: Any) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""Stop when asked to (SIGUSR1), with a checkpoint to go on from: make stop, Ctrl-C, a time limit.
+"""Stop when asked to, with a checkpoint to go on from: make stop, Ctrl-C, a time limit.
+
+The launcher asks by SIGUSR1. Without one it is Ctrl-C itself; a second one ends at once.
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So once a second they ask each other; how many batches that is, they
@@ -7,6 +9,7 @@ agree on too. During an evaluation nobody asks: it ends first.
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -16,12 +19,14 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Callback
 
+from runs.refusal import launched_size
+
 SIGNAL = signal.SIGUSR1
 SECONDS = 1.0  # between questions
 
 
 class Stopped(Exception):
-    """Raised on all ranks when the checkpoint is written."""
+    """Raised on all ranks when the checkpoint is written: its path, and the signal's number."""
 
 
 class StopOnSignal(Callback):
@@ -33,19 +38,26 @@ class StopOnSignal(Callback):
 
     def __init__(self, checkpoint: str) -> None:
         self.checkpoint = Path(checkpoint)
-        self.asked = False
+        self.asked = 0  # the signal's number
         self._batches = 1  # from one question to the next
         self._left = 1
         self._since = 0.0
-        self._before: Any = None
+        self._before: dict[int, Any] = {}  # handlers of signals
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._before = signal.signal(SIGNAL, self._ask)
+        self._before = {SIGNAL: signal.signal(SIGNAL, self._ask)}
+        alone = launched_size() is None
+        if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._ask)
         self._batches = self._left = 1
         self._since = time.monotonic()
 
-    def _ask(self, *_: Any) -> None:
-        self.asked = True
+    def _ask(self, number: int, _: Any) -> None:
+        self.asked = number
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            # Not by print, which the signal may have interrupted.
+            os.write(2, b"\nstopping, with a checkpoint; Ctrl-C again ends at once\n")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._left -= 1
@@ -59,9 +71,9 @@ class StopOnSignal(Callback):
         self._batches = self._left = max(1, int(SECONDS / max(seconds, 1e-6)))
         if asked:
             trainer.save_checkpoint(self.checkpoint)
-            raise Stopped(str(self.checkpoint))
+            raise Stopped(str(self.checkpoint), int(asked))
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._before is not None:
-            signal.signal(SIGNAL, self._before)
-            self._before = None
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}

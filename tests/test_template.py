@@ -8,6 +8,7 @@ import json
 import os
 import pty
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -159,6 +160,27 @@ class TestOtherRuns:
         right = (predicted == labels).float().mean()
         assert alone["metrics"]["test/acc"] == pytest.approx(float(right), rel=1e-5)
 
+    def test_ctrl_c_without_a_launcher_leaves_a_checkpoint(self, tmp_path: Path) -> None:
+        long = ["trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000"]
+        command = ["env", "--default-signal=INT", *TEMPLATE, f"log_dir={tmp_path}", *long]
+        output = tmp_path / "output"
+        with open(output, "w") as file:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+        try:
+            deadline = time.monotonic() + 120
+            while "epoch 2/" not in output.read_text():
+                assert time.monotonic() < deadline and process.poll() is None, output.read_text()
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 128 + signal.SIGINT, output.read_text()
+        finally:
+            process.kill()
+            process.wait()
+        told = output.read_text()
+        checkpoint = folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt"
+        assert "Ctrl-C again ends at once" in told and "Traceback" not in told
+        assert f"stopped; to go on: ckpt_path={checkpoint}\n" in told and checkpoint.is_file()
+
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
         done = job(
             2, tmp_path, "trainer.precision=bf16-mixed", "trainer.limit_train_batches=6",
@@ -167,11 +189,17 @@ class TestOtherRuns:
         assert done.returncode == 0, done.stdout
         assert "precision bf16-mixed" in done.stdout and "lr 0.004" in done.stdout
         assert "32 a process x 2 ranks x 2 accumulated = 128 global" in done.stdout
-        assert (summary(tmp_path)["steps"], summary(tmp_path)["global_batch_size"]) == (6, 128)
+        trained = summary(tmp_path)
+        assert (trained["steps"], trained["global_batch_size"]) == (6, 128)
+        done = job(0, tmp_path, "train=false", "ckpt_path=best")
+        assert done.returncode == 0, done.stdout
+        assert f"from    {trained['checkpoint']}\n" in done.stdout
+        assert summary(tmp_path)["checkpoint"] == trained["checkpoint"]
 
     def test_steps_that_end_before_a_validation(self, tmp_path: Path) -> None:
-        done = job(0, tmp_path, "trainer.max_steps=3")
+        done = job(0, tmp_path, "trainer.max_steps=3", "logger=none")
         assert done.returncode == 0, done.stdout
+        assert "look  " not in done.stdout
         assert summary(tmp_path)["steps"] == 3 and "test/acc" in summary(tmp_path)["metrics"]
 
     def test_denoiser_denoises(self, tmp_path: Path) -> None:
@@ -329,6 +357,20 @@ class TestMistakes:
         assert "horovodrun" not in done.stdout
         done = run([*make[:3], "NP=1 2", "INSTALL=true"])
         assert done.returncode != 0 and "give one number of processes" in done.stdout
+
+    @pytest.mark.parametrize(
+        ("target", "message"),
+        [
+            (["train", "NP=two"], "NP=two: give a number of processes"),
+            (["bench", "NP=2 0"], "NP=2 0: give a number of processes"),
+            (["export"], "CKPT=: give a checkpoint"),
+            (["bench-check", "OLD=a"], "OLD=a NEW=: give two files"),
+        ],
+    )
+    def test_make_says_what_it_lacks(self, target: list[str], message: str) -> None:
+        done = run(["make", *target, "INSTALL=true"])
+        assert done.returncode == 2 and message in done.stdout, done.stdout
+        assert "usage" not in done.stdout
 
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:

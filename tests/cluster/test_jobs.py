@@ -368,6 +368,8 @@ class TestDetached:
         state = self.wait(on, hosts[0], project, run_id)
         assert (state["state"], state["exit"]) == ("failed", 3)
         assert state["reason"] == "rank 1 on node2 ended with exit code 3"
+        listed = on(hosts[0], "cluster.jobs", "status", cwd=project).stdout
+        assert "sys.exit(3" in listed and "(rank 1 on node2 ended with exit code 3)" in listed
         assert "bye" in on(hosts[0], "cluster.jobs", "logs", "--rank", "1", cwd=project).stdout
         wrong = on(hosts[0], "cluster.jobs", "logs", "--rank", "2", cwd=project)
         assert wrong.returncode == 2 and "the run has ranks 0 to 1" in wrong.stdout

@@ -7,8 +7,8 @@ import sys
 import time
 
 RANK_VARIABLES = ["HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"]
-
 SIZE_VARIABLES = ["HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
+TELL_SECONDS = 10
 
 
 class Refusal(Exception):
@@ -25,16 +25,19 @@ def launched_size() -> int | None:
     return next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), None)
 
 
-def refuse(message: str) -> None:
-    """Print one line and end this process with status 2.
+def let_rank_0_tell() -> None:
+    """Wait, on other ranks, before an error is told: mostly rank 0 has the same one, and its end
+    ends them meanwhile. Only an error that is theirs alone do they tell themselves."""
+    if launched_rank() > 0:
+        time.sleep(TELL_SECONDS)
 
-    The others of the job mostly see the same mistake. They leave rank 0 ten seconds to tell it,
-    in which its end ends them; only a mistake that is theirs alone do they tell themselves.
-    """
+
+def refuse(message: str) -> None:
+    """Print one line and end this process with status 2."""
     line = " ".join(message.split())
     rank = launched_rank()
+    let_rank_0_tell()
     if rank > 0:
-        time.sleep(10)
         line = f"{line} (rank {rank} on {os.uname().nodename})"
     print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -12,6 +12,7 @@ import logging
 import os
 import shutil
 import sys
+import time
 import warnings
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,14 @@ from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
-from runs.refusal import Refusal, launched_rank, launched_size, refuse
+from runs.refusal import (
+    TELL_SECONDS,
+    Refusal,
+    launched_rank,
+    launched_size,
+    let_rank_0_tell,
+    refuse,
+)
 from runs.report import Report
 from runs.stopping import Stopped
 
@@ -204,11 +212,15 @@ class Run:
         if mistake:
             refuse(mistake)
         if horovod_stopped:
-            # Another rank ended in the middle of a collective: its own words tell why.
+            # Another rank ended in the middle of a collective: its own words tell why, and come
+            # first; its end ends this process meanwhile.
+            time.sleep(TELL_SECONDS + 3)
             rank = f"rank {launched_rank()} on {os.uname().nodename}"
             reason = str(error).splitlines()[0][:150]
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
+        if isinstance(error, Exception):
+            let_rank_0_tell()
 
     def _warning(self, message: Warning, category: type, *place: Any, **named: Any) -> None:
         """Rank 0 shows a warning at once; the others keep theirs until the end."""

@@ -1,4 +1,4 @@
-"""Classifiers that warn, have no test, break on rank 1, see NaN, or keep what no file gives."""
+"""Classifiers that warn, lack a test, break on a rank or all, see NaN, keep what no file gives."""
 
 import warnings
 from functools import partial
@@ -33,6 +33,11 @@ class Breaks(Classifier):
         if self.global_rank == 1 and batch_idx == 3:
             raise RuntimeError("broken in training")
         return super().training_step(batch, batch_idx)
+
+
+class BreaksEverywhere(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise RuntimeError("broken on all ranks")
 
 
 class Vanishes(Classifier):

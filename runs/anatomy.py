@@ -15,7 +15,7 @@ strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
 costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps;
-where steps are short, a fifth of them is timed, drawn by lot, as each fifth might always be the one
+where steps are short, a tenth of them is timed, drawn by lot, as each tenth might always be the one
 that waits for the loader. On a GPU moments are events in its stream: phases are those of the GPU,
 not of the program that runs ahead.
 """
@@ -46,7 +46,7 @@ ALL_REDUCE = PHASES.index("all_reduce")
 WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # steps, the last ones, that medians are made of
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
-SHORT, SAMPLED = 10e-3, 0.2  # of steps below so many seconds, this share is timed
+SHORT, SAMPLED = 10e-3, 0.1  # of steps below so many seconds, this share is timed
 # A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
 # The share of a step from which on a phase is what the verdict names.
@@ -71,6 +71,7 @@ class Anatomy(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.found = None
         self._device = trainer.strategy.root_device
+        self._take_exchanges = getattr(trainer.strategy, "take_exchanges", list)
         self._hosts = gather_texts(trainer.strategy, socket.gethostname())
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._timed, self._share = True, 1.0  # is this step, and how many of them
@@ -120,12 +121,16 @@ class Anatomy(Callback):
         self._begin("optimizer")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._begin("data")
-        exchanges: list[Any] = getattr(trainer.strategy, "take_exchanges", list)()
         if self._timed:
-            self._unread.append((self._marks, exchanges))
+            self._note_step(trainer)
         self._timed = self._lot.random() < self._share
-        self._begin_anew()
+        if self._timed:
+            self._take_exchanges()  # of steps that were not timed
+            self._begin_anew()
+
+    def _note_step(self, trainer: pl.Trainer) -> None:
+        self._begin("data")
+        self._unread.append((self._marks, self._take_exchanges()))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()
         if self._count - self._logged >= WINDOW:

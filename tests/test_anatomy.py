@@ -191,7 +191,7 @@ def test_a_long_warmup_leaves_nothing_to_tell(
 
 
 def short_steps() -> list[dict[str, Any]]:
-    """All steps timed, and of steps that count as short a fifth, from the tenth on."""
+    """All steps timed, and of steps that count as short a tenth, from the tenth on."""
     anatomy.WINDOW = 10
     both = []
     for seconds in (0.0, 1.0):

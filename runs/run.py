@@ -12,7 +12,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 import warnings
 from pathlib import Path
 from types import TracebackType
@@ -31,14 +30,7 @@ from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
-from runs.refusal import (
-    TELL_SECONDS,
-    Refusal,
-    launched_rank,
-    launched_size,
-    let_rank_0_tell,
-    refuse,
-)
+from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report
 from runs.stopping import Stopped
 
@@ -201,7 +193,9 @@ class Run:
                 print(f"stopped; to go on: ckpt_path={error.args[0]}", flush=True)
             sys.exit(128 + error.args[1])
         mistake = _mistake(error, started=self.report.started)
-        horovod_stopped = type(error).__name__ == "HorovodInternalError"
+        # Horovod: the same error says that ranks asked for different things, which is their own.
+        internal = type(error).__name__ == "HorovodInternalError"
+        horovod_stopped = internal and not str(error).startswith("Mismatched")
         if self.folder is not None and not self.report.started:
             shutil.rmtree(self.folder, ignore_errors=True)
             for parent in list(self.folder.parents)[:2]:
@@ -212,9 +206,7 @@ class Run:
         if mistake:
             refuse(mistake)
         if horovod_stopped:
-            # Another rank ended in the middle of a collective: its own words tell why, and come
-            # first; its end ends this process meanwhile.
-            time.sleep(TELL_SECONDS + 3)
+            # Another rank ended in the middle of a collective: its own words tell why.
             rank = f"rank {launched_rank()} on {os.uname().nodename}"
             reason = str(error).splitlines()[0][:150]
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)

@@ -4,6 +4,8 @@ import warnings
 from functools import partial
 from typing import Any
 
+import horovod.torch as hvd
+import torch
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -38,6 +40,12 @@ class Breaks(Classifier):
 class BreaksEverywhere(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise RuntimeError("broken on all ranks")
+
+
+class AsksForAnotherSum(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        hvd.allreduce(torch.zeros(2 + self.global_rank), name="mine")
+        return super().training_step(batch, batch_idx)
 
 
 class Vanishes(Classifier):

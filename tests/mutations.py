@@ -334,6 +334,26 @@ MUTATIONS = [
         "trainer.save_checkpoint(self.checkpoint)", "pass",
         "stop_leaves", "cluster/test_jobs", "runs",
     ),
+    Mutation(
+        "each rank tells the error of all", "refusal.py",
+        "time.sleep(TELL_SECONDS)", "pass",
+        "all_ranks_is_told_once", "test_template", "runs",
+    ),
+    Mutation(
+        "ranks time other steps", "anatomy.py",
+        "random.Random(0)", "random.Random()",
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
+        "all of short steps are timed", "anatomy.py",
+        "SAMPLED if steps.sum(2).mean() < SHORT else 1.0", "1.0",
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
+        "Ctrl-C without a launcher is Python's", "stopping.py",
+        "alone = launched_size() is None", "alone = False",
+        "ctrl_c_without", "test_template", "runs",
+    ),
 ]  # fmt: skip
 
 

@@ -348,11 +348,21 @@ class TestMistakes:
         assert done.stdout.count("Traceback") == 2, done.stdout  # rank 1's and horovodrun's
         assert len(folders(tmp_path)) == 1 and not processes_of(tmp_path)
 
-    def test_an_error_of_all_ranks_is_told_once(self, tmp_path: Path) -> None:
-        done = job(2, tmp_path, "model._target_=tests.faulty_models.BreaksEverywhere")
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            ("BreaksEverywhere", "RuntimeError: broken on all ranks"),
+            ("AsksForAnotherSum", "HorovodInternalError: Mismatched ALLREDUCE tensor shapes"),
+        ],
+    )
+    def test_an_error_of_all_ranks_is_told_once(
+        self, tmp_path: Path, model: str, message: str
+    ) -> None:
+        done = job(2, tmp_path, FAULTY + model)
         assert done.returncode != 0
-        assert done.stdout.count("RuntimeError: broken on all ranks") == 1, done.stdout
-        assert "[0]<stderr>:RuntimeError" in done.stdout and not processes_of(tmp_path)
+        assert done.stdout.count(message) == 1, done.stdout
+        assert "[0]<stderr>:  File" in done.stdout and "[1]<stderr>:  File" not in done.stdout
+        assert not processes_of(tmp_path)
 
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         started = time.monotonic()

@@ -14,10 +14,10 @@ spends there is the network's, and what others wait longer is counted as "stragg
 strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
-costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps;
-where steps are short, a tenth of them is timed, drawn by lot, as each tenth might always be the one
-that waits for the loader. On a GPU moments are events in its stream: phases are those of the GPU,
-not of the program that runs ahead.
+costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps.
+Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as each tenth
+might always be the one that waits for the loader. On a GPU moments are events in its stream: phases
+are those of the GPU, not of the program that runs ahead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import math
 import random
 import socket
 from collections import deque
-from itertools import pairwise
+from itertools import compress, pairwise
 from typing import Any
 
 import pytorch_lightning as pl
@@ -43,10 +43,10 @@ from strategies.clock import Moment, moment, seconds
 
 PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
 ALL_REDUCE = PHASES.index("all_reduce")
-WINDOW = 200  # timed steps between two looks at all ranks
-KEPT = 1000  # steps, the last ones, that medians are made of
+WINDOW = 200  # steps between two looks at all ranks
+KEPT = 1000  # timed steps, the last ones, that medians are made of
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
-SHORT, SAMPLED = 10e-3, 0.1  # of steps below so many seconds, this share is timed
+SHORT = 10e-3  # seconds: of shorter steps only a share is timed
 # A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
 # The share of a step from which on a phase is what the verdict names.
@@ -59,13 +59,15 @@ class Anatomy(Callback):
 
     Args:
         warmup: so many steps at the start are left out.
+        share: of steps shorter than 10 ms this share is timed; 1: all, as measurements want it.
 
     Attributes:
-        found: what summary.json shows under "anatomy"; None until training has ended.
+        found: what summary.json shows under "anatomy", of the steps that were timed; None until
+            training has ended.
     """
 
-    def __init__(self, warmup: int = 10) -> None:
-        self.warmup = warmup
+    def __init__(self, warmup: int = 10, share: float = 0.1) -> None:
+        self.warmup, self.share = warmup, share
         self.found: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -74,13 +76,13 @@ class Anatomy(Callback):
         self._take_exchanges = getattr(trainer.strategy, "take_exchanges", list)
         self._hosts = gather_texts(trainer.strategy, socket.gethostname())
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
-        self._timed, self._share = True, 1.0  # is this step, and how many of them
+        self._timed, self._drawn = True, 1.0  # is this step, and what share of them
         self._lot = random.Random(0)  # the same on all ranks, who time the same steps
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
         self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes, seconds
-        self._count = self._logged = 0
-        self._total = 0.0
+        self._batches = self._count = self._logged = 0  # all, timed, and those of them logged
+        self._total = self._weight = 0.0  # seconds of all timed steps, and how many
         self._told: set[int] = set()
         after = "rest" if pl_module.automatic_optimization else "forward"
         self._hooks = [
@@ -122,21 +124,22 @@ class Anatomy(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if self._timed:
-            self._note_step(trainer)
-        self._timed = self._lot.random() < self._share
+            self._note_step()
+        self._batches += 1
+        if self._batches % WINDOW == 0:
+            self._log(trainer)
+            if self._steps:
+                self._look_at_all(trainer)
+        self._timed = self._lot.random() < self._drawn
         if self._timed:
             self._take_exchanges()  # of steps that were not timed
             self._begin_anew()
 
-    def _note_step(self, trainer: pl.Trainer) -> None:
+    def _note_step(self) -> None:
         self._begin("data")
         self._unread.append((self._marks, self._take_exchanges()))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()
-        if self._count - self._logged >= WINDOW:
-            self._log(trainer)
-            if self._steps:
-                self._look_at_all(trainer)
 
     def _read(self) -> None:
         """Turn the moments of the oldest unread step into seconds."""
@@ -151,6 +154,7 @@ class Anatomy(Callback):
         spent["backward"], spent["all_reduce"] = max(0.0, spent["backward"] - waited), waited
         self._steps.append(list(spent.values()))
         self._total += sum(spent.values())
+        self._weight += 1
         busy = sum(seconds(exchange.first, exchange.end) for exchange in exchanges)
         calls, size = (sum(getattr(e, name) for e in exchanges) for name in ("calls", "bytes"))
         self._wire.append([calls, size, busy])
@@ -179,12 +183,21 @@ class Anatomy(Callback):
 
     def _look_at_all(self, trainer: pl.Trainer) -> None:
         steps = self._gather(trainer.strategy, WINDOW)
-        self._share = SAMPLED if steps.sum(2).mean() < SHORT else 1.0
+        if self._drawn > self.share and steps.sum(2).mean() < SHORT:
+            self._time_fewer()
         slow = straggler(steps)
         if slow and slow["rank"] not in self._told:
             self._told.add(slow["rank"])
             if trainer.is_global_zero:
                 print(f"slow    {_name(slow, self._hosts)}", flush=True)
+
+    def _time_fewer(self) -> None:
+        """From now on; of what was timed keep as large a share, so that all steps count alike."""
+        self._drawn = self.share
+        kept = [self._lot.random() < self.share for _ in self._steps]
+        self._steps = deque(compress(self._steps, kept), KEPT)
+        self._wire = deque(compress(self._wire, kept), KEPT)
+        self._total, self._weight = self.share * self._total, self.share * self._weight
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for hook in self._hooks:
@@ -198,7 +211,7 @@ class Anatomy(Callback):
         share, slow = shares(steps), straggler(steps)
         totals = 1e3 * steps.sum(2).mean(0)
         p10, median, p90 = (round(float(totals.quantile(q)), 4) for q in (0.1, 0.5, 0.9))
-        mean = 1e3 * self._total / (self._count - self.warmup)
+        mean = 1e3 * self._total / self._weight
         self.found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
@@ -229,7 +242,7 @@ class Anatomy(Callback):
         return {
             "calls": calls, "payload_bytes": size, "bytes": bytes_, "busy_ms": round(1e3 * busy, 4),
             "bus_bandwidth_mb_s": round(of_all, 3), "allreduce_mb_s": known,
-            "compression": strategy.compression,  # type: ignore[attr-defined]
+            "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
         }  # fmt: skip
 
 
@@ -319,7 +332,7 @@ def verdict(
         known, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
         of = f", {reached / known:.0%} of what bench-allreduce measured" if known and large else ""
         rate = f" at {reached:,.0f} MB/s{of}" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
-        less = "strategy.compression=bf16, " if large and wire["compression"] == "none" else ""
+        less = "strategy.compression=bf16, " if large and wire["compressible"] else ""
     return (
         f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"

@@ -2,7 +2,7 @@
 
 # What to run on, how many processes, and with which changes to conf/:
 ARGS ?=
-ifdef NP
+ifneq ($(origin NP),undefined)
   ifeq ($(shell echo ' $(NP) ' | grep -Ex '( *[1-9][0-9]*)+ *'),)
     $(error NP=$(NP): give a number of processes, as NP=2)
   endif
@@ -28,6 +28,14 @@ STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
 $(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)))
+
+# Before anything is installed:
+ifneq ($(filter export,$(MAKECMDGOALS)),)
+  $(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
+endif
+ifneq ($(filter bench-check,$(MAKECMDGOALS)),)
+  $(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
+endif
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -124,7 +132,6 @@ bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp"
 	  $(if $(NETWORK),--network "$(NETWORK)") -- $(ARGS)
 
 bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
-	@$(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
 
 bench-readme: dev-environment ## write the README's table from the newest result of make bench
@@ -164,7 +171,6 @@ bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at 
 	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 
 export: environment ## a trained model as one file beside CKPT= that needs torch alone; FORMAT=pt2|onnx
-	@$(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
 	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) $(CKPT)
 
 tensorboard: environment ## show the curves of all runs in the browser

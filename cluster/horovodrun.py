@@ -290,8 +290,8 @@ def forwarded(environment: dict[str, str]) -> dict[str, str]:
         if name.startswith(asked)
         or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
     }
-    if "SLURM_JOB_ID" in environment:
-        found.pop("CUDA_VISIBLE_DEVICES", None)  # Slurm's for this node; others have their own
+    if "SLURM_JOB_ID" in environment and found.get("CUDA_VISIBLE_DEVICES"):
+        del found["CUDA_VISIBLE_DEVICES"]  # Slurm's for this node; others have their own
     return found
 
 

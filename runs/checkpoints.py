@@ -30,7 +30,9 @@ def best(runs: Path) -> Path | None:
     for file in sorted(_files(runs, "summary.json"), key=_written, reverse=True):
         summary = json.loads(file.read_text())
         if summary["train"] and summary["checkpoint"]:
-            return Path(summary["checkpoint"])
+            told = Path(summary["checkpoint"])
+            here = file.parent / "checkpoints" / told.name  # also where the folder was moved to
+            return here if here.is_file() else told
     return None
 
 

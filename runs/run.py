@@ -86,8 +86,8 @@ class Run:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
         elif not config.ckpt_path and not config.train:
             raise Refusal(
-                "train=false: give the checkpoint to test, ckpt_path=best, the newest training's, "
-                "or ckpt_path=logs/.../last.ckpt"
+                "train=false: give the checkpoint to test: ckpt_path=best for that of the newest "
+                "finished training, or a path, as ckpt_path=logs/.../last.ckpt"
             )
         # Rank 0 looks and writes; the others hear where, or why not.
         asked = ROOT / Path(config.run_dir).expanduser() if config.run_dir else None
@@ -162,7 +162,7 @@ class Run:
             )
 
     def scale_learning_rate(self, ranks: int) -> None:
-        """With more ranks, make model.lr larger as lr_scaling asks; what refers to it by
+        """With more ranks, make model.lr larger as lr_scaling asks; what in model refers to it by
         ${model.lr} follows."""
         scaling, model = self.config.lr_scaling, self.config.model
         if scaling == "none":

@@ -1,10 +1,12 @@
 """Stop when asked to, with a checkpoint to go on from: make stop, Ctrl-C, a time limit.
 
-The launcher asks by SIGUSR1. Without one it is Ctrl-C itself; a second one ends at once.
+The launcher asks by SIGUSR1. Without one it is Ctrl-C itself; a second one ends at once. (The
+terminal sends it to a loader's workers as well: forked ones go on, spawned ones end, and with them
+the run, without a checkpoint.)
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So once a second they ask each other; how many batches that is, they
-agree on too. During an evaluation nobody asks: it ends first.
+agree on too. During an evaluation nobody asks: it ends first. After the last one they ask again.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ class StopOnSignal(Callback):
         self._left = 1
         self._since = 0.0
         self._before: dict[int, Any] = {}  # handlers of signals
+        self._process = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._before = {SIGNAL: signal.signal(SIGNAL, self._ask)}
+        self._process = os.getpid()
         alone = launched_size() is None
         if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._ask)
@@ -53,6 +57,8 @@ class StopOnSignal(Callback):
         self._since = time.monotonic()
 
     def _ask(self, number: int, _: Any) -> None:
+        if os.getpid() != self._process:
+            return  # a worker of a loader, forked with this handler
         self.asked = number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -65,13 +71,21 @@ class StopOnSignal(Callback):
             return
         now = time.monotonic()
         pace = (now - self._since) / self._batches
-        mine = torch.tensor([float(self.asked), pace], device=trainer.strategy.root_device)
-        asked, seconds = trainer.strategy.reduce(mine, reduce_op="max").tolist()
+        seconds = self._stop_if_asked(trainer, pace)
         self._since = now
         self._batches = self._left = max(1, int(SECONDS / max(seconds, 1e-6)))
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._stop_if_asked(trainer, 0)  # meanwhile, as in the last evaluation
+
+    def _stop_if_asked(self, trainer: pl.Trainer, pace: float) -> float:
+        """On all ranks if one was; else the slowest pace, in seconds a batch."""
+        mine = torch.tensor([float(self.asked), pace], device=trainer.strategy.root_device)
+        asked, slowest = trainer.strategy.reduce(mine, reduce_op="max").tolist()
         if asked:
             trainer.save_checkpoint(self.checkpoint)
             raise Stopped(str(self.checkpoint), int(asked))
+        return slowest
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         for number, handler in self._before.items():

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
+from runs.stopping import SIGNAL, StopOnSignal, Stopped
 
 
 def test_the_last_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
@@ -56,6 +58,10 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
     (tmp_path / "b" / ".hydra").mkdir()
     (tmp_path / "b" / ".hydra" / "overrides.yaml").write_text("- debug=overfit\n")
     assert checkpoints.best(tmp_path) == Path("a.ckpt")
+    moved = tmp_path / "a" / "checkpoints" / "a.ckpt"
+    moved.parent.mkdir()
+    moved.touch()
+    assert checkpoints.best(tmp_path) == moved
 
 
 class Forward(LightningModule):
@@ -181,6 +187,28 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+class StopsInEvaluation(Times):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            os.kill(os.getpid(), SIGNAL)
+
+
+def test_a_stop_in_the_last_evaluation_leaves_a_checkpoint(tmp_path: Path) -> None:
+    before = signal.getsignal(SIGNAL)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=1,
+        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    try:
+        with pytest.raises(Stopped):
+            trainer.fit(StopsInEvaluation(), ones, ones)
+    finally:
+        signal.signal(SIGNAL, before)  # the Trainer leaves it where training ends by an error
+    assert torch.load(tmp_path / "s.ckpt")["global_step"] == 4
 
 
 class NothingHeldOut(LightningDataModule):

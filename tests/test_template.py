@@ -79,7 +79,7 @@ class TestDefaultRun:
         rate = found["epochs"] * 1258 / found["train_seconds"]  # 629 on each rank
         assert found["samples_per_second"] == pytest.approx(rate, rel=0.01)
         assert found["versions"]["horovod"].startswith("0.28.1")
-        assert found["anatomy"]["steps"] == found["steps"] - 10  # the first ones warm up
+        assert 10 < found["anatomy"]["steps"] <= found["steps"] - 10  # the first ones warm up
         assert [rank["rank"] for rank in found["anatomy"]["ranks"]] == [0, 1]
 
     def test_one_folder_with_all_in_it(self, default: tuple[Path, str]) -> None:
@@ -162,23 +162,27 @@ class TestOtherRuns:
 
     def test_ctrl_c_without_a_launcher_leaves_a_checkpoint(self, tmp_path: Path) -> None:
         long = ["trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000"]
+        long.append("data.num_workers=1")
         command = ["env", "--default-signal=INT", *TEMPLATE, f"log_dir={tmp_path}", *long]
         output = tmp_path / "output"
         with open(output, "w") as file:
-            process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file)
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
+            )
         try:
             deadline = time.monotonic() + 120
             while "epoch 2/" not in output.read_text():
                 assert time.monotonic() < deadline and process.poll() is None, output.read_text()
                 time.sleep(0.1)
-            process.send_signal(signal.SIGINT)
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
             assert process.wait(60) == 128 + signal.SIGINT, output.read_text()
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         told = output.read_text()
         checkpoint = folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt"
-        assert "Ctrl-C again ends at once" in told and "Traceback" not in told
+        assert told.count("Ctrl-C again ends at once") == 1 and "Traceback" not in told
         assert f"stopped; to go on: ckpt_path={checkpoint}\n" in told and checkpoint.is_file()
 
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
@@ -377,6 +381,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("target", "message"),
         [
+            (["train", "NP="], "NP=: give a number of processes"),
             (["train", "NP=two"], "NP=two: give a number of processes"),
             (["bench", "NP=2 0"], "NP=2 0: give a number of processes"),
             (["export"], "CKPT=: give a checkpoint"),
@@ -384,9 +389,9 @@ class TestMistakes:
         ],
     )
     def test_make_says_what_it_lacks(self, target: list[str], message: str) -> None:
-        done = run(["make", *target, "INSTALL=true"])
+        done = run(["make", *target, "INSTALL=echo installs"])
         assert done.returncode == 2 and message in done.stdout, done.stdout
-        assert "usage" not in done.stdout
+        assert "usage" not in done.stdout and "installs" not in done.stdout
 
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:

@@ -113,6 +113,8 @@ def test_only_listed_variables_leave_this_host() -> None:
     here |= {"HOROVOD_TOKEN": "z"}
     assert forwarded(here) == {"NCCL_DEBUG": "INFO"}
     assert forwarded(here | {"FORWARD": "WANDB_"})["WANDB_API_KEY"] == "y"
+    for asked, kept in (("0,1", {}), ("", {"CUDA_VISIBLE_DEVICES": ""})):  # none on any node
+        assert forwarded({"CUDA_VISIBLE_DEVICES": asked, "SLURM_JOB_ID": "1"}) == kept
 
 
 class TestRendezvous:

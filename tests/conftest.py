@@ -19,9 +19,14 @@ HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Ranks of tests share the CPU; GPUs, of which each needs its own, are for test_gpu.py."""
+    """Ranks of tests share the CPU; GPUs, of which each needs its own, are for test_gpu.py.
+
+    What `make test ARGS=...` was asked is not for the makes that tests call.
+    """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    for name in ("MAKEFLAGS", "ARGS"):
+        os.environ.pop(name, None)
 
 
 def run(

@@ -26,11 +26,18 @@ def last(runs: Path) -> Path | None:
 
 
 def best(runs: Path) -> Path | None:
-    """The one that the newest finished training of a task has kept as its best."""
+    """The one that the newest finished training of a task has kept as its best.
+
+    ValueError: a newer summary.json cannot be read.
+    """
     for file in sorted(_files(runs, "summary.json"), key=_written, reverse=True):
-        summary = json.loads(file.read_text())
-        if summary["train"] and summary["checkpoint"]:
-            told = Path(summary["checkpoint"])
+        try:
+            summary = json.loads(file.read_text())
+            kept = summary["train"] and summary["checkpoint"]
+        except (ValueError, TypeError, KeyError):
+            raise ValueError(f"{file} is no summary of a run: mend it or delete it") from None
+        if kept:
+            told = Path(kept)
             here = file.parent / "checkpoints" / told.name  # also where the folder was moved to
             return here if here.is_file() else told
     return None

@@ -103,7 +103,10 @@ class Run:
         config, hydra = self.config, HydraConfig.get()
         if config.ckpt_path in NAMED:
             find, what = NAMED[config.ckpt_path]
-            found = find(runs)
+            try:
+                found = find(runs)
+            except ValueError as error:
+                return f"ckpt_path={config.ckpt_path}: {error}"
             if found is None:
                 return f"ckpt_path={config.ckpt_path}: no run in {shown(runs)} has {what}"
             config.ckpt_path = str(found)

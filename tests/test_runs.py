@@ -62,6 +62,10 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
     moved.parent.mkdir()
     moved.touch()
     assert checkpoints.best(tmp_path) == moved
+    for text in ("", "[]", "{}"):
+        (tmp_path / "d" / "summary.json").write_text(text)
+        with pytest.raises(ValueError, match="d/summary.json is no summary of a run"):
+            checkpoints.best(tmp_path)
 
 
 class Forward(LightningModule):

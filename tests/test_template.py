@@ -199,6 +199,10 @@ class TestOtherRuns:
         assert done.returncode == 0, done.stdout
         assert f"from    {trained['checkpoint']}\n" in done.stdout
         assert summary(tmp_path)["checkpoint"] == trained["checkpoint"]
+        (folders(tmp_path)[-1] / "summary.json").write_text("")
+        done = job(0, tmp_path, "train=false", "ckpt_path=best")
+        assert done.returncode == 2 and "summary.json is no summary of a run" in done.stdout
+        assert done.stdout.startswith("error: ckpt_path=best: ") and len(folders(tmp_path)) == 2
 
     def test_steps_that_end_before_a_validation(self, tmp_path: Path) -> None:
         done = job(0, tmp_path, "trainer.max_steps=3", "logger=none")

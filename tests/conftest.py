@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -55,38 +57,101 @@ def horovodrun(ranks: int, *command: str) -> list[str]:
     return [HOROVODRUN, "--gloo", "-np", str(ranks), "-H", f"localhost:{ranks}", *command]
 
 
-def launcher(folder: Path) -> Callable[..., list[Any]]:
-    """launch(function, ranks, **arguments): what `function` returned on each rank, in order.
+def make_train(ranks: int, *command: str) -> list[str]:
+    """The same by our launcher, as make train does: its ranks share their imports."""
+    ours = [sys.executable, "-m", "cluster.horovodrun"]
+    return [*ours, "-np", str(ranks), "-H", f"localhost:{ranks}", *command]
 
-    The function runs in `ranks` processes of horovodrun; that many must have taken part.
-    """
-    count = 0
 
-    def launch(function: Callable, ranks: int, **arguments: Any) -> list[Any]:
-        nonlocal count
-        count += 1
-        saved_to = folder / f"launch{count}"
-        saved_to.mkdir()
-        worker = [str(ROOT / "tests" / "worker.py"), str(saved_to)]
-        what = [function.__module__, function.__name__, json.dumps(arguments)]
-        done = run(horovodrun(ranks, sys.executable, *worker, *what))
-        assert done.returncode == 0, done.stdout
-        saved = [torch.load(saved_to / f"{r}.pt", weights_only=False) for r in range(ranks)]
-        assert [rank["size"] for rank in saved] == [ranks] * ranks
+class Ranks:
+    """Processes of one horovodrun that call what they are told to, one function after another."""
+
+    def __init__(self, folder: Path, ranks: int) -> None:
+        self.folder, self.ranks = folder, ranks
+        self._orders = 0
+        command = horovodrun(ranks, sys.executable, str(ROOT / "tests" / "worker.py"), str(folder))
+        with (folder / "output").open("w") as output:
+            self._process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
+            )
+
+    def call(self, function: Callable, **arguments: Any) -> list[Any]:
+        """What `function` returned on each rank, in order; AssertionError where it did not."""
+        named = {"module": function.__module__, "function": function.__name__}
+        number = self._order({**named, "arguments": arguments})
+        answers = [self.folder / f"{number}.{rank}.pt" for rank in range(self.ranks)]
+        deadline = time.monotonic() + 240
+        while not all(answer.exists() for answer in answers):
+            assert self._process.poll() is None, self._output()
+            assert time.monotonic() < deadline, self._output()
+            time.sleep(0.02)
+        saved = [torch.load(answer, weights_only=False) for answer in answers]
+        assert [rank["size"] for rank in saved] == [self.ranks] * self.ranks
         return [rank["result"] for rank in saved]
 
-    return launch
+    def close(self) -> None:
+        """End them; AssertionError where they do not end well."""
+        self._order(None)
+        try:
+            assert self._process.wait(timeout=60) == 0, self._output()
+        finally:
+            self.kill()
 
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+        self._process.wait(timeout=30)
 
-@pytest.fixture
-def launch(tmp_path: Path) -> Callable[..., list[Any]]:
-    return launcher(tmp_path)
+    def _order(self, what: dict[str, Any] | None) -> int:
+        self._orders += 1
+        staged = self.folder / "order"
+        staged.write_text(json.dumps(what))
+        staged.rename(self.folder / f"{self._orders}.json")
+        return self._orders
+
+    def _output(self) -> str:
+        return (self.folder / "output").read_text()
 
 
 @pytest.fixture(scope="module")
-def launch_once(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """As `launch`, for what several tests of a module look at."""
-    return launcher(tmp_path_factory.mktemp("launches"))
+def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
+    """launch(function, ranks, **arguments): what `function` returned on each rank, in order.
+
+    It runs in processes of horovodrun, of which so many must have taken part: the same for all
+    launches of a module, until a function fails.
+    """
+    living: dict[int, Ranks] = {}
+
+    def launch(function: Callable, ranks: int, **arguments: Any) -> list[Any]:
+        if ranks not in living:
+            living[ranks] = Ranks(tmp_path_factory.mktemp("ranks"), ranks)
+        try:
+            return living[ranks].call(function, **arguments)
+        except BaseException:
+            living.pop(ranks).kill()
+            raise
+
+    yield launch
+    with contextlib.ExitStack() as ends:  # of all, also where one fails
+        for ranks in living.values():
+            ends.callback(ranks.close)
+
+
+@pytest.fixture(scope="module")
+def launch_anew(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
+    """As `launch`, in processes that have done nothing else and end after it."""
+
+    def launch(function: Callable, count: int, **arguments: Any) -> list[Any]:
+        ranks = Ranks(tmp_path_factory.mktemp("ranks"), count)
+        try:
+            result = ranks.call(function, **arguments)
+        except BaseException:
+            ranks.kill()
+            raise
+        ranks.close()
+        return result
+
+    return launch
 
 
 @pytest.fixture

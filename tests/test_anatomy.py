@@ -204,9 +204,9 @@ def short_steps() -> list[dict[str, Any]]:
     return both
 
 
-def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
+def test_of_short_steps_all_ranks_time_the_same_part(launch_anew: Callable) -> None:
     batches = 20 * len(loader())
-    found = launch(short_steps, 2)
+    found = launch_anew(short_steps, 2)
     for all_, part in found:
         assert all_["steps"] == batches
         assert part["steps"] < batches / 2

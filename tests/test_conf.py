@@ -19,7 +19,7 @@ from runs import loggers
 from runs.config import CONF, LOGGERS
 from runs.refusal import Refusal
 from runs.run import Run
-from tests.conftest import horovodrun, run
+from tests.conftest import make_train, run
 from tests.pictures import write_all
 
 # Where a configuration has these keys, they are made small.
@@ -105,7 +105,7 @@ def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
     config = compose("config", [f"experiment={experiment}"])
     overrides = [f"experiment={experiment}", *small(config, tmp_path), f"log_dir={tmp_path}/logs"]
     job = [sys.executable, "template.py", *overrides, "debug=one_batch"]
-    done = run(horovodrun(2, *job))
+    done = run(make_train(2, *job))
     assert done.returncode == 0, done.stdout
     assert "ranks   2:" in done.stdout
     if experiment in OURS:

@@ -45,7 +45,7 @@ def there_is_one(device: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(launch_once: Callable) -> Callable[[str, str, int], list[dict[str, Any]]]:
+def results(launch_anew: Callable) -> Callable[[str, str, int], list[dict[str, Any]]]:
     known: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
 
     def results(strategy: str, device: str, ranks: int) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def results(launch_once: Callable) -> Callable[[str, str, int], list[dict[str, A
             known[key] = []  # a launch that fails is not repeated for each case
             names = [name for name in CASES if ranks > 1 or name not in NOT_ALONE]
             more = {"strategy": strategy, "names": names, "device": device, "buckets_alone": True}
-            known[key] = launch_once(run_cases, ranks, **more)
+            known[key] = launch_anew(run_cases, ranks, **more)
         if not known[key]:
             pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
         return known[key]

@@ -1,13 +1,17 @@
-"""One rank of a test: calls a function of a test module and saves what it returns.
+"""One rank of tests: calls functions of test modules and saves what they return.
 
-    horovodrun -np 2 python tests/worker.py FOLDER tests.test_strategy train '{"steps": 20}'
+    horovodrun -np 2 python tests/worker.py FOLDER
 
-Rank r leaves {"size": hvd.size(), "result": ...} in FOLDER/r.pt; see the fixture `launch`.
+The n-th order is FOLDER/n.json, {"module": ..., "function": ..., "arguments": {...}}. Rank r
+answers with {"size": hvd.size(), "result": ...} in FOLDER/n.r.pt. An order of null ends it, and
+so do ten minutes without any: who ordered may be gone. The orders are those of conftest.py.
 """
 
 import importlib
+import itertools
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -15,7 +19,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import horovod.torch as hvd
 import torch
 
-folder, module, function, arguments = sys.argv[1:]
-result = getattr(importlib.import_module(module), function)(**json.loads(arguments))
-hvd.init()
-torch.save({"size": hvd.size(), "result": result}, Path(folder) / f"{hvd.rank()}.pt")
+folder = Path(sys.argv[1])
+for number in itertools.count(1):
+    file, began = folder / f"{number}.json", time.monotonic()
+    while not file.exists():
+        if time.monotonic() > began + 600:
+            sys.exit("no order for ten minutes")
+        time.sleep(0.02)
+    if (order := json.loads(file.read_text())) is None:
+        break
+    function = getattr(importlib.import_module(order["module"]), order["function"])
+    result = function(**order["arguments"])
+    hvd.init()
+    answer = folder / f"{number}.{hvd.rank()}.pt"
+    torch.save({"size": hvd.size(), "result": result}, answer.with_suffix(".part"))
+    answer.with_suffix(".part").rename(answer)

@@ -65,7 +65,9 @@ class TestHosts:
         assert subprocess.run(sleeping, capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param("horovod", marks=pytest.mark.slow), "ddp"]
+)  # slow: test_jobs.py has the same with eight ranks
 def test_the_template_trains_across_hosts(
     hosts: list[testbed.Host], strategy: str, tmp_path: Path
 ) -> None:

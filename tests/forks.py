@@ -1,0 +1,36 @@
+"""template.py with several command lines, each in a fork of one process that has made the imports.
+
+    python tests/forks.py '[["train=false"], ["run_dir=conf"]]'
+
+Prints a JSON list: the exit status of each and what it printed.
+"""
+
+import gc
+import json
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import datamodules.digits  # noqa: F401
+import models.classifier  # noqa: F401
+import template
+
+gc.freeze()  # forks do not walk it, whose writes would copy its pages
+script, ended = str(template.__file__), []
+for arguments in json.loads(sys.argv[1]):
+    with tempfile.TemporaryFile("w+") as output:
+        pid = os.fork()
+        if pid == 0:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+            sys.argv = [script, *arguments]
+            runpy.run_path(script, run_name="__main__")
+            sys.exit()
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        output.seek(0)
+        ended.append((status, output.read()))
+print(json.dumps(ended))

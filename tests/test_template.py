@@ -199,10 +199,6 @@ class TestOtherRuns:
         assert done.returncode == 0, done.stdout
         assert f"from    {trained['checkpoint']}\n" in done.stdout
         assert summary(tmp_path)["checkpoint"] == trained["checkpoint"]
-        (folders(tmp_path)[-1] / "summary.json").write_text("")
-        done = job(0, tmp_path, "train=false", "ckpt_path=best")
-        assert done.returncode == 2 and "summary.json is no summary of a run" in done.stdout
-        assert done.stdout.startswith("error: ckpt_path=best: ") and len(folders(tmp_path)) == 2
 
     def test_steps_that_end_before_a_validation(self, tmp_path: Path) -> None:
         done = job(0, tmp_path, "trainer.max_steps=3", "logger=none")
@@ -277,9 +273,7 @@ class TestMistakes:
     @pytest.mark.parametrize(
         ("overrides", "message"),
         [
-            (["model.lrr=1"], "model.lrr: model has no key 'lrr'; it has:"),
             (["data.batch_size=630"], "data.batch_size=630: a rank's share is 629 samples"),
-            (["ckpt_path=last"], "classifier/runs has a checkpoint to go on from"),
             (["strategy=single"], "strategy=single: 2 processes were launched"),
         ],
     )
@@ -297,7 +291,14 @@ class TestMistakes:
         (tmp_path / "setup.ckpt").write_text("no checkpoint")
         held = {"state_dict": {}, "hyper_parameters": {"a": Path("x")}}
         torch.save(held, tmp_path / "kept.ckpt")
+        broken = tmp_path / "broken"
+        (broken / "classifier" / "runs" / "first").mkdir(parents=True)
+        (broken / "classifier" / "runs" / "first" / "summary.json").write_text("")
+        best = ["train=false", "ckpt_path=best", f"log_dir={broken}"]
         mistakes = [
+            (["model.lrr=1"], "model.lrr: model has no key 'lrr'; it has:"),
+            (["ckpt_path=last"], "logs/classifier/runs has a checkpoint to go on from"),
+            (best, "first/summary.json is no summary of a run"),
             (["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
             (["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint"),
             (["ckpt_path=kept.ckpt"], "kept.ckpt: it holds a pathlib"),

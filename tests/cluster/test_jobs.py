@@ -77,7 +77,7 @@ def started(command: list[str], log: Path, ranks: int, **environment: str) -> su
 class TestStart:
     def test_the_headline_command(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         """By plain horovodrun and by ours: the same numbers."""
-        job = [PYTHON, "template.py", "trainer.max_epochs=2", "data.batch_size=16"]
+        job = [PYTHON, "template.py", "trainer.max_epochs=1", "data.batch_size=16"]
         losses = []
         for name, launcher in (("plain", [HOROVODRUN]), ("ours", horovodrun())):
             folder = tmp_path / name

@@ -131,11 +131,12 @@ class GradientBuckets:
         if loss.requires_grad and self.before != 1:
             # Here, not in each gradient: of all that is to be divided it is the smallest.
             self._loss_hook = loss.register_hook(lambda gradient: gradient * self.before)
-        # What an earlier backward left, all ranks have: added up again, it shall count once.
+        # What an earlier backward left, all ranks have: added up again, it shall count once. That
+        # of an optimizer that is toggled off is left alone by this backward.
         for parameter in self._reduced:
-            if parameter.grad is not None:
+            if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad.mul_(1 / (self.world.size * self.after))
-        self._reduced.clear()
+        self._reduced = [p for p in self._reduced if not p.requires_grad]
 
     def start(self, last_batch: bool = False) -> None:
         """Before backward: from here on, gradients are combined as they come.

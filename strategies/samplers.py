@@ -65,3 +65,5 @@ class WithoutFirst(Sampler[list[int]]):
 def replace_batches(dataloader: DataLoader, batches: Sampler[list[int]]) -> None:
     """Give a DataLoader other batches; it refuses plain assignment once it is made."""
     object.__setattr__(dataloader, "batch_sampler", batches)
+    if dataloader._iterator is not None:  # of persistent workers, asked for the old ones already
+        dataloader._iterator._index_sampler = batches

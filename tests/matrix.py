@@ -300,6 +300,28 @@ def adversaries(strategy: str) -> dict[str, Any]:
     return fit(strategy, Adversaries())
 
 
+class StepTogether(Adversaries):
+    """Both backwards, each of parameters toggled on, before either step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        self.toggle_optimizer(second)
+        real, fake = self.critic(batch[0]), self.critic(self.generator(batch[0]).detach())
+        self.manual_backward((fake - real).mean() + real.square().mean())
+        self.untoggle_optimizer(second)
+        self.toggle_optimizer(first)
+        self.manual_backward(-self.critic(self.generator(batch[0])).mean())
+        self.untoggle_optimizer(first)
+        for optimizer in (second, first):
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case()
+def adversaries_that_step_together(strategy: str) -> dict[str, Any]:
+    return fit(strategy, StepTogether())
+
+
 class Twice(Net):
     """Manual optimization with two backwards in a step, the second one of a part of the model."""
 

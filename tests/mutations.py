@@ -77,6 +77,15 @@ MUTATIONS = [
         "        self._reduced += bucket.parameters\n", "", "horovod-2 and two_backwards",
     ),
     Mutation(
+        "gradients that this backward leaves alone are added up too", "buckets.py",
+        "if parameter.requires_grad and parameter.grad is", "if parameter.grad is",
+        "horovod-2 and step_together",
+    ),
+    Mutation(
+        "workers that persist go on with the old batches", "samplers.py",
+        "if dataloader._iterator is not None:", "if False:", "made_before_it", "test_strategy",
+    ),
+    Mutation(
         "toggled parameters share buckets with others", "buckets.py",
         "if self.buckets and not cut:", "if self.buckets:", "toggled", "test_properties",
     ),

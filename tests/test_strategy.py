@@ -291,9 +291,10 @@ class AsksForSteps(Remembers):
         return super().configure_optimizers()
 
 
-def resume_with_loaders_that_are_there(folder: str) -> dict[str, Any]:
+def resume_with_loaders_that_are_there(folder: str, persistent: bool) -> dict[str, Any]:
     """14 batches of two epochs of 10, the rest after a resume, and all without one."""
-    sizes = {"batch_size": 4, "shuffle": True, "num_workers": 1}
+    sizes: dict[str, Any] = {"batch_size": 4, "shuffle": True, "num_workers": 1}
+    sizes["persistent_workers"] = persistent
     pl.seed_everything(3)
     whole = AsksForSteps()
     trainer("horovod").fit(whole, DataLoader(samples(), **sizes))
@@ -307,10 +308,12 @@ def resume_with_loaders_that_are_there(folder: str) -> dict[str, Any]:
     return {"whole": torch.cat(whole.seen), "resumed": torch.cat(first.seen + second.seen)}
 
 
+@pytest.mark.parametrize("persistent", [False, True])
 def test_a_resume_goes_on_where_loaders_were_made_before_it(
-    launch: Callable, tmp_path: Path
+    launch: Callable, persistent: bool, tmp_path: Path
 ) -> None:
-    for rank in launch(resume_with_loaders_that_are_there, 2, folder=str(tmp_path)):
+    arguments = {"folder": str(tmp_path), "persistent": persistent}
+    for rank in launch(resume_with_loaders_that_are_there, 2, **arguments):
         assert torch.equal(rank["resumed"], rank["whole"])
 
 

@@ -127,7 +127,7 @@ class Anatomy(Callback):
             self._note_step()
         self._batches += 1
         if self._batches % WINDOW == 0:
-            self._log(trainer)
+            self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._steps:
                 self._look_at_all(trainer)
         self._timed = self._lot.random() < self._drawn
@@ -162,9 +162,10 @@ class Anatomy(Callback):
     # ---------------------------------------------------------------- telling
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._log(trainer)
+        # As Lightning does, the epoch's metrics with the last of its steps.
+        self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
 
-    def _log(self, trainer: pl.Trainer) -> None:
+    def _log(self, trainer: pl.Trainer, step: int) -> None:
         """This rank's phases since the last time, to the loggers; those of rank 0 write."""
         since, self._logged = self._count - self._logged, self._count
         steps = list(self._steps)[-since:] if since else []
@@ -174,7 +175,7 @@ class Anatomy(Callback):
         told = {f"time/{phase}_ms": float(mean) for phase, mean in zip(PHASES, mine)}
         told["time/step_ms"] = float(mine.sum())
         for logger in trainer.loggers:
-            logger.log_metrics(told, step=trainer.global_step)
+            logger.log_metrics(told, step=step)
 
     def _gather(self, strategy: Strategy, last: int) -> Tensor:
         """Shape (ranks, steps, phases), in seconds: the last steps of all ranks."""

@@ -13,13 +13,15 @@ class Curves(Callback):
 
     The norm is that of all gradients of an optimizer, averaged over the ranks, before clipping (and
     with precision=16-mixed as the scaler left it). A second optimizer has `lr_1`, `grad_norm_1`.
+    Steps are counted as those of Lightning's own metrics: one a batch, whatever steps in it.
     """
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not trainer.loggers or not every or (trainer.global_step + 1) % every:
+        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        if not trainer.loggers or not every or (step + 1) % every:
             return
         index = [getattr(o, "_optimizer", o) for o in trainer.optimizers].index(optimizer)
         which = f"_{index}" if index else ""
@@ -29,4 +31,4 @@ class Curves(Callback):
         if not any(gradient.is_sparse for gradient in gradients):
             told[f"grad_norm{which}"] = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
-            logger.log_metrics(told, step=trainer.global_step)
+            logger.log_metrics(told, step=step)

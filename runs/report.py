@@ -187,9 +187,10 @@ class Report(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()
         samples, seconds = self.samples - self._epoch_began[0], self.seconds - self._epoch_began[1]
+        last_step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
         for logger in trainer.loggers:
             rate = {"samples_per_second": samples * trainer.world_size / seconds}
-            logger.log_metrics(rate, step=trainer.global_step)
+            logger.log_metrics(rate, step=last_step)
 
     def _stop_clock(self) -> None:
         if self._clock is not None:

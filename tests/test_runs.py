@@ -22,6 +22,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runs import checkpoints
+from runs.anatomy import Anatomy
+from runs.curves import Curves
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.refusal import Refusal
@@ -163,6 +165,43 @@ class Times(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class TimesTwo(Times):
+    """Two optimizers, the second of which steps first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.other = torch.nn.Parameter(torch.ones(()))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        loss = (self.weight * self.other * batch).mean()
+        self.log("train/loss", loss)
+        self.manual_backward(loss)
+        for optimizer in self.optimizers()[::-1]:  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.SGD([p], lr=0.1) for p in (self.weight, self.other)]
+
+
+def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> None:
+    config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x"})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=5, max_epochs=2,
+        callbacks=[Curves(), Anatomy(warmup=0), report], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(TimesTwo(), DataLoader(torch.ones(20, 1), batch_size=2))
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    steps = {key: [int(row["step"]) for row in rows if row[key]] for key in rows[0]}
+    for key in ("train/loss", "lr", "lr_1", "grad_norm", "grad_norm_1"):
+        assert steps[key] == [4, 9, 14, 19], key
+    for key in ("time/step_ms", "samples_per_second"):
+        assert steps[key] == [9, 19], key
 
 
 def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:

@@ -6,7 +6,9 @@ the run, without a checkpoint.)
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So once a second they ask each other; how many batches that is, they
-agree on too. During an evaluation nobody asks: it ends first. After the last one they ask again.
+agree on too. Where gradients are accumulated they ask when a step is done, as no checkpoint holds
+gradients; after an epoch's last batch, when its validation is done. During an evaluation nobody
+asks: it ends first. After the last one they ask again.
 """
 
 from __future__ import annotations
@@ -67,10 +69,18 @@ class StopOnSignal(Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._left -= 1
-        if self._left:
-            return
+        loop = trainer.fit_loop
+        within = loop._should_accumulate() or loop.epoch_loop.batch_progress.is_last_batch
+        if self._left <= 0 and not within:
+            self._ask_all(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._left <= 0:
+            self._ask_all(trainer)
+
+    def _ask_all(self, trainer: pl.Trainer) -> None:
         now = time.monotonic()
-        pace = (now - self._since) / self._batches
+        pace = (now - self._since) / (self._batches - self._left)
         seconds = self._stop_if_asked(trainer, pace)
         self._since = now
         self._batches = self._left = max(1, int(SECONDS / max(seconds, 1e-6)))

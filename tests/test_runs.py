@@ -232,6 +232,56 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     assert float(rate) == pytest.approx(report.samples / report.seconds)
 
 
+class StopsAt(Times):
+    """Is asked to stop in one of its batches, counted from 0 over epochs."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch, self.batches, self.validations = batch, 0, 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.batches == self.batch:
+            os.kill(os.getpid(), SIGNAL)
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validations += 1
+
+
+@pytest.mark.parametrize(
+    "accumulate, asked, batches, steps", [(1, 4, 5, 5), (4, 4, 8, 2), (1, 9, 10, 10), (4, 8, 10, 3)]
+)
+def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    accumulate: int, asked: int, batches: int, steps: int,
+) -> None:  # fmt: skip
+    """10 batches and a validation an epoch; then a resume, to the end of the second."""
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    before = signal.getsignal(SIGNAL)
+    ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))  # type: ignore[arg-type]
+
+    def trainer(*callbacks: Callback) -> Trainer:
+        return Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            accumulate_grad_batches=accumulate, callbacks=list(callbacks),
+        )  # fmt: skip
+
+    stopped, resumed = StopsAt(asked), StopsAt(-1)
+    try:
+        with pytest.raises(Stopped):
+            trainer(StopOnSignal(str(tmp_path / "s.ckpt"))).fit(stopped, ones, one)
+    finally:
+        signal.signal(SIGNAL, before)
+    assert (stopped.batches, stopped.validations) == (batches, batches // 10)
+    assert torch.load(tmp_path / "s.ckpt")["global_step"] == steps
+    run = trainer()
+    run.fit(resumed, ones, one, ckpt_path=tmp_path / "s.ckpt")
+    assert resumed.batches == 20 - batches and run.global_step == 2 * -(-10 // accumulate)
+    assert stopped.validations + resumed.validations == 2
+
+
 class StopsInEvaluation(Times):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         if not self.trainer.sanity_checking:

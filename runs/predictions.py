@@ -39,6 +39,7 @@ class Predictions(BasePredictionWriter):
         super().__init__(write_interval="epoch")
         self.file: Path | None = None
         self.samples = 0
+        self._of_test_set = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse before training what would fail after it."""
@@ -48,7 +49,7 @@ class Predictions(BasePredictionWriter):
                 f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx) "
                 "that returns what it makes of a batch"
             )
-        if is_overridden("predict_dataloader", data):
+        if is_overridden("predict_dataloader", data) and not self._of_test_set:
             return
         if not is_overridden("test_dataloader", data):
             raise Refusal(
@@ -57,7 +58,7 @@ class Predictions(BasePredictionWriter):
             )
         if stage == "predict":
             data.setup("test")
-        data.predict_dataloader = data.test_dataloader
+        data.predict_dataloader, self._of_test_set = data.test_dataloader, True
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loaders = trainer.predict_dataloaders

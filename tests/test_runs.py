@@ -204,6 +204,34 @@ def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> Non
         assert steps[key] == [9, 19], key
 
 
+class TrainsAndTests(Numbers):
+    """Each stage's data is there after its own setup alone."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "fit":
+            self.ones = torch.ones(4)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.ones)  # type: ignore[arg-type]
+
+
+class TrainsAndPredicts(Times):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return 2 * batch
+
+
+def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
+        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    model, data = TrainsAndPredicts(), TrainsAndTests()
+    trainer.fit(model, data)
+    trainer.predict(model, data, return_predictions=False)
+    assert torch.load(tmp_path / "predictions.pt").tolist() == [0, 2, 4, 6, 8, 10, 12]
+
+
 def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:
     config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x"})
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})

@@ -209,6 +209,15 @@ class Report(pl.Callback):
                     told = _why_stopped(callback)
                     print(f"stopped early: {callback.monitor} {told}", flush=True)
 
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.config.ckpt_path and trainer.is_global_zero and not self.started:
+            print(
+                f"nothing was trained: the checkpoint has {trainer.current_epoch} of "
+                f"{trainer.max_epochs} epochs, {trainer.global_step} steps; to go on give a larger "
+                "trainer.max_epochs, or max_steps where that ended it",
+                flush=True,
+            )
+
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics |= _plain(trainer.callback_metrics)
 

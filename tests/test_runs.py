@@ -233,7 +233,7 @@ def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: P
 
 
 def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:
-    config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x"})
+    config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x"})
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     trainer = Trainer(
         accelerator="cpu", logger=CSVLogger(folder, name="", version=""), log_every_n_steps=1,
@@ -258,6 +258,16 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+def test_a_run_that_is_done_says_that_it_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "first", ModelCheckpoint(tmp_path, "last"))
+    assert "nothing was trained" not in capsys.readouterr().out
+    train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
+    told = capsys.readouterr().out
+    assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in told
 
 
 class StopsAt(Times):

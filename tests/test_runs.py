@@ -21,7 +21,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from runs import checkpoints
+from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
 from runs.curves import Curves
 from runs.predictions import Predictions
@@ -268,6 +268,52 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
     told = capsys.readouterr().out
     assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in told
+
+
+class Loses(Times):
+    """Its validations have these losses, the first that of epoch 0."""
+
+    def __init__(self, *losses: float) -> None:
+        super().__init__()
+        self.losses = losses
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.losses[self.trainer.current_epoch])
+
+
+def train_to_the_best(
+    folder: Path, *losses: float, patience: int = 9, ckpt_path: Path | None = None
+) -> tuple[Path, int]:
+    """The file of the best, and how many epochs there were; leaves last.ckpt."""
+    best = resuming.ModelCheckpoint(folder, "{epoch}", monitor="val/loss")
+    stop = resuming.EarlyStopping("val/loss", patience=patience)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, callbacks=[stop, best], max_epochs=len(losses),
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(Loses(*losses), ones, ones, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return Path(best.best_model_path), trainer.current_epoch
+
+
+def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    last = first / "last.ckpt"
+    assert train_to_the_best(first, 3, 1)[0] == first / "epoch=1.ckpt"
+    worse = train_to_the_best(second, 3, 1, 2, ckpt_path=last)[0]
+    assert worse == first / "epoch=1.ckpt" and worse.is_file()
+    better = train_to_the_best(third, 3, 1, 2, 0, ckpt_path=second / "last.ckpt")[0]
+    assert better == third / "epoch=3.ckpt" and better.is_file() and worse.is_file()
+    worse.unlink()
+    with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
+        assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None:
+    assert train_to_the_best(tmp_path / "first", 1, 2)[1] == 2
+    resumed = {"patience": 2, "ckpt_path": tmp_path / "first" / "last.ckpt"}
+    assert train_to_the_best(tmp_path / "second", 1, 2, 3, 4, 5, **resumed)[1] == 3
 
 
 class StopsAt(Times):

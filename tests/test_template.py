@@ -44,6 +44,18 @@ def summary(logs: Path) -> dict[str, Any]:
     return json.loads((folders(logs)[-1] / "summary.json").read_text())
 
 
+def validation_losses(logs: Path) -> list[float]:
+    """Of the newest run, one an epoch."""
+    rows = (folders(logs)[-1] / "metrics.csv").read_text().splitlines()
+    column = rows[0].split(",").index("val/loss")
+    return [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
+
+
+def best_epoch(logs: Path) -> int:
+    """Of the checkpoint that the newest run tested."""
+    return torch.load(summary(logs)["checkpoint"], weights_only=False)["epoch"]
+
+
 def processes_of(logs: Path) -> list[str]:
     """Processes whose command line names this log folder."""
     found = []
@@ -110,11 +122,8 @@ class TestDefaultRun:
             assert expected in text, expected
 
     def test_best_checkpoint_is_the_one_tested(self, default: tuple[Path, str]) -> None:
-        best = torch.load(summary(default[0])["checkpoint"], weights_only=False)
-        rows = (folders(default[0])[0] / "metrics.csv").read_text().splitlines()
-        column = rows[0].split(",").index("val/loss")
-        losses = [float(row.split(",")[column]) for row in rows[1:] if row.split(",")[column]]
-        assert best["epoch"] == losses.index(min(losses))
+        losses = validation_losses(default[0])
+        assert best_epoch(default[0]) == losses.index(min(losses))
 
 
 class TestOtherRuns:
@@ -133,7 +142,9 @@ class TestOtherRuns:
             "lr 0.5\n" in done.stdout and "lr      0.002, as the checkpoint has it" in done.stdout
         )
         assert f"epoch {epochs + 1}/{epochs + 2} " in done.stdout
-        assert f"epoch {epochs}/" not in done.stdout
+        assert f"epoch {epochs}/" not in done.stdout and "dirpath" not in done.stdout
+        losses = validation_losses(default[0]) + validation_losses(tmp_path)
+        assert best_epoch(tmp_path) == losses.index(min(losses))
         found = summary(tmp_path)
         assert found["steps"] == 20 * (epochs + 2)
         seen = found["samples_per_second"] * found["train_seconds"]

@@ -1,0 +1,43 @@
+"""Callbacks of Lightning that a resumed run, which has a folder and settings of its own, needs.
+
+Their names are Lightning's: checkpoints keep their state by name, so a Trainer without this
+package takes it as well, and the other way round.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning import callbacks
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+
+class ModelCheckpoint(callbacks.ModelCheckpoint):
+    """Knows what was best before the resume. Lightning's forgets it where the folder is another,
+    and takes the best of the epochs since then, which may be worse."""
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        state = checkpoint["callbacks"].get(self.state_key)
+        if state is None:
+            return
+        gone = [file for file in state["best_k_models"] if not Path(file).is_file()]
+        if gone := trainer.strategy.broadcast(gone):
+            del checkpoint["callbacks"][self.state_key]
+            if self.monitor:
+                rank_zero_warn(
+                    f"the best of before is gone ({gone[0]}): best is now that of the epochs "
+                    "from here on"
+                )
+        else:
+            state["dirpath"] = self.dirpath
+
+
+class EarlyStopping(callbacks.EarlyStopping):
+    """Has the patience that it is given now. Lightning's takes that of the checkpoint."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict({**state_dict, "patience": self.patience})

@@ -95,6 +95,8 @@ class Shards(LightningDataModule):
         self.resumed: dict[str, Any] = {}
         # All ranks have as many batches as it says.
         warnings.filterwarnings("ignore", ".*Your .IterableDataset. has .__len__. defined.*")
+        # ShareLoader leaves out what was trained.
+        warnings.filterwarnings("ignore", ".*not of this ShareLoader")
 
     def prepare_data(self) -> None:
         for split in ("train", "val"):  # on one rank a host, while the others wait

@@ -24,10 +24,10 @@ from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import WarningCache, rank_zero_only
+from pytorch_lightning.utilities.rank_zero import WarningCache, rank_zero_only, rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
 from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
@@ -183,7 +183,7 @@ class HorovodStrategy(ParallelStrategy):
         if self.root_device.type == "cpu":
             keep_freed_memory()
         # Evaluation visits every sample once (see process_dataloader), and a resumed epoch goes on
-        # where it was: these warnings are not true.
+        # where it was, or says that it does not: these warnings are not true.
         warnings.filterwarnings("ignore", ".*DistributedSampler.*gets evaluated.*")
         warnings.filterwarnings("ignore", ".*ended before the epoch ended and your dataloader is.*")
 
@@ -354,9 +354,17 @@ class HorovodStrategy(ParallelStrategy):
 
     def _leave_out_trained(self, dataloader: object, progress: Any) -> None:
         batches = getattr(dataloader, "batch_sampler", None)
-        if not isinstance(dataloader, DataLoader) or not self._global_batch_size:
-            return
-        if not isinstance(getattr(batches, "batch_size", None), int):
+        if (
+            not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.dataset, IterableDataset)
+            or not isinstance(getattr(batches, "batch_size", None), int)
+        ):
+            if progress.current.ready and not hasattr(dataloader, "load_state_dict"):
+                rank_zero_warn(
+                    f"the resumed epoch goes on at batch {progress.current.ready}, but with the "
+                    "first samples: trained ones can be left out of a DataLoader with batch_size "
+                    f"and a data set of known length, not of this {type(dataloader).__name__}"
+                )
             return
         # Rounded up: where batches have another size than before, some samples may be left out of
         # this epoch; none is seen twice.

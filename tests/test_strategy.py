@@ -322,6 +322,48 @@ def test_a_resume_with_two_loaders_sees_each_sample_once(launch: Callable, tmp_p
         assert seen == expected
 
 
+class OwnLoader:
+    def __iter__(self) -> Any:
+        return iter(DataLoader(samples(20), batch_size=4))
+
+
+class GoesOnByItself(DataLoader):
+    """Lightning hands it its own state."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        pass
+
+
+def resume_streams(folder: str) -> dict[str, list[str]]:
+    """What is said of loaders none of whose samples can be left out, after 3 of 5 batches."""
+    loaders: dict[str, Any] = {
+        "own": OwnLoader(),
+        "stream": DataLoader(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
+        "stateful": GoesOnByItself(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
+        "sized": DataLoader(samples(40), batch_size=4),
+    }
+    said = {}
+    for name, batches in loaders.items():
+        keep = ModelCheckpoint(folder, filename=name, every_n_train_steps=3)
+        run = trainer("horovod", max_steps=3, callbacks=[keep], enable_checkpointing=True)
+        run.fit(Net(), batches)
+        with warnings.catch_warnings(record=True) as told:
+            trainer("horovod", max_epochs=1).fit(Net(), batches, ckpt_path=f"{folder}/{name}.ckpt")
+        said[name] = [text for w in told if "resumed epoch" in (text := str(w.message))]
+    return said
+
+
+def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path) -> None:
+    first, second = launch(resume_streams, 2, folder=str(tmp_path))
+    assert not any(second.values()) and not first["stateful"] and not first["sized"]
+    for name, kind in (("own", "OwnLoader"), ("stream", "DataLoader")):
+        (text,) = first[name]
+        assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text
+
+
 def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
     first, second = launch(warm_optimizer, 2)
     assert first and first.keys() == second.keys()

@@ -223,6 +223,13 @@ class Report(pl.Callback):
 
     # ---------------------------------------------------------------- the end
 
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.predicting and (self.config.train or self.config.test):
+            # What was trained and tested before is told all the same.
+            self.finish(trainer, trainer.ckpt_path)  # type: ignore[arg-type]
+
     def finish(self, trainer: pl.Trainer, checkpoint: str | None) -> None:
         """Print the last lines and write summary.json; on rank 0.
 

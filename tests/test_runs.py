@@ -232,6 +232,32 @@ def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: P
     assert torch.load(tmp_path / "predictions.pt").tolist() == [0, 2, 4, 6, 8, 10, 12]
 
 
+class PredictsSums(TrainsAndPredicts):
+    predict_step = Sums.predict_step
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test/loss", 3.0)
+
+
+def test_predictions_that_fail_leave_the_summary_of_the_rest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": {}, "ckpt_path": None, "train": True, "test": True, "run_dir": str(tmp_path)}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, max_epochs=1,
+        callbacks=[report, Predictions()], enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    model, data = PredictsSums(), TrainsAndTests()
+    trainer.fit(model, data)
+    trainer.test(model, data, verbose=False)
+    with pytest.raises(Refusal, match="predict=true"):
+        trainer.predict(model, data, return_predictions=False)
+    assert "test    test/loss 3\n" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["metrics"]["test/loss"] == 3 and summary["predictions"] is None
+
+
 def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:
     config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x"})
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})

@@ -116,6 +116,8 @@ class GradientBuckets:
         self._reduced: list[Tensor] = []
         self._loss_hook: torch.utils.hooks.RemovableHandle | None = None
         self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
+        self._prepared = False
+        self._by_itself: set[Parameter] = set()
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
         self._layouts = 0
@@ -123,9 +125,12 @@ class GradientBuckets:
         self._last_batch = False
         self.exchanges: deque[Exchange] = deque(maxlen=100)
         self._first: Moment | None = None
+        self._watch()
 
     def prepare(self, loss: Tensor) -> None:
         """Before every backward, also one whose gradients stay local."""
+        self._prepared = True
+        self._by_itself = {p for p in self._by_itself if self.is_by_itself(p)}
         if self._loss_hook is not None:
             self._loss_hook.remove()
         if loss.requires_grad and self.before != 1:
@@ -152,13 +157,23 @@ class GradientBuckets:
             bucket.missing, bucket.unused, bucket.work = len(bucket.parameters), [], None
         self._seen.clear()
 
+    def leave(self) -> None:
+        """After a backward without `start`, whose gradients stay local for now."""
+        self._prepared = False
+
+    def is_by_itself(self, parameter: Parameter) -> bool:
+        """Is there something in its gradient that came without `prepare`, on this rank alone?"""
+        if parameter not in self._by_itself or (gradient := parameter.grad) is None:
+            return False
+        return gradient.is_sparse or bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
+
     def finish(self) -> bool:
         """After backward: when it returns, all gradients are those of the global batch.
 
         Returns:
             Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
         """
-        self._active = False
+        self._active = self._prepared = False
         if self._loss_hook is not None:
             self._loss_hook.remove()
         trained = [bucket for bucket in self.buckets if bucket.trained]
@@ -193,10 +208,7 @@ class GradientBuckets:
         the first time.
         """
         self._trained = trained
-        for parameter in self.parameters:
-            if parameter.requires_grad and parameter not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
-                self._hooks[parameter] = hook
+        self._watch()
         cut = any(len({p.requires_grad for p in bucket.parameters}) > 1 for bucket in self.buckets)
         if self.buckets and not cut:
             return
@@ -213,7 +225,15 @@ class GradientBuckets:
         self._layouts += 1
         self._bucket = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
+    def _watch(self) -> None:
+        for parameter in self.parameters:
+            if parameter.requires_grad and parameter not in self._hooks:
+                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
+                self._hooks[parameter] = hook
+
     def _gradient_is_there(self, parameter: Parameter) -> None:
+        if not self._active and not self._prepared:
+            self._by_itself.add(parameter)
         if not self._active or parameter in self.sparse:
             return
         if parameter in self._seen:

@@ -475,7 +475,11 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
-        if self._buckets is not None and self._average and not self._buckets.finish():
+        if self._buckets is None:
+            return
+        if not self._average:
+            self._buckets.leave()
+        elif not self._buckets.finish():
             assert self.lightning_module is not None
             progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
             seen = progress.current.ready
@@ -484,6 +488,18 @@ class HorovodStrategy(ParallelStrategy):
                 "for some ranks the epoch ends with this backward, for others it does not: give "
                 "all ranks equally many batches, and call backward equally often"
             )
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Weights that a step moves by what one rank has alone would differ from then on."""
+        if self._buckets is not None:
+            stepped = (p for group in optimizer.param_groups for p in group["params"])
+            if any(map(self._buckets.is_by_itself, stepped)):
+                raise MisconfigurationException(
+                    "a step with gradients of loss.backward(), which each rank has for itself: "
+                    "call self.manual_backward(loss), which averages them"
+                )
+        return super().optimizer_step(optimizer, *args, **kwargs)
 
     @contextmanager
     @override

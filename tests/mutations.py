@@ -297,6 +297,10 @@ MUTATIONS = [
         'connection.send(signal="SIGUSR1")', "pass", "nobody_reads", "cluster/test_jobs", "cluster",
     ),
     Mutation(
+        "a step takes gradients that one rank has for itself", "buckets.py",
+        "self._by_itself.add(parameter)", "pass", "mistakes_are_told", "test_strategy",
+    ),
+    Mutation(
         "forked ranks are left when their agent is killed", "preload.py",
         "    die_with_parent()", "    pass",
         "end_with_their_agent", "cluster/test_preload", "cluster",
@@ -358,6 +362,10 @@ MUTATIONS = [
         "a stop in the last evaluation is passed over", "stopping.py",
         "self._stop_if_asked(trainer, 0)", "pass",
         "last_evaluation", "test_runs", "runs",
+    ),
+    Mutation(
+        "what was best before a resume is forgotten", "resuming.py",
+        'state["dirpath"] = self.dirpath', "pass", "best_of_before", "test_runs", "runs",
     ),
     Mutation(
         "Ctrl-C without a launcher is Python's", "stopping.py",

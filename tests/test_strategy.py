@@ -583,8 +583,11 @@ def mistakes() -> dict[str, str]:
         "twice": refused(lambda: trainer("horovod").fit(Reentered(), loader())),
         "complex": refused(lambda: trainer("horovod").fit(Complex(), loader())),
         "left out": refused(lambda: trainer("horovod").fit(LeavesOut(), loader())),
+        "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
     }
+    for then in ("none", "zeros"):
+        trainer("horovod", max_epochs=1).fit(CallsBackward(then), loader())
     run, model = trainer("horovod", max_epochs=1), Net()
     run.fit(model, loader())
     found["goes on"] = f"{run.global_step} steps of {SIZE} ranks"
@@ -618,6 +621,22 @@ class LeavesOut(Net):
             self.manual_backward(super().training_step(batch, batch_idx))
 
 
+class CallsBackward(LeavesOut):
+    """Makes each step of gradients of its own; or takes them away before those of all ranks."""
+
+    def __init__(self, then: str) -> None:
+        super().__init__()
+        self.then = then
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss, optimizer = Net.training_step(self, batch, batch_idx), self.optimizers()
+        loss.backward(retain_graph=True)
+        if self.then != "step":
+            optimizer.zero_grad(set_to_none=self.then == "none")  # type: ignore[union-attr]
+            self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+
+
 class Embedded(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -649,6 +668,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["twice"].startswith("a parameter got a second gradient in one backward")
         assert told["complex"].startswith("Horovod adds no complex gradients")
         assert told["left out"].startswith("for some ranks the epoch ends with this backward")
+        assert told["alone"].startswith("a step with gradients of loss.backward()")
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
         assert told["goes on"] == "10 steps of 2 ranks"

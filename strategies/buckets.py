@@ -90,6 +90,7 @@ class GradientBuckets:
 
     Attributes:
         exchanges: the last ones; who wants to count all takes them from here in time.
+        by_itself: parameters that got a gradient without `prepare`, on this rank alone.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class GradientBuckets:
         self._loss_hook: torch.utils.hooks.RemovableHandle | None = None
         self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._prepared = False
-        self._by_itself: set[Parameter] = set()
+        self.by_itself: set[Parameter] = set()
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
         self._layouts = 0
@@ -130,7 +131,7 @@ class GradientBuckets:
     def prepare(self, loss: Tensor) -> None:
         """Before every backward, also one whose gradients stay local."""
         self._prepared = True
-        self._by_itself = {p for p in self._by_itself if self.is_by_itself(p)}
+        self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
         if self._loss_hook is not None:
             self._loss_hook.remove()
         if loss.requires_grad and self.before != 1:
@@ -162,8 +163,8 @@ class GradientBuckets:
         self._prepared = False
 
     def is_by_itself(self, parameter: Parameter) -> bool:
-        """Is there something in its gradient that came without `prepare`, on this rank alone?"""
-        if parameter not in self._by_itself or (gradient := parameter.grad) is None:
+        """Is there still something of such a gradient?"""
+        if parameter not in self.by_itself or (gradient := parameter.grad) is None:
             return False
         return gradient.is_sparse or bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
 
@@ -233,7 +234,7 @@ class GradientBuckets:
 
     def _gradient_is_there(self, parameter: Parameter) -> None:
         if not self._active and not self._prepared:
-            self._by_itself.add(parameter)
+            self.by_itself.add(parameter)
         if not self._active or parameter in self.sparse:
             return
         if parameter in self._seen:

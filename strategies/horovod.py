@@ -492,7 +492,7 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Weights that a step moves by what one rank has alone would differ from then on."""
-        if self._buckets is not None:
+        if self._buckets is not None and self._buckets.by_itself:
             stepped = (p for group in optimizer.param_groups for p in group["params"])
             if any(map(self._buckets.is_by_itself, stepped)):
                 raise MisconfigurationException(

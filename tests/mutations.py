@@ -298,7 +298,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
-        "self._by_itself.add(parameter)", "pass", "mistakes_are_told", "test_strategy",
+        "self.by_itself.add(parameter)", "pass", "mistakes_are_told", "test_strategy",
     ),
     Mutation(
         "forked ranks are left when their agent is killed", "preload.py",

@@ -121,8 +121,8 @@ class Cifar10(LightningDataModule):
         images = images.float()
         mean, deviation = (images.new_tensor(of).view(3, 1, 1) for of in (MEAN, DEVIATION))
         images = (images - mean) / deviation
-        assert self.trainer is not None
-        if self.trainer.training and self.hparams["augment"]:
+        training = self.trainer is not None and self.trainer.training
+        if training and self.hparams["augment"]:
             images = augmented(images)
         return images, labels
 

@@ -6,8 +6,9 @@
 
 What is exported is the model's `forward`. Model and data are made again from .hydra/config.yaml of
 the run's folder. The example that forward is traced with is the model's `example_input_array`, or
-else the first tensor of a batch for validation. The file is read back and must give what the model
-gives, for that batch and for a smaller one, before it is kept. To use it:
+else the first tensor of a batch for validation, after the data module's hooks of batch transfer.
+The file is read back and must give what the model gives, for that batch and for a smaller one,
+before it is kept. To use it:
 
     model = torch.export.load("epoch_018.pt2").module()
 
@@ -63,8 +64,9 @@ def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
             data = instantiate(config.data, _convert_="all")
             data.prepare_data()
             data.setup("fit")
-            example = next(iter(data.val_dataloader()))
-    except (*MISTAKES, *UNREADABLE, KeyError) as error:
+            batch = data.on_before_batch_transfer(next(iter(data.val_dataloader())), 0)
+            example = data.on_after_batch_transfer(batch, 0)
+    except (*MISTAKES, *UNREADABLE, KeyError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}") from error
     while isinstance(example, (list, tuple)):
         example = example[0]

@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 from runs import export
 from runs.config import CONF
 from runs.refusal import Refusal
+from tests.pictures import write_cifar10
 
 
 def trained(folder: Path, *overrides: str) -> tuple[Path, Any]:
@@ -47,6 +48,14 @@ def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
 def test_a_model_may_say_what_its_forward_takes(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path, "experiment=dcgan")
     assert export.export(checkpoint, "pt2").endswith("(any batch, 100)")
+
+
+def test_the_example_is_what_the_models_steps_get(tmp_path: Path) -> None:
+    """Bytes of images, which a hook of the data module makes floats."""
+    write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
+    recipe = ["experiment=cifar_resnet", f"data_dir={tmp_path}"]
+    checkpoint, _ = trained(tmp_path, *recipe)
+    assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 3, 32, 32)")
 
 
 def test_another_computation_is_not_written(

@@ -24,9 +24,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import socket
-from collections import deque
+from collections import Counter, deque
 from itertools import compress, pairwise
 from typing import Any
 
@@ -74,7 +75,11 @@ class Anatomy(Callback):
         self.found = None
         self._device = trainer.strategy.root_device
         self._take_exchanges = getattr(trainer.strategy, "take_exchanges", list)
-        self._hosts = gather_texts(trainer.strategy, socket.gethostname())
+        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        told = gather_texts(trainer.strategy, f"{socket.gethostname()} {cores:x}")
+        ranks = [(host, int(usable, 16)) for host, usable in map(str.split, told)]
+        self._hosts = [host for host, _ in ranks]
+        self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._timed, self._drawn = True, 1.0  # is this step, and what share of them
         self._lot = random.Random(0)  # the same on all ranks, who time the same steps
@@ -227,7 +232,7 @@ class Anatomy(Callback):
             "wire": wire,
             "verdict": verdict(
                 share, median, wire, _name(slow, self._hosts) if slow else "",
-                str(trainer.precision),
+                str(trainer.precision), self._crowd,
             ),
         }  # fmt: skip
 
@@ -294,7 +299,7 @@ def _name(slow: dict[str, Any], hosts: list[str]) -> str:
 
 def verdict(
     share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
-    precision: str = "32-true",
+    precision: str = "32-true", crowd: str = "",
 ) -> str:  # fmt: skip
     """What limits the speed, and what to try: the largest of the phases that take too much.
 
@@ -304,10 +309,13 @@ def verdict(
         wire: as in summary.json.
         slow: the straggler, in words.
         precision: the Trainer's.
+        crowd: the host with too few cores, in words.
     """
     much = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(much, key=lambda phase: much[phase], default="compute")
     part = f"{much.get(name, share['forward'] + share['backward']):.0%} of the step"
+    if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
+        return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
     if name == "compute":
         lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
         return f"compute: forward and backward are {part}: try {lower}more ranks"
@@ -338,6 +346,21 @@ def verdict(
         f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"
     )
+
+
+def crowded(ranks: list[tuple[str, int]]) -> str:
+    """The first host with more ranks than cores, in words; empty if each rank has one.
+
+    Args:
+        ranks: of each its host and the cores that it may use, a bit each.
+    """
+    for host, count in Counter(host for host, _ in ranks).items():
+        cores = 0
+        for other, usable in ranks:
+            cores |= usable if other == host else 0
+        if count > cores.bit_count():
+            return f"{count} ranks share the {cores.bit_count()} cores of {host}"
+    return ""
 
 
 def measured(hosts: list[str], operations: str, size: float) -> float | None:

@@ -226,8 +226,9 @@ class Report(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        if trainer.predicting and (self.config.train or self.config.test):
-            # What was trained and tested before is told all the same.
+        # What was trained, and tested, before is told all the same.
+        trained, tested = self.config.train, self.config.test and trainer.predicting
+        if trainer.state.fn != "fit" and (trained or tested):
             self.finish(trainer, trainer.ckpt_path)  # type: ignore[arg-type]
 
     def finish(self, trainer: pl.Trainer, checkpoint: str | None) -> None:

@@ -36,6 +36,7 @@ from runs.stopping import Stopped
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
+BY_POSITION = "more than one `__init__` argument"  # so Lightning's, of a loader that it makes anew
 LR_POWERS = {"linear": 1, "sqrt": 0.5}  # of the number of ranks, by lr_scaling
 
 
@@ -238,6 +239,11 @@ class Run:
 
 def _mistake(error: BaseException, started: bool) -> str | None:
     """One line for an error that the user can mend in the configuration; None for any other."""
+    if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
+        return (
+            "predict=true: Lightning makes the DataLoader anew, and cannot where arguments have no "
+            "name: write DataLoader(data, batch_size=...) in the data module"
+        )
     if isinstance(error, MISTAKES):
         return str(error)
     if isinstance(error, RuntimeError) and str(error).startswith(NO_METRIC):

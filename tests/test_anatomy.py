@@ -65,11 +65,12 @@ def test_a_straggler_is_persistent() -> None:
 
 
 def said(
-    slow: str = "", wire: dict[str, Any] | None = None, precision: str = "32-true", **seconds: float
-) -> str:
+    slow: str = "", wire: dict[str, Any] | None = None, precision: str = "32-true", crowd: str = "",
+    **seconds: float,
+) -> str:  # fmt: skip
     share = dict.fromkeys([*PHASES, "straggler"], 0.0) | seconds
     parts = {phase: spent / sum(share.values()) for phase, spent in share.items()}
-    return verdict(parts, 10.0, wire, slow, precision)
+    return verdict(parts, 10.0, wire, slow, precision, crowd)
 
 
 def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
@@ -90,6 +91,18 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
         assert "compression" not in said(forward=1, all_reduce=1, wire=wire | other)
     slow = said(forward=1, all_reduce=1, wire=wire | {"bus_bandwidth_mb_s": 0.02})
     assert " at 20 kB/s" in slow
+
+
+def test_ranks_that_share_cores_are_named() -> None:
+    one_each = [("a", 0b01), ("a", 0b10), ("b", 0b11), ("b", 0b11)]
+    assert anatomy.crowded(one_each) == ""
+    crowd = anatomy.crowded([*one_each, ("b", 0b11), ("a", 0b01)])
+    assert crowd == "3 ranks share the 2 cores of a"
+    for spent in ({"forward": 9}, {"all_reduce": 9}, {"straggler": 9}, {"rest": 9}):
+        told = said(crowd=crowd, **spent)
+        assert told.startswith("cores: 3 ranks share the 2 cores of a, and wait")
+    assert said(crowd=crowd, data=9).startswith("data: ")
+    assert said(crowd=crowd, straggler=9, slow="rank 1 on b").startswith("straggler: rank 1")
 
 
 def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(

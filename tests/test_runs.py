@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -28,6 +29,7 @@ from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
+from runs.run import _mistake
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 
 
@@ -237,6 +239,18 @@ class PredictsSums(TrainsAndPredicts):
 
     def test_step(self, batch: Tensor, batch_idx: int) -> None:
         self.log("test/loss", 3.0)
+
+
+class WithoutNames(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(7), 3)  # type: ignore[arg-type]
+
+
+def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        predict(Doubles(), WithoutNames(), tmp_path)
+    told = _mistake(error.value, started=True)
+    assert told and "write DataLoader(data, batch_size=...)" in told
 
 
 def test_predictions_that_fail_leave_the_summary_of_the_rest(

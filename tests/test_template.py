@@ -346,6 +346,7 @@ class TestMistakes:
         assert "error: no test today" in done.stdout
         (folder,) = folders(tmp_path)
         assert (folder / "checkpoints" / "last.ckpt").is_file()
+        assert summary(tmp_path)["epochs"] == 1 and best_epoch(tmp_path) == 0
 
     def test_a_metric_to_stop_by_that_nobody_logs(self, tmp_path: Path) -> None:
         early = "callbacks.early_stopping"

@@ -234,13 +234,6 @@ def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: P
     assert torch.load(tmp_path / "predictions.pt").tolist() == [0, 2, 4, 6, 8, 10, 12]
 
 
-class PredictsSums(TrainsAndPredicts):
-    predict_step = Sums.predict_step
-
-    def test_step(self, batch: Tensor, batch_idx: int) -> None:
-        self.log("test/loss", 3.0)
-
-
 class WithoutNames(Numbers):
     def predict_dataloader(self) -> DataLoader:
         return DataLoader(torch.arange(7), 3)  # type: ignore[arg-type]
@@ -253,8 +246,28 @@ def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> Non
     assert told and "write DataLoader(data, batch_size=...)" in told
 
 
-def test_predictions_that_fail_leave_the_summary_of_the_rest(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+class Fails(TrainsAndPredicts):
+    """In the stage that it is given."""
+
+    predict_step = Sums.predict_step
+
+    def __init__(self, stage: str) -> None:
+        super().__init__()
+        self.stage = stage
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.stage == "validation":
+            raise Refusal("no validation today")
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test/loss", 3.0)
+        if self.stage == "test":
+            raise Refusal("no test today")
+
+
+@pytest.mark.parametrize("stage", ["validation", "test", "predict"])
+def test_what_was_done_before_a_failure_is_told(
+    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"data": {}, "ckpt_path": None, "train": True, "test": True, "run_dir": str(tmp_path)}
     report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
@@ -262,14 +275,20 @@ def test_predictions_that_fail_leave_the_summary_of_the_rest(
         accelerator="cpu", logger=False, default_root_dir=tmp_path, max_epochs=1,
         callbacks=[report, Predictions()], enable_progress_bar=False, enable_checkpointing=False,
     )  # fmt: skip
-    model, data = PredictsSums(), TrainsAndTests()
-    trainer.fit(model, data)
-    trainer.test(model, data, verbose=False)
-    with pytest.raises(Refusal, match="predict=true"):
+    model, data = Fails(stage), TrainsAndTests()
+    data.val_dataloader = data.train_dataloader
+    with pytest.raises(Refusal, match=stage):
+        trainer.fit(model, data)
+        trainer.test(model, data, verbose=False)
         trainer.predict(model, data, return_predictions=False)
-    assert "test    test/loss 3\n" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["metrics"]["test/loss"] == 3 and summary["predictions"] is None
+    file = tmp_path / "summary.json"
+    assert file.is_file() == (stage != "validation")
+    tested = stage == "predict"
+    assert ("test    test/loss 3\n" in capsys.readouterr().out) == tested
+    if file.is_file():
+        summary = json.loads(file.read_text())
+        assert summary["steps"] == 4 and summary["predictions"] is None
+        assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 
 def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:

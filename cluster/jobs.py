@@ -181,11 +181,12 @@ def logs(arguments: argparse.Namespace) -> int:
             f"RANK={arguments.rank}: the run has ranks 0 to {state['ranks'] - 1}, and launcher"
         )
     file = folder / f"{name}.log"
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     place = 0
     while True:
         ended = _named(state["id"])["state"] not in ALIVE
         if file.exists():
-            with open(file) as log:
+            with open(file, encoding="utf-8", errors="replace") as log:
                 log.seek(place)
                 sys.stdout.write(log.read())
                 place = log.tell()

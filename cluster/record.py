@@ -64,6 +64,8 @@ class Record:
     def __init__(
         self, folder: Path | None, members: list[Rank], command: list[str], stop_seconds: float
     ) -> None:
+        for stream in (sys.stdout, sys.stderr):  # a job survives what a terminal cannot show
+            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._detached = folder is not None
         self.folder = folder or new_folder()
         self.id = self.folder.name
@@ -116,7 +118,8 @@ class Record:
             return
         if rank not in self._files:
             # Open for the whole run; one line, one write, so that it can be followed.
-            self._files[rank] = (self.folder / f"rank-{rank}.log").open("a", buffering=1)
+            file = self.folder / f"rank-{rank}.log"
+            self._files[rank] = file.open("a", buffering=1, encoding="utf-8")
         print(line, file=self._files[rank])
 
 

@@ -299,6 +299,15 @@ class TestEnd:
         assert process.wait(timeout=15) == 143
         assert sorted(path.name for path in tmp_path.glob("told*")) == ["told0", "told1"]
 
+    def test_a_terminal_that_cannot_show_it(self, tmp_path: Path) -> None:
+        """The job goes on, and what it keeps in files is as it was printed."""
+        ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+        printing = [*["-H", "localhost:1"], "printf", "Stra\\303\\237e\\n"]
+        done = run(horovodrun(*printing), **ascii_only)
+        assert (done.returncode, done.stdout) == (0, "[0]<stdout>:Stra?e\n")
+        assert run(horovodrun("--record", str(tmp_path), *printing), **ascii_only).returncode == 0
+        assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
+
     def test_ranks_that_do_not_listen(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN))
         process = started(command, tmp_path / "log", 2)

@@ -318,7 +318,10 @@ def verdict(
         return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
     if name == "compute":
         lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
-        return f"compute: forward and backward are {part}: try {lower}more ranks"
+        return (
+            f"compute: forward and backward are {part}: try {lower}more ranks, each on a core or "
+            "GPU of its own"
+        )
     if name == "data":
         return f"data: {part} is waiting for batches: try data.num_workers, or less work a sample"
     if name == "straggler" and slow:

@@ -1,4 +1,5 @@
-"""Checkpoints of earlier runs: which ckpt_path=last and best name, and whether one can be read.
+"""Checkpoints: how they are written; which of earlier runs ckpt_path=last and best name, and
+whether one can be read.
 
 A run leaves last.ckpt after each epoch, stopped.ckpt when it was ended, the best by
 callbacks.best_checkpoint, and the path of that one in summary.json.
@@ -12,11 +13,48 @@ import re
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
+from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from runs.refusal import Refusal
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
+
+
+class WholeFiles(TorchCheckpointIO):
+    """A file is whole, or what was there before: written beside it, then renamed.
+
+    Lightning copies from /tmp: a full disk, or an end meanwhile, leaves a part of a file where
+    the last good one was.
+    """
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
+        """Raises Refusal where it cannot be written."""
+        if "://" in str(path):  # no folder
+            return super().save_checkpoint(checkpoint, path, storage_options)
+        file = Path(path)
+        unfinished = file.with_name(f"{file.name}.part")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with open(unfinished, "wb") as part:
+                torch.save(checkpoint, part)
+            unfinished.replace(file)
+        except (OSError, RuntimeError) as error:
+            # torch, which closes its archive after an error, has one of its own then.
+            reason = error if isinstance(error, OSError) else error.__context__
+            if not isinstance(reason, OSError):
+                raise
+            raise Refusal(
+                f"{file}: the checkpoint cannot be written: {reason.strerror}; what was saved "
+                "before is whole"
+            ) from error
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def last(runs: Path) -> Path | None:

@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import resource
 import signal
 import time
 from pathlib import Path
@@ -70,6 +71,26 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
         (tmp_path / "d" / "summary.json").write_text(text)
         with pytest.raises(ValueError, match="d/summary.json is no summary of a run"):
             checkpoints.best(tmp_path)
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
+    file, io = tmp_path / "new" / "last.ckpt", checkpoints.WholeFiles()
+    io.save_checkpoint({"weights": torch.ones(10)}, file)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    failing: list[tuple[int, Any]] = [(300, torch.ones(10)), (9000, torch.ones(90_000))]
+    failing.append((soft, lambda: 0))  # which pickle cannot keep
+    try:
+        for size, weights in failing:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+            expected = AttributeError if size == soft else Refusal
+            with pytest.raises(expected, match="lambda|last.ckpt: .* cannot be written: File too"):
+                io.save_checkpoint({"weights": weights}, file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [f.name for f in file.parent.iterdir()] == ["last.ckpt"]
+    assert torch.equal(io.load_checkpoint(file)["weights"], torch.ones(10))
+    io.save_checkpoint({"weights": torch.zeros(10)}, file)
+    assert not io.load_checkpoint(file)["weights"].any()
 
 
 class Forward(LightningModule):

@@ -348,6 +348,13 @@ class TestMistakes:
         assert (folder / "checkpoints" / "last.ckpt").is_file()
         assert summary(tmp_path)["epochs"] == 1 and best_epoch(tmp_path) == 0
 
+    def test_a_checkpoint_that_cannot_be_written(self, tmp_path: Path) -> None:
+        few_blocks = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]  # of 512 bytes, in a file
+        done = run([*few_blocks, *TEMPLATE, f"log_dir={tmp_path}"], cwd=ROOT)
+        assert done.returncode == 2 and done.stdout.count("error: ") == 1, done.stdout
+        assert "epoch_000.ckpt: the checkpoint cannot be written: File too large" in done.stdout
+        assert not list(folders(tmp_path)[0].glob("checkpoints/*"))
+
     def test_a_metric_to_stop_by_that_nobody_logs(self, tmp_path: Path) -> None:
         early = "callbacks.early_stopping"
         done = job(0, tmp_path, f"{early}.monitor=val_loss", f"{early}.mode=min")

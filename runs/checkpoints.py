@@ -7,6 +7,7 @@ callbacks.best_checkpoint, and the path of that one in summary.json.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pickle
 import re
@@ -54,7 +55,8 @@ class WholeFiles(TorchCheckpointIO):
                 "before is whole"
             ) from error
         finally:
-            unfinished.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
 
 
 def last(runs: Path) -> Path | None:

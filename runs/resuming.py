@@ -24,7 +24,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
-        gone = [file for file in state["best_k_models"] if not Path(file).is_file()]
+        gone = [file for file in state.get("best_k_models", ()) if not Path(file).is_file()]
         if gone := trainer.strategy.broadcast(gone):
             del checkpoint["callbacks"][self.state_key]
             if self.monitor:

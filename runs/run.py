@@ -241,8 +241,8 @@ def _mistake(error: BaseException, started: bool) -> str | None:
     """One line for an error that the user can mend in the configuration; None for any other."""
     if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
         return (
-            "predict=true: Lightning makes the DataLoader anew, and cannot where arguments have no "
-            "name: write DataLoader(data, batch_size=...) in the data module"
+            "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
+            "DataLoader(data, batch_size=...) in the data module"
         )
     if isinstance(error, MISTAKES):
         return str(error)

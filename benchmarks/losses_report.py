@@ -9,6 +9,7 @@ below, how far they are from those of one process: thick in 32 bits, thin in 64.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,15 @@ def differences(job: dict[str, Any], run: dict[str, Any]) -> list[float]:
     alone = next(r for r in job["runs"] if r["precision"] == run["precision"])
     if alone["steps"] != run["steps"]:
         raise ValueError(f"{job['name']}: steps {run['steps']} beside {alone['steps']}")
-    return [abs(a - b) / abs(b) for a, b in zip(run["losses"], alone["losses"])]
+    return [_difference(a, b) for a, b in zip(run["losses"], alone["losses"])]
+
+
+def _difference(a: float, b: float) -> float:
+    """Of a relative to b; infinite where one of them is no number."""
+    if a == b:
+        return 0.0
+    found = abs(a - b) / abs(b) if b else math.inf
+    return math.inf if math.isnan(found) else found
 
 
 def unequal(results: Results) -> list[str]:
@@ -59,8 +68,7 @@ def unequal(results: Results) -> list[str]:
         for run in job["runs"]
         if run["precision"] == "64-true"
         and not job["differs"]
-        # not <=: a loss that is no number is not equal
-        and not max(differences(job, run)) <= EQUAL
+        and max(differences(job, run)) > EQUAL
     ]
 
 

@@ -153,10 +153,13 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         ranks, asked = numbers(arguments.ranks), described(arguments.network)
-        files = [Path(name) for name in arguments.allreduce.split()] or newest_all_reduces()
-        results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
         run = Path(arguments.run) if arguments.run else newest_run()
         summary = read(run, "RUN", RUN_KEYS)
+        named = [Path(name) for name in arguments.allreduce.split()]
+        files = named or newest_all_reduces(summary)
+        results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
+        if not named:
+            asked = {"operations": summary.get("operations", "Gloo").lower()} | asked
         job = job_of(summary, run)
         cases, sources = networks(results, asked, max(summary["hosts"].values()))
     except Refusal as error:

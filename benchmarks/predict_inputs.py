@@ -121,11 +121,14 @@ def newest_run() -> Path:
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 
 
-def newest_all_reduces() -> list[Path]:
-    """The newest of a single host and the newest of several, where there are any."""
+def newest_all_reduces(summary: dict[str, Any]) -> list[Path]:
+    """The newest of one of a run's hosts and the newest of several, where there are any."""
     newest: dict[bool, tuple[str, Path]] = {}
     for file in sorted(RESULTS.glob("allreduce_*.json")):
         content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
+        elsewhere = not set(content["ranks"]) <= set(summary["hosts"])
+        if elsewhere or content["operations"] != summary.get("operations", "Gloo"):
+            continue
         several = len(content["hosts"]) > 1
         if several not in newest or content["date"] > newest[several][0]:
             newest[several] = content["date"], file
@@ -186,14 +189,13 @@ def networks(
     """The network at best, likely, and at worst; and where its constants come from.
 
     Args:
-        slots: ranks of a host in the run, where neither NETWORK nor the files say it.
+        slots: ranks of a host in the run, where NETWORK does not say it.
     """
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
     kind = asked.get("operations", results[0]["operations"].lower() if results else "gloo")
     controller = asked.get("controller", "mpi" if kind == "mpi" else "gloo")
-    told = [host["slots"] for result in several or one_host for host in result["hosts"]]
-    ranks_per_host = asked.get("gpus_per_host") or max(told, default=slots)
+    ranks_per_host = asked.get("gpus_per_host") or slots
     default = described(NOT_MEASURED)
     found, sources = [], [f"operations {kind}, agreement over {controller}"]
     for times, share, slower, part in CASES:

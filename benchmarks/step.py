@@ -345,6 +345,9 @@ def main() -> None:
     batch = f"batch-{arguments.batch}_" if arguments.batch else ""
     name = f"step_{some}{batch}{arguments.network}_{slug(on)}_{results['date'][:10]}"
     file, results = continued(results, arguments.out / f"{name}.json", "models")
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         for model in arguments.models:
             if model not in results["models"]:

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from cluster.horovodrun import addresses
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks, used
 from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
@@ -454,7 +454,7 @@ def main() -> int:
         hosts = chosen(arguments)
         ranks(hosts, arguments.np)
         if arguments.quick:
-            quick(hosts)
+            quick(used(hosts, arguments.np))
             return 0
         findings = examine(hosts)
     except Refusal as error:

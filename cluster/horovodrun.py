@@ -283,7 +283,8 @@ class Job:
 
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
     """What of `environment` may leave this host."""
-    asked = tuple(name for name in environment.get("FORWARD", "").split(",") if name)
+    names = environment.get("FORWARD", "").replace(",", " ")
+    asked = tuple(names.split())
     found = {
         name: value
         for name, value in environment.items()

@@ -14,6 +14,7 @@ All is checked before any ssh is started. One source for sync, doctor, launch an
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import re
@@ -21,7 +22,8 @@ import shlex
 import shutil
 import socket
 import subprocess
-from dataclasses import dataclass, field, fields
+from collections import Counter
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -65,10 +67,12 @@ class Host:
         Raises:
             Refusal: when the name is unknown.
         """
-        # ssh -G only prints what it would do.
-        asked = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
-        found = re.search(rb"^hostname (.+)$", asked.stdout, re.MULTILINE)
-        name = found.group(1).decode().strip() if found else self.name
+        name = self.name
+        with contextlib.suppress(FileNotFoundError):  # this host alone needs no ssh
+            # ssh -G only prints what it would do.
+            asked = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
+            if found := re.search(rb"^hostname (.+)$", asked.stdout, re.MULTILINE):
+                name = found.group(1).decode().strip()
         try:
             return str(socket.getaddrinfo(name, 22, socket.AF_INET)[0][4][0])
         except OSError:
@@ -95,13 +99,19 @@ class Host:
         return command + (["-p", str(self.port)] if self.port else [])
 
     def command(self, script: str) -> list[str]:
-        """The command line that runs a line of sh on this host."""
+        """The command line that runs a line of sh on this host.
+
+        Raises:
+            Refusal: without ssh, for another host.
+        """
         if self.is_here:
             return ["sh", "-c", script]
         if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
             # The nodes of a job are reached by srun also where ssh is not allowed.
             srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self.name}"]
             return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
+        if shutil.which("ssh") is None:
+            raise Refusal("ssh is missing here: sudo apt-get install openssh-client")
         # Whatever the login shell there is, it is sh that reads the script.
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
 
@@ -261,6 +271,16 @@ def ranks(hosts: list[Host], size: int | None = None) -> list[Rank]:
             places = (local_rank, local_size, sum(cross[:index]), sum(cross))
             found.append(Rank(host, len(found), *places))
     return found
+
+
+def used(hosts: list[Host], size: int | None) -> list[Host]:
+    """The hosts that `size` processes run on, with as many slots as these take.
+
+    Raises:
+        Refusal: see `ranks`.
+    """
+    counts = Counter(member.host for member in ranks(hosts, size))
+    return [replace(host, slots=count) for host, count in counts.items()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -20,6 +20,7 @@ named with the package that brings it. Python 3.10 to 3.13, Linux x86-64; standa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fcntl
 import json
 import os
@@ -165,7 +166,9 @@ print(json.dumps({
         sysconfig.get_path("stdlib") + "/EXTERNALLY-MANAGED"),
     "site": sysconfig.get_path("purelib"), "include": sysconfig.get_path("include"),
     "cuda": cuda and cuda[1],
-    "packages": {re.sub("[-_.]+", "-", d.name).lower(): d.version for d in m.distributions()},
+    "packages": {
+        re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version for d in m.distributions()
+    },
 }))
 """
 
@@ -259,13 +262,14 @@ def make_environment(folder: Path) -> None:
     candidates = ["python3", *(f"python{version}" for version in PYTHONS)]
     for name in candidates:
         found = shutil.which(name)
-        if found and probe(found)["python"].rsplit(".", 1)[0] in PYTHONS:
-            break
+        with contextlib.suppress(InstallError):  # one that does not run, as pyenv's may
+            if found and probe(found)["python"].rsplit(".", 1)[0] in PYTHONS:
+                break
     else:
         raise InstallError(
             "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv"
         )
-    check_python(probe(found))
+    assert found
     try:
         result = subprocess.run([found, "-m", "venv", str(folder)], capture_output=True, text=True)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ from typing import Any
 
 from cluster.doctor import quick
 from cluster.horovodrun import STOP_SECONDS
-from cluster.hosts import Refusal, add_arguments, chosen, ranks
+from cluster.hosts import Refusal, add_arguments, chosen, ranks, used
 from cluster.record import ALIVE, FOLDER, birth, new_folder, write
 
 END_SECONDS = 7  # after the time for a checkpoint, until all processes on all hosts have ended
@@ -35,8 +35,9 @@ END_SECONDS = 7  # after the time for a checkpoint, until all processes on all h
 def launch(arguments: argparse.Namespace) -> int:
     """Start the job in a session of its own, and return."""
     start = _start(arguments.at)
-    members = ranks(chosen(arguments), arguments.np)  # to refuse here what cannot run
-    quick(list(dict.fromkeys(member.host for member in members)))
+    hosts = chosen(arguments)
+    members = ranks(hosts, arguments.np)  # to refuse here what cannot run
+    quick(used(hosts, arguments.np))
     folder = new_folder()
     run = [sys.executable, "-m", "cluster.jobs", "run", "--record", str(folder)]
     run += ["--at", start.isoformat()] if start else []

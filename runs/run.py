@@ -8,6 +8,7 @@ the middle of training keeps the folder, its traceback and what was saved.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
@@ -60,6 +61,7 @@ class Run:
         self.callbacks = [self.report, *([Predictions()] if config.predict else [])]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
+        self._parents: list[Path] = []  # of the folder, ours too
         self._warnings: list[str] = []
 
     def __enter__(self) -> Run:
@@ -117,6 +119,7 @@ class Run:
             if asked:
                 asked.mkdir(parents=True)
             folder = self.folder = asked or new_folder(runs)
+            self._parents = [] if asked else [runs, runs.parent]
             config.run_dir = str(folder)
             (folder / ".hydra").mkdir()
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
@@ -202,8 +205,8 @@ class Run:
         horovod_stopped = internal and not str(error).startswith("Mismatched")
         if self.folder is not None and not self.report.started:
             shutil.rmtree(self.folder, ignore_errors=True)
-            for parent in list(self.folder.parents)[:2]:
-                if parent.is_dir() and not any(parent.iterdir()):
+            for parent in self._parents:
+                with contextlib.suppress(OSError):  # other runs are there
                     parent.rmdir()
         if os.environ.get("HYDRA_FULL_ERROR"):
             return

@@ -122,6 +122,26 @@ class TestMissing:
         with pytest.raises(install.InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
             install.check_python(info(python="3.9.1"))
 
+    def test_a_python_that_does_not_run_is_passed_over(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """And one of the operating system, whose pip installs nothing, makes environments."""
+        programs = tmp_path / "bin"
+        programs.mkdir()
+        base = Path(sys.base_prefix) / "bin" / "python3"
+        for name, line in (("python3", "exit 127"), ("python3.12", f'exec {base} "$@"')):
+            (programs / name).write_text(f"#!/bin/sh\n{line}\n")
+            (programs / name).chmod(0o755)
+        monkeypatch.setenv("PATH", str(programs))
+        probe = install.probe
+        managed = {"externally_managed": True}
+        monkeypatch.setattr(install, "probe", lambda python: probe(python) | managed)
+        install.make_environment(tmp_path / "env")
+        assert (tmp_path / "env" / "bin" / "python").exists()
+        (programs / "python3.12").unlink()
+        with pytest.raises(install.InstallError, match="no Python from 3.10 to 3.13 on the PATH"):
+            install.make_environment(tmp_path / "another")
+
     def test_disk(self, tmp_path: Path) -> None:
         with pytest.raises(install.InstallError, match="GB free for .*1000000.0 GB needed: why"):
             install.check_disk(tmp_path, 1e6, "why")

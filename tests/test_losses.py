@@ -55,6 +55,9 @@ def test_rounding_is_equal_and_anything_else_is_told() -> None:
     assert "| toy | horovod | 2 x 4 | 0.400004 | 0.100001 | 1.0e-05 | 1.0e-05 |" in lines[4]
     assert lines[4].endswith("| 1.0e-06 | differs |")
     assert losses_report.unequal(results(Source(0, float("nan")), Job("toy")))
+    late = results(Source(0, 0), Job("toy"))
+    late["jobs"][0]["runs"][-1]["losses"][-1] = float("nan")  # and not from the first
+    assert [text.partition(",")[0] for text in losses_report.unequal(late)] == ["toy: ddp on 4"]
     assert not losses_report.unequal(results(Source(0, 1), Job("toy", differs="it is so")))
 
 

@@ -264,7 +264,7 @@ def summary(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "world_size": 2, "hosts": {"laptop": 2}, "strategy": "horovod", "model": "classifier",
-        "data": "digits", "anatomy": anatomy, **changes,
+        "data": "digits", "anatomy": anatomy, "operations": "Gloo", **changes,
     }  # fmt: skip
 
 
@@ -325,6 +325,27 @@ def test_predict_writes_a_table_and_a_plot(
     assert "operations nccl" in printed and "125.0" not in printed
     assert said(monkeypatch, *given[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
+
+
+def test_only_all_reduces_of_the_runs_own_hosts_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results, run = tmp_path / "results", tmp_path / "summary.json"
+    results.mkdir()
+    monkeypatch.setattr(predict_inputs, "RESULTS", results)
+    for name, content in (("one", all_reduces()), ("two", all_reduces(4, 2))):
+        (results / f"allreduce_{name}.json").write_text(json.dumps(content))
+    one, both = {"node0": 4}, {"node0": 4, "node1": 4}
+    for hosts, operations, names in ((one, "Gloo", ["one"]), (both, "Gloo", ["one", "two"]),
+                                     (both, "NCCL", []), ({"gpu1": 4}, "Gloo", [])):  # fmt: skip
+        run.write_text(json.dumps(summary(hosts=hosts, operations=operations)))
+        assert said(monkeypatch, "--run", str(run), "--ranks", "8") == 0
+        printed = capsys.readouterr().out
+        assert [name for name in ("one", "two") if f"allreduce_{name}" in printed] == names
+        assert f"operations {operations.lower()}" in printed
+        assert ("NOT MEASURED" in printed) == ("two" not in names)
+        (row,) = [line for line in printed.splitlines() if line.startswith("| 8 |")]
+        assert row.split(" | ")[1] == "2"  # hosts: of 4 ranks each, as in the run
 
 
 def test_a_band_holds_what_is_likely() -> None:

@@ -372,6 +372,13 @@ class TestMistakes:
         assert done.returncode != 0
         assert done.stdout.count("the run's folder cannot be written") == 1, done.stdout
 
+    def test_a_refused_run_takes_no_folder_of_the_user_with_it(self, tmp_path: Path) -> None:
+        mine = tmp_path / "a" / "b"
+        mine.mkdir(parents=True)
+        done = job(0, tmp_path / "logs", f"run_dir={mine}/run", "data.batch_size=1300")
+        assert done.returncode == 2 and done.stdout.count("error: data.batch_size=") == 1
+        assert mine.is_dir() and not list(mine.iterdir())
+
     def test_a_checkpoint_of_another_model(self, default: tuple[Path, str], tmp_path: Path) -> None:
         best = summary(default[0])["checkpoint"]
         done = job(0, tmp_path, f"ckpt_path={best}", "model.width=8")
@@ -401,6 +408,10 @@ class TestMistakes:
         assert done.stdout.count(message) == 1, done.stdout
         assert "[0]<stderr>:  File" in done.stdout and "[1]<stderr>:  File" not in done.stdout
         assert not processes_of(tmp_path)
+
+    def test_make_leaves_out_variables_that_mean_other_things(self) -> None:
+        done = run(["make", "--eval=probe:;@env", "probe", f"PYTHON={sys.executable}"], RANK="0")
+        assert done.returncode == 0 and "RANK=" not in done.stdout
 
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         started = time.monotonic()

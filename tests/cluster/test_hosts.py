@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from cluster.horovodrun import forwarded
-from cluster.hosts import Host, Refusal, parse, ranks, read
+from cluster.hosts import Host, Refusal, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
@@ -107,12 +107,25 @@ class TestRanks:
         with pytest.raises(Refusal, match=f"NP={size} processes on 4 slots"):
             ranks([Host("node1", 4)], size)
 
+    def test_hosts_without_one_are_not_used(self) -> None:
+        hosts = [Host("node1", 4), Host("node2", 4), Host("node3", 4)]
+        assert used(hosts, 5) == [Host("node1", 4), Host("node2", 1)]
+        assert used(hosts, None) == hosts
+
+
+def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert Host("localhost", 1).is_here
+    with pytest.raises(Refusal, match="ssh is missing here: sudo apt-get install openssh-client"):
+        Host("192.0.2.1", 1).command("true")
+
 
 def test_only_listed_variables_leave_this_host() -> None:
     here = {"NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "x", "WANDB_API_KEY": "y", "HOME": "/r"}
     here |= {"HOROVOD_TOKEN": "z"}
     assert forwarded(here) == {"NCCL_DEBUG": "INFO"}
-    assert forwarded(here | {"FORWARD": "WANDB_"})["WANDB_API_KEY"] == "y"
+    assert forwarded(here | {"FORWARD": "MLFLOW_, WANDB_"})["WANDB_API_KEY"] == "y"
     for asked, kept in (("0,1", {}), ("", {"CUDA_VISIBLE_DEVICES": ""})):  # none on any node
         assert forwarded({"CUDA_VISIBLE_DEVICES": asked, "SLURM_JOB_ID": "1"}) == kept
 

@@ -75,19 +75,22 @@ def started(command: list[str], log: Path, ranks: int, **environment: str) -> su
 
 
 class TestStart:
-    def test_the_headline_command(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+    @pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
+    def test_the_headline_command(
+        self, hosts: list[testbed.Host], tmp_path: Path, slots: int
+    ) -> None:
         """By plain horovodrun and by ours: the same numbers."""
         job = [PYTHON, "template.py", "trainer.max_epochs=1", "data.batch_size=16"]
         losses = []
         for name, launcher in (("plain", [HOROVODRUN]), ("ours", horovodrun())):
             folder = tmp_path / name
-            where = ["-np", "8", "-H", "node1:4,node2:4"]
+            where = ["-np", str(2 * slots), "-H", f"node1:{slots},node2:{slots}"]
             done = run(hosts[0].command(*launcher, *where, *job, f"log_dir={folder}"))
             assert done.returncode == 0, done.stdout
             (file,) = folder.glob("*/runs/*/summary.json")
             summary = json.loads(file.read_text())
-            assert (summary["world_size"], summary["strategy"]) == (8, "horovod")
-            assert summary["hosts"] == {"node1": 4, "node2": 4}
+            assert (summary["world_size"], summary["strategy"]) == (2 * slots, "horovod")
+            assert summary["hosts"] == {"node1": slots, "node2": slots}
             losses.append(summary["metrics"]["test/loss"])
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 

@@ -3,7 +3,8 @@
     python -m cluster.sync -H node1:4,node2:4 [--dry-run] [--env]
 
 Data, logs, .git and secrets stay (.syncignore, .gitignore). --env brings the environment too. All
-hosts at once; one that fails keeps no other from it and is told at the end.
+hosts at once; one that fails keeps no other from it and is told at the end. Hosts that share a
+folder disturb each other: those that were have a second turn, by themselves.
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ command -v rsync >/dev/null || echo no-rsync
 """
 LEFT = ["--exclude=/.sync-*", "--exclude-from=.syncignore", "--filter=:- .gitignore"]
 KINDS = {"+": "new", "*": "changed", "-": "deleted"}
+
+
+class Disturbed(Refusal):
+    """Files came or went meanwhile, as where another host has the same folder."""
 
 
 def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
@@ -131,7 +136,8 @@ def _run(command: list[str], host: Host) -> str:
     if done.returncode == 12 and "No such file" in done.stderr:
         raise Refusal(f"{host.name}: {done.stderr.strip().splitlines()[0]}")
     if done.returncode:
-        raise Refusal(f"{host.name}: {diagnose(host, done.returncode, done.stderr)}")
+        kind = Disturbed if command[0] == "rsync" and done.returncode in (23, 24) else Refusal
+        raise kind(f"{host.name}: {diagnose(host, done.returncode, done.stderr)}")
     return done.stdout
 
 
@@ -144,11 +150,15 @@ def main() -> int:
     parser.add_argument("--env", action="store_true", help="the environment too")
     arguments = parser.parse_args()
     failed: list[str] = []
+    disturbed: list[Host] = []
 
-    def one(host: Host) -> None:
+    def one(host: Host, alone: bool = False) -> None:
         try:
             lines = sync(host, arguments.dry_run, arguments.env)
         except Refusal as error:
+            if isinstance(error, Disturbed) and not alone:
+                disturbed.append(host)
+                return
             failed.append(str(error))
             lines = ["FAILED"]
         print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
@@ -162,6 +172,8 @@ def main() -> int:
         return 2
     with ThreadPoolExecutor(max_workers=16) as pool:
         list(pool.map(one, hosts))
+    for host in disturbed:
+        one(host, alone=True)
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(failed))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster import testbed
+from cluster import sync, testbed
+from cluster.hosts import Host
 from tests.cluster.conftest import made
 
 On = Callable[..., subprocess.CompletedProcess[str]]
@@ -91,6 +92,27 @@ def test_what_is_no_checkout_is_left_alone(
 def test_a_shared_file_system(on: On, hosts: list[testbed.Host], project: Path) -> None:
     done = on(hosts[0], "cluster.sync", "-H", "node1,node2", "--env", cwd=project)
     assert done.returncode == 0 and "node2         shares this file system" in done.stdout
+
+
+@pytest.mark.parametrize("turns", [1, 2])
+def test_hosts_that_share_a_folder_have_a_second_turn(
+    turns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[str] = []
+
+    def disturbed(host: Host, *_: bool) -> list[str]:
+        tried.append(host.name)
+        if host.name == "node2" and tried.count("node2") <= turns:
+            raise sync.Disturbed("node2: ended with 23")
+        return ["the same"]
+
+    monkeypatch.setattr(sync, "sync", disturbed)
+    monkeypatch.setattr(sys, "argv", ["sync", "-H", "node1:1,node2:1"])
+    assert sync.main() == turns - 1
+    assert sorted(tried) == ["node1", "node2", "node2"] and tried[-1] == "node2"
+    told = capsys.readouterr()
+    assert told.out.count("the same") == 3 - turns and told.out.count("FAILED") == turns - 1
+    assert told.err == "error: node2: ended with 23\n" * (turns - 1)
 
 
 def test_the_environment_comes_too(

@@ -17,7 +17,6 @@ import argparse
 import csv
 import json
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -26,6 +25,7 @@ from typing import Any
 
 from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
 from cluster.hosts import Refusal, add_arguments, chosen, ranks
+from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
 
@@ -210,7 +210,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9, help="of each size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    interrupt_at_signals()
     try:
         hosts = chosen(arguments)
         members = ranks(hosts, arguments.np)

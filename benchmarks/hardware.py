@@ -63,15 +63,21 @@ def hardware() -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores that may be used, memory, GPUs."""
+    """Processor, memory, cores and GPUs that may be used."""
     cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
         "cpu": cpu.group(1) if cpu else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
-        "gpus": [row[0] for row in nvidia_smi("name")],
+        "gpus": gpus(),
     }
+
+
+def gpus() -> list[str]:
+    """Their names; none where CUDA_VISIBLE_DEVICES hides them all."""
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+    return [] if hidden else [row[0] for row in nvidia_smi("name")]
 
 
 def software() -> dict[str, Any]:

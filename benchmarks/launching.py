@@ -163,12 +163,12 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
         for host in hosts
     }  # fmt: skip
     found = {}
-    for name, process in asked.items():
+    for host, (name, process) in zip(hosts, asked.items()):
         output, errors = process.communicate()
         lines = [line for line in output.splitlines() if line.startswith("{")]
         if process.returncode or not lines:
             why = (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]
-            raise Failed(f"error: {name}: {module}: {why}; see make doctor HOSTS={name}")
+            raise Failed(f"error: {name}: {module}: {why}; see make doctor {host.given()}")
         found[name] = json.loads(lines[-1])
     return found
 

@@ -36,6 +36,7 @@ from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import configuration
 from cluster.hosts import Refusal
+from cluster.signals import interrupt_at_signals
 
 STEPS, POINTS = 200, 40
 PRECISIONS = ["32-true", "64-true"]
@@ -182,6 +183,7 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
 
 def main() -> int:
     arguments = parse()
+    interrupt_at_signals()
     jobs = [Job(" ".join(arguments.overrides), arguments.overrides)] * bool(arguments.overrides)
     jobs = jobs or JOBS
     results: Results = {

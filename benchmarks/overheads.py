@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
+from cluster.signals import interrupt_at_signals
 
 LAWS: dict[str, Callable[[float], float]] = {
     "constant": lambda p: 0.0,
@@ -151,6 +152,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.repeats < 1 or min(arguments.ranks) < 1:
         parser.error("--ranks and --repeats are counted from 1")
+    interrupt_at_signals()
     results: dict[str, Any] = {
         "ranks": sorted(set(arguments.ranks)), "repeats": arguments.repeats, **hardware(),
     }  # fmt: skip

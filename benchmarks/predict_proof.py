@@ -17,7 +17,6 @@ Results, with the back-test on published figures, go to benchmarks/results/predi
 from __future__ import annotations
 
 import argparse
-import signal
 import statistics
 import sys
 from pathlib import Path
@@ -28,6 +27,7 @@ from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
 from benchmarks.hardware import RESULTS, hardware, slug, write_json
 from cluster.hosts import Refusal
+from cluster.signals import interrupt_at_signals
 from cluster.testbed import BURST, Testbed, missing
 
 RANKS, HELD_OUT_RANKS = [2, 4], [8]
@@ -208,8 +208,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     stub = STUB | {"steps": arguments.steps}
-    # So that the hosts are removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    interrupt_at_signals()
     try:
         if problem := missing():
             raise Refusal(problem)

@@ -71,7 +71,9 @@ def train(arguments: argparse.Namespace) -> Path:
         command, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"},
     )  # fmt: skip
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the job ends by it, and tells
+    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the job ends by it, and tells
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     assert process.stdout is not None
     folder = None
     for line in process.stdout:
@@ -80,6 +82,7 @@ def train(arguments: argparse.Namespace) -> Path:
             folder = Path(match[1])
     status = process.wait()
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if status:
         raise Refusal(f"nothing to show: the job ended with {status}; its last lines tell why")
     if folder is None:

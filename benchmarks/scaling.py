@@ -23,7 +23,6 @@ import functools
 import itertools
 import json
 import math
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +35,7 @@ from benchmarks.hardware import RESULTS, slug, write_json
 from benchmarks.launching import Failed, Job
 from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
 from cluster.hosts import Refusal, add_arguments
+from cluster.signals import interrupt_at_signals
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
 MIN_STEPS, TRIAL_STEPS = 30, 20
@@ -148,7 +148,7 @@ def _kept(results: Results, file: Path) -> str:
 
 def main() -> int:
     arguments = parse()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupt_at_signals()
     results: Results = {}
     file = arguments.out
     try:

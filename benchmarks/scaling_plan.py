@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from benchmarks.efficiency import Results, batch_of, steps_per_epoch
-from benchmarks.hardware import ROOT, nvidia_smi, software
+from benchmarks.hardware import ROOT, gpus, software
 from benchmarks.launching import MEASURED, Job, Launcher, ask
 from cluster.hosts import Host, Refusal, chosen, ranks
 
@@ -29,7 +29,7 @@ def sizes_of(asked: list[int] | None, hosts: list[Host] | None) -> list[int]:
     """How many processes; by default 1, 2, 4, ... to all slots; without hosts to all GPUs, or 2."""
     if asked:
         return sorted(set(asked))
-    slots = sum(host.slots for host in hosts) if hosts else len(nvidia_smi("name")) or 2
+    slots = sum(host.slots for host in hosts) if hosts else len(gpus()) or 2
     return sorted({2**power for power in range(slots.bit_length())} | {slots})
 
 
@@ -74,9 +74,7 @@ def check(settings: dict[str, Any]) -> None:
         )
 
 
-def cores_of_a_rank(
-    hosts: list[Host], facts: dict[str, dict[str, Any]], np: int, on_cpu: bool
-) -> int:
+def cores_of_a_rank(hosts: list[Host], facts: dict[str, dict[str, Any]], np: int) -> int:
     """Whole cores for each rank on the fullest machine, 0 where they do not suffice; hosts made of
     one machine share its cores.
 
@@ -86,9 +84,9 @@ def cores_of_a_rank(
     machines: Counter[int] = Counter()
     cores = {}
     for name, count in Counter(member.host.name for member in ranks(hosts, np)).items():
-        gpus = len(facts[name]["gpus"])
-        if gpus and count > gpus and not on_cpu:
-            raise Refusal(f"NP={np}: {count} ranks on the {gpus} GPUs of {name}: take fewer")
+        there = len(facts[name]["gpus"])
+        if there and count > there:
+            raise Refusal(f"NP={np}: {count} ranks on the {there} GPUs of {name}: take fewer")
         machines[facts[name]["machine"]] += count
         cores[facts[name]["machine"]] = facts[name]["cores"]
     return min(cores[machine] // count for machine, count in machines.items())
@@ -159,10 +157,12 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     check(settings)
     facts = ask(hosts, "benchmarks.hardware")
     boots = [host.pop("boot") for host in facts.values()]
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # from all ranks, as it goes to them
+    on_cpu = hidden or config["trainer"]["accelerator"] == "cpu"
     for host, boot in zip(facts.values(), boots):
         host["machine"] = boots.index(boot)
-    on_cpu = config["trainer"]["accelerator"] == "cpu"
-    cores = {np: cores_of_a_rank(hosts, facts, np, on_cpu) for np in sizes}
+        host["gpus"] = [] if on_cpu else host["gpus"]
+    cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}
     # The same at each size, so that a rank is the same worker.
     settings["threads"] = max(1, min(cores.values()))
     environment = {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))}

@@ -32,6 +32,7 @@ from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_plan import configuration, steps_of
 from benchmarks.scaling_report import markdown
 from cluster.hosts import Host, Refusal
+from cluster.signals import interrupt_at_signals
 from models.split import Split
 
 EXPERIMENT = "experiment=model_parallel"
@@ -148,6 +149,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(arguments.batch // 2, arguments.steps, arguments.repeats) < 1:
         parser.error("--batch is at least 2, --steps and --repeats at least 1")
+    interrupt_at_signals()
     gpus = torch.cuda.device_count()
     devices = ["cuda:0", "cuda:1"] if gpus > 1 else ["cpu", "cpu"]
     on = [] if gpus > 1 else ["trainer.accelerator=cpu"]

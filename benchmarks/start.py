@@ -31,6 +31,7 @@ from benchmarks.efficiency import noise
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
 from benchmarks.launching import Failed
 from benchmarks.scaling_report import markdown
+from cluster.signals import interrupt_at_signals
 
 OURS = [sys.executable, "-m", "cluster.horovodrun"]
 WAYS = {  # command, and whether the ranks of a host share their imports
@@ -154,6 +155,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(*arguments.np, arguments.repeats) < 1:
         parser.error("--np and --repeats are counted from 1")
+    interrupt_at_signals()
     results: dict[str, Any] = {
         "benchmark": "start", **hardware(), "arguments": arguments.overrides,
         "ranks": sorted(set(arguments.np)), "repeats": arguments.repeats,

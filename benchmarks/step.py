@@ -36,6 +36,7 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
+from cluster.signals import interrupt_at_signals
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 ON_GPU = [*MODELS, "resnet50"]
@@ -169,13 +170,17 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         )  # fmt: skip
         output.close()
         group = Group(variant, launcher, log)
-        while len(group.ranks) < ranks:
-            try:
-                group.ranks.append(listener.accept()[0])
-            except TimeoutError:
-                if launcher.poll() is not None or time.monotonic() > deadline:
-                    raise group.failed() from None
-    group.answers()
+        try:
+            while len(group.ranks) < ranks:
+                try:
+                    group.ranks.append(listener.accept()[0])
+                except TimeoutError:
+                    if launcher.poll() is not None or time.monotonic() > deadline:
+                        raise group.failed() from None
+            group.answers()
+        except KeyboardInterrupt:
+            group.end()
+            raise
     return group
 
 
@@ -345,9 +350,7 @@ def main() -> None:
     batch = f"batch-{arguments.batch}_" if arguments.batch else ""
     name = f"step_{some}{batch}{arguments.network}_{slug(on)}_{results['date'][:10]}"
     file, results = continued(results, arguments.out / f"{name}.json", "models")
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup
-            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    interrupt_at_signals()
     try:
         for model in arguments.models:
             if model not in results["models"]:

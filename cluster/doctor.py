@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from cluster.horovodrun import addresses
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, as_dict, chosen, ranks, used
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, entry, ranks, used
 from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
@@ -179,13 +179,8 @@ def _here(quick: bool) -> dict[str, Any]:
     return facts
 
 
-def _one(host: Host) -> str:
-    """How the host is named on a command line of make."""
-    return f"HOSTS={host.name}:{host.slots}"
-
-
 def _checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    sync = f"make sync {_one(host)}"
+    sync = f"make sync {host.given()}"
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
@@ -204,7 +199,7 @@ def _checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[F
 
 
 def _packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    bring = f"make sync ENV=1 {_one(host)}"
+    bring = f"make sync ENV=1 {host.given()}"
     if Path(sys.prefix).parent != ROOT:
         bring = f"on {host.name}: make install PYTHON={sys.executable}"
     theirs, ours = facts["versions"], here["versions"]
@@ -249,7 +244,7 @@ def _gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     wanted = host.gpus or tuple(sorted(there))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
-        mend = f"HOSTS={host.name}:{len(wanted)}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
+        mend = f"{host.given(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
         return [Finding("FAIL", "GPUs", host.name, text, mend)]
     for number in wanted[: host.slots]:
         gpu = there[number]
@@ -299,12 +294,12 @@ def _room(host: Host, facts: dict[str, Any]) -> list[Finding]:
     if available < wanted:
         text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
         fit = max(1, available // FREE_MEMORY_MIB)
-        findings.append(Finding("FAIL", "memory", host.name, text, f"HOSTS={host.name}:{fit}"))
+        findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
     if not facts["gpus"]["there"] and facts["cores"] < host.slots:
         text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
-        mend = f"HOSTS={host.name}:{facts['cores']}"
+        mend = host.given(facts["cores"])
         findings.append(Finding("warn", "cores", host.name, text, mend))
     else:
         findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
@@ -381,11 +376,9 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
     name = first.name if first == second else f"{first.name}-{second.name}"
     of = {host.name: {"slots": 2 if first == second else 1} for host in pair}
     for host in pair:
-        said = {key: value for key, value in as_dict(host).items() if key != "name" and value}
-        said = {key: list(v) if isinstance(v, tuple) else v for key, v in said.items()}
         if first == second and first.slots < 2:
             return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
-        of[host.name] = said | of[host.name]
+        of[host.name] = entry(host) | of[host.name]
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(yaml.safe_dump({"hosts": of}))
         file.flush()
@@ -403,9 +396,8 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
     results = [line for line in printed.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
         reason = " ".join(said_last.strip().splitlines()[-1:])[:200]
-        mend = (
-            f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug make train HOSTS={first.name},{second.name}"
-        )
+        given = first.given() if first.file else f"HOSTS={first.name},{second.name}"
+        mend = f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug make train {given}"
         return Finding("FAIL", "all-reduce", name, reason, mend)
     result = json.loads(results[0].partition(":")[2])
     told = f"{result['operations']}, latency {result['latency_us']:,} µs, "

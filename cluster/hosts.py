@@ -49,6 +49,7 @@ class Host:
         nic: network interface for what ranks send each other; None: the one to the launch host.
         user, port, ssh: for ssh; `ssh` are options as after its -o.
         env: variables for the processes on this host.
+        file: the host file that says all this.
     """
 
     name: str
@@ -59,6 +60,14 @@ class Host:
     port: int | None = None
     ssh: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict, hash=False)
+    file: Path | None = field(default=None, compare=False)
+
+    def given(self, slots: int | None = None) -> str:
+        """How make is given this host, with so many slots."""
+        if self.file is None:
+            return f"HOSTS={self.name}:{slots or self.slots}"
+        change = f"{self.name}: {{slots: {slots}}} in " if slots else ""
+        return f"{change}HOSTFILE={self.file}"
 
     @functools.cached_property
     def address(self) -> str:
@@ -153,7 +162,7 @@ def read(file: Path) -> list[Host]:
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
     _refuse_twice(file, where)
-    return _checked([_host(str(name), of, where) for name, of in hosts.items()], where)
+    return _checked([_host(str(name), of, file) for name, of in hosts.items()], where)
 
 
 def _refuse_twice(file: Path, where: str) -> None:
@@ -167,11 +176,11 @@ def _refuse_twice(file: Path, where: str) -> None:
                     raise Refusal(f"{where}: {name} is there twice: add up its slots")
 
 
-def _host(name: str, of: Any, where: str) -> Host:
+def _host(name: str, of: Any, file: Path) -> Host:
     kinds: dict[str, Any] = {
         "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
     }  # fmt: skip
-    where = f"{where}: {name}"
+    where = f"HOSTFILE={file}: {name}"
     if isinstance(of, int) and not isinstance(of, bool):
         of = {"slots": of}
     if not isinstance(of, dict) or "slots" not in of:
@@ -211,6 +220,7 @@ def _host(name: str, of: Any, where: str) -> Host:
         of.get("port"),
         tuple(of.get("ssh", [])),
         {variable: str(value) for variable, value in env.items()},
+        file,
     )
 
 
@@ -302,6 +312,8 @@ def chosen(arguments: argparse.Namespace) -> list[Host]:
     return parse(arguments.hosts or "localhost:1")
 
 
-def as_dict(host: Host) -> dict[str, Any]:
-    """For JSON."""
-    return {item.name: getattr(host, item.name) for item in fields(host)}
+def entry(host: Host) -> dict[str, Any]:
+    """What a host file says of it."""
+    said = {item.name: getattr(host, item.name) for item in fields(host)}
+    said = {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
+    return {key: value for key, value in said.items() if value and key not in ("name", "file")}

@@ -29,12 +29,12 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
     login = f"ssh {port}{target}"
     last = " ".join(said.strip().splitlines()[-1:])[:200]
     if status == NO_FOLDER:
-        return Trouble(f"there is no folder {os.getcwd()}", f"make sync HOSTS={host.name}")
+        return Trouble(f"there is no folder {os.getcwd()}", f"make sync {host.given()}")
     if status in (126, 127):
         python = os.path.relpath(sys.executable)
-        return Trouble(f"{python} does not run there", f"make sync ENV=1 HOSTS={host.name}")
+        return Trouble(f"{python} does not run there", f"make sync ENV=1 {host.given()}")
     if "No module named cluster" in said:
-        return Trouble(f"{os.getcwd()} is no checkout of this", f"make sync HOSTS={host.name}")
+        return Trouble(f"{os.getcwd()} is no checkout of this", f"make sync {host.given()}")
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
     known = {

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -247,12 +250,33 @@ def test_cores_are_counted_on_machines_not_on_hosts() -> None:
     one = {"node1": MACHINE, "node2": MACHINE}
     two = {"node1": MACHINE, "node2": {**MACHINE, "machine": 1}}
     cores = scaling_plan.cores_of_a_rank
-    assert [cores(hosts, one, np, False) for np in (1, 2, 4, 8)] == [4, 2, 1, 0]
-    assert cores(hosts, two, 8, False) == 1
+    assert [cores(hosts, one, np) for np in (1, 2, 4, 8)] == [4, 2, 1, 0]
+    assert cores(hosts, two, 8) == 1
     gpu = {"node1": {**MACHINE, "gpus": ["GPU"]}, "node2": MACHINE}
     with pytest.raises(Refusal, match="NP=2: 2 ranks on the 1 GPUs of node1"):
-        cores(hosts, gpu, 2, False)
-    assert cores(hosts, gpu, 2, True) == 2
+        cores(hosts, gpu, 2)
+
+
+@pytest.mark.parametrize("how", ["trainer.accelerator", "CUDA_VISIBLE_DEVICES"])
+def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho A GPU\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    config = {"data": {"batch_size": 8}, "trainer": {"accelerator": "auto"}}
+    monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
+    assert hardware.gpus() == ["A GPU"]
+    with pytest.raises(Refusal, match="NP=2: 2 ranks on the 1 GPUs of localhost"):
+        scaling_plan.plan(scaling.parse(["--np", "2"]))
+    if how == "CUDA_VISIBLE_DEVICES":
+        monkeypatch.setenv(how, "")
+        assert hardware.gpus() == []
+    else:
+        config["trainer"]["accelerator"] = "cpu"
+    found, _ = scaling_plan.plan(scaling.parse(["--np", "2"]))
+    assert found["hosts"]["localhost"]["gpus"] == []
 
 
 # ---------------------------------------------------------------------------- the file
@@ -496,6 +520,35 @@ def test_a_mistake_is_told_in_a_line_before_anything_runs() -> None:
     done = run(["make", "-s", "bench", "ARGS=data.batchsize=3", *HERE])
     assert done.returncode == 2
     assert re.match("error: data.batchsize: data has no key 'batchsize'", done.stdout)
+
+
+def test_a_measurement_that_is_told_to_end_ends_its_ranks(tmp_path: Path) -> None:
+    """As by its terminal that is closed; the ranks are in a session of their own."""
+    seconds = f"600.{os.getpid()}"
+    script = f"""
+import signal, sys
+from pathlib import Path
+from benchmarks.launching import train
+from cluster.signals import interrupt_at_signals
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+interrupt_at_signals()
+ranks = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
+train([*ranks, "sleep", "{seconds}"], "sleep", Path("{tmp_path / "log"}"), threads=1)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+
+    def ranks() -> int:
+        found = subprocess.run(["pgrep", "-fx", f"sleep {seconds}"], capture_output=True)
+        return len(found.stdout.split())
+
+    while ranks() < 2:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGHUP)
+    _, said = process.communicate(timeout=60)
+    assert said.endswith(b"KeyboardInterrupt\n")
+    assert ranks() == 0
 
 
 @pytest.fixture(scope="module")

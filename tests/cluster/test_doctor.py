@@ -128,7 +128,7 @@ def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
         finding = found[f"node{number}"]
         assert finding["check"] == check and words in finding["text"], finding
     assert found["node3"]["text"] == "other than here: models/classifier.py"
-    assert found["node2"]["mend"] == "make sync HOSTS=node2:1"
+    assert found["node2"]["mend"].startswith("make sync HOSTFILE=")
     assert "make" in found["node4"]["mend"]
 
 
@@ -185,8 +185,8 @@ def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
     assert silent["level"] == "ok" and "hidden by CUDA_VISIBLE_DEVICES" in silent["text"]
     bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
     for level, check, host, words, mend in (
-        ("FAIL", "memory", "node1", "for 9999 processes", "HOSTS=node1:"),
-        ("warn", "cores", "node1", "9999 processes on", "HOSTS=node1:"),
+        ("FAIL", "memory", "node1", "for 9999 processes", "node1: {slots: "),
+        ("warn", "cores", "node1", "9999 processes on", "} in HOSTFILE="),
         ("FAIL", "network", "node2", "no interface ib7 with an address; there are", "mend nic"),
         ("FAIL", "limits", "node2", "256 open files a process", "raise nofile"),
         ("warn", "GPUs", "node3", "GPU 0 has 900 of 15,000 MiB free", "ssh node3 nvidia-smi"),

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from cluster.horovodrun import forwarded
-from cluster.hosts import Host, Refusal, parse, ranks, read, used
+from cluster.hosts import Host, Refusal, entry, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
@@ -253,6 +253,17 @@ class TestRendezvous:
 )  # fmt: skip
 def test_ssh_troubles_are_told_apart(status: int, said: str, words: str) -> None:
     assert words in str(diagnose(Host("node1", 1), status, said))
+
+
+def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
+    """Its name alone would lose user, port and the rest."""
+    file = tmp_path / "hosts.yaml"
+    file.write_text("hosts: {node1: {slots: 2, gpus: [1, 0], user: ada}, node2: 1}")
+    first, second = read(file)
+    assert str(diagnose(first, 97, "")).endswith(f": make sync HOSTFILE={file}")
+    assert first.given(1) == f"node1: {{slots: 1}} in HOSTFILE={file}"
+    assert entry(first) == {"slots": 2, "gpus": [1, 0], "user": "ada"}
+    assert entry(second) == {"slots": 1}
 
 
 def test_a_process_is_known_by_its_birth() -> None:

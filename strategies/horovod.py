@@ -78,7 +78,8 @@ class HorovodStrategy(ParallelStrategy):
         MisconfigurationException: for values above that are unknown or do not go together, and,
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
             `num_nodes` that contradict horovodrun's, models or numbers of batches that differ
-            between ranks. A rank that gets no batch at all is found only when it ends.
+            between ranks. A rank that has no batch at all in an epoch after the first is found only
+            when it ends.
     """
 
     def __init__(
@@ -340,6 +341,9 @@ class HorovodStrategy(ParallelStrategy):
         super().on_train_start()
         assert self.lightning_module is not None
         loop = self.lightning_module.trainer.fit_loop
+        if self._buckets is not None and loop._data_fetcher is not None:
+            # Of an unsized dataset the first batch is fetched by now.
+            self._refuse_unequal(0 if loop._data_fetcher.done else 1)
         if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
             return
         # Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
@@ -446,8 +450,8 @@ class HorovodStrategy(ParallelStrategy):
         if few != many:
             rank = next(rank for rank, (count, _) in enumerate(all_) if count == few)
             raise MisconfigurationException(
-                f"rank {rank} on {all_[rank][1]} has {few} training batches an epoch, others up to "
-                f"{many}: they would wait for it forever; give all ranks equally many"
+                f"rank {rank} on {all_[rank][1]} has {few} training batches an epoch, others have "
+                "more: they would wait for it forever; give all ranks equally many"
             )
 
     @override

@@ -578,6 +578,9 @@ def mistakes() -> dict[str, str]:
         "endless": refused(
             lambda: trainer("horovod").fit(Net(), DataLoader(Counting(unequal_batches), 4))
         ),
+        "empty": refused(
+            lambda: trainer("horovod").fit(Net(), DataLoader(Counting(1 - RANK), 4))
+        ),
         "few": refused(lambda: trainer("horovod").validate(Measured(), DataLoader(samples(1)))),
         "checkpoint": refused_file(),
         "twice": refused(lambda: trainer("horovod").fit(Reentered(), loader())),
@@ -661,8 +664,8 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["hosts"].startswith("Trainer(num_nodes=2), and horovodrun runs on 1;")
         assert told["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
         assert told["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
-        assert "others up to 10:" in told["batches"]
         assert told["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
+        assert told["empty"].startswith(f"rank 1 on {host} has 0 training batches an epoch, others")
         assert told["few"].startswith("1 samples to validate on 2 ranks")
         assert "/nowhere/to/be/found.ckpt" in told["checkpoint"]
         assert told["twice"].startswith("a parameter got a second gradient in one backward")

@@ -43,6 +43,11 @@ MUTATIONS = [
         "else (1 / divide,", "else (1,", "horovod-2 and plain",
     ),
     Mutation(
+        "a rank without any batch is not looked for", "horovod.py",
+        "self._refuse_unequal(0 if loop._data_fetcher.done else 1)", "pass",
+        "mistakes_are_told", "test_strategy",
+    ),
+    Mutation(
         "the model is not broadcast", "horovod.py",
         "self.world.broadcast([*module.parameters(), *module.buffers()])", "pass",
         "horovod-2 and plain",

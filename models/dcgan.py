@@ -85,7 +85,10 @@ class DCGAN(LightningModule):
         if stage != "fit":
             return
         batches, seen = [], 0
-        for images, labels in self.trainer.datamodule.train_dataloader():  # type: ignore[attr-defined]
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        for batch in data.train_dataloader():
+            batch = data.on_before_batch_transfer(batch, 0)
+            images, labels = data.on_after_batch_transfer(batch, 0)
             batches.append((images, labels))
             seen += len(images)
             if seen >= JUDGED:

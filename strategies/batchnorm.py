@@ -54,8 +54,9 @@ class SyncBatchNorm(_BatchNorm):
                 momentum = self.momentum
                 if momentum is None:  # the mean over all batches
                     momentum = 1 / float(self.num_batches_tracked)
-                self.running_mean.lerp_(mean, momentum)
-                self.running_var.lerp_(variance * count / (count - 1), momentum)
+                variance = variance * count / (count - 1)
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
         return output
 
 

@@ -90,6 +90,7 @@ class GradientBuckets:
 
     Attributes:
         exchanges: the last ones; who wants to count all takes them from here in time.
+        known: all parameters of the module.
         by_itself: parameters that got a gradient without `prepare`, on this rank alone.
     """
 
@@ -101,6 +102,7 @@ class GradientBuckets:
         self._in_steps = reduction is not add
         self.bucket_bytes, self.before, self.after = bucket_mib * MIB, before, after
         self.parameters = list(module.parameters())[::-1]
+        self.known = set(self.parameters)
         for parameter in self.parameters:
             if parameter.is_complex():
                 raise MisconfigurationException(
@@ -304,8 +306,9 @@ class GradientBuckets:
         with torch.no_grad():
             sets = {"process_set": self.world.process_set}
             where = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **sets)
-            what = hvd.allgather_async(values * self.after, f"values.{name}", **sets)
-            rows, values = wait(where), wait(what)
+            wide = torch.float64 if values.dtype == torch.float64 else torch.float32
+            what = hvd.allgather_async(values.to(wide) * self.after, f"values.{name}", **sets)
+            rows, values = wait(where), wait(what).to(parameter.dtype)
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
         self._reduced.append(parameter)
@@ -352,12 +355,7 @@ def _allocate(bucket: Bucket) -> None:
     count = sum(sizes)
     bucket.buffer = torch.zeros(count + len(sizes) + 2, dtype=dtype, device=first.device)
     for parameter, chunk in zip(bucket.parameters, bucket.buffer[:count].split(sizes)):
-        # A gradient strided as its parameter (channels_last) is what fused optimizers ask for.
-        strided = parameter.dim() == 4 and parameter.is_contiguous(
-            memory_format=torch.channels_last
-        )
-        bucket.views.append(
-            chunk.as_strided(parameter.shape, parameter.stride(), chunk.storage_offset())
-            if strided
-            else chunk.view(parameter.shape)
-        )
+        # Strided as the parameter (channels_last, transposed), as autograd makes it: fused
+        # optimizers go through the memory of both alike.
+        strides = torch.empty_like(parameter, device="meta").stride()
+        bucket.views.append(chunk.as_strided(parameter.shape, strides, chunk.storage_offset()))

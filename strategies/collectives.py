@@ -21,6 +21,7 @@ import torch
 from pytorch_lightning import LightningModule
 from torch import Tensor
 from torchmetrics import Metric
+from torchmetrics.metric import jit_distributed_available
 
 T = TypeVar("T")
 
@@ -84,7 +85,7 @@ class World:
             raise RuntimeError(
                 f"{self.alone} is there on some ranks only, because the samples do not divide by "
                 "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
-                "be made in it; use batches of 2 or more, or do it at the end of the epoch"
+                "be made in it; do it at the end of the epoch, or evaluate batches of 2 or more"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
@@ -227,6 +228,13 @@ class World:
             if metric.dist_sync_fn is None or isinstance(others, World):
                 metric.dist_sync_fn = self.gather
                 metric.distributed_available_fn = self.has_several_ranks
+
+    def leave_metrics(self, module: LightningModule) -> None:
+        """Undo it, lest a single process that evaluates the module waits for others."""
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.dist_sync_fn == self.gather:
+                metric.dist_sync_fn = None
+                metric.distributed_available_fn = jit_distributed_available
 
     def has_several_ranks(self) -> bool:
         return hvd.is_initialized() and self.size > 1

@@ -8,17 +8,19 @@ After n steps the weights are those of one process that sees the batches of all 
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.data import _set_sampler_epoch
+from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies.parallel import ParallelStrategy
@@ -26,15 +28,21 @@ from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import WarningCache, rank_zero_only, rank_zero_warn
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SubsetRandomSampler,
+)
 from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
 from strategies.reductions import Reduction, adasum, add, add_in_16_bits
-from strategies.samplers import EvenBatches, WithoutFirst, replace_batches
+from strategies.samplers import EvenBatches, Order, WithoutFirst, replace_batches, shuffled
 
 T = TypeVar("T")
 
@@ -106,6 +114,7 @@ class HorovodStrategy(ParallelStrategy):
         self._buckets: GradientBuckets | None = None
         self._average = True
         self._fewest_batches: dict[int, int] = {}
+        self._groups: dict[int, int] = {}  # of each optimizer, when last looked at
         self._resumed: dict[str, Any] = {}
         self._global_batch_size = 0
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
@@ -231,7 +240,10 @@ class HorovodStrategy(ParallelStrategy):
         if fitting:
             self.setup_optimizers(trainer)
             if self.world.size > 1:
+                self._refuse_own_clocks(trainer)
                 self._buckets = self._make_buckets()
+                for optimizer in self.optimizers:
+                    self._refuse_strangers(optimizer)
         self.setup_precision_plugin()
 
     def _make_buckets(self) -> GradientBuckets:
@@ -256,6 +268,7 @@ class HorovodStrategy(ParallelStrategy):
         module = self.lightning_module
         mine = [
             f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+            f"{'' if tensor.is_contiguous() else f' strided {tensor.stride()}'}"
             f"{' trained' if tensor.requires_grad else ''}"
             for name, tensor in [*module.named_parameters(), *module.named_buffers()]
         ]
@@ -276,6 +289,26 @@ class HorovodStrategy(ParallelStrategy):
                     f"has {here}; make it from the same code and configuration on all ranks"
                 )
 
+    def _refuse_own_clocks(self, trainer: pl.Trainer) -> None:
+        if seconds := getattr(trainer, "_val_check_time_interval", None):  # Lightning 2.6
+            raise MisconfigurationException(
+                f"a val_check_interval of {seconds:g} s: by its own clock each rank would validate "
+                "after another batch, and wait for the others forever; give it in batches"
+            )
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        """Parameters that are not the module's are neither broadcast nor averaged."""
+        assert self._buckets is not None
+        self._groups[id(optimizer)] = len(optimizer.param_groups)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter not in self._buckets.known:
+                    raise MisconfigurationException(
+                        f"{type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that "
+                        "the module has not, or not before training: each rank would train its "
+                        "own; make it in __init__ or configure_model, in a Module or nn.ModuleList"
+                    )
+
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
@@ -295,26 +328,28 @@ class HorovodStrategy(ParallelStrategy):
         """Evaluation visits each sample once, and a resumed epoch none that was trained."""
         assert self.lightning_module is not None
         trainer = self.lightning_module.trainer
-        if not isinstance(dataloader, DataLoader) or dataloader.batch_sampler is None:
+        if not isinstance(dataloader, DataLoader):
             return dataloader
         if trainer.state.stage in EVALUATING:
-            self._see_each_sample_once(dataloader)
+            dataloader = self._see_each_sample_once(dataloader)
+        elif trainer.state.stage == RunningStage.PREDICTING:
+            self._note_fewest_batches(dataloader)
         elif trainer.state.stage == RunningStage.TRAINING:
             # Of the first, where there are several loaders.
             size = getattr(dataloader.batch_sampler, "batch_size", None) or 0
             self._global_batch_size = self._global_batch_size or size * self.world.size
         return dataloader
 
-    def _see_each_sample_once(self, dataloader: DataLoader) -> None:
-        batches = dataloader.batch_sampler
-        sampler = getattr(batches, "sampler", None)
+    def _see_each_sample_once(self, given: DataLoader) -> DataLoader:
+        batches = given.batch_sampler
+        sampler = given.sampler if batches is None else getattr(batches, "sampler", None)
         if not isinstance(sampler, DistributedSampler):
-            return
+            return given
         samples = len(sampler.dataset)  # type: ignore[arg-type]
         ranks, rank = self.world.size, self.world.rank
-        # A sampler of one's own comes wrapped, in it the order; one's own batches stay.
-        order = sampler.dataset if isinstance(sampler, DistributedSamplerWrapper) else None
-        plain = type(batches) is BatchSampler and (order or type(sampler) is DistributedSampler)
+        # A sampler of one's own comes wrapped; one's own batches stay.
+        wrapped = isinstance(sampler, DistributedSamplerWrapper)
+        plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
         if plain:
             assert isinstance(batches, BatchSampler)
             if batches.drop_last:
@@ -326,15 +361,32 @@ class HorovodStrategy(ParallelStrategy):
                 f"{samples} samples to {stage} on {ranks} ranks: each rank needs one; use fewer "
                 "ranks or more samples"
             )
+        dataloader = copy.copy(given)  # which may be that of training too
+        dataloader._iterator = None
         if plain:
             assert isinstance(batches, BatchSampler)
+            order: Order | None = None
+            if wrapped:
+                order = partial(self._draw, sampler.dataset)
+            elif sampler.shuffle:
+                order = partial(shuffled, sampler)
             even = EvenBatches(samples, ranks, rank, batches.batch_size, order)
             replace_batches(dataloader, even)
         else:  # this rank's samples, without padding
             sampler.total_size = samples
             sampler.num_samples = len(range(rank, samples, ranks))
-        fewest = self.reduce(torch.tensor(len(dataloader)), reduce_op="min")
-        self._fewest_batches[id(dataloader)] = int(fewest)
+        self._note_fewest_batches(dataloader)
+        return dataloader
+
+    def _draw(self, order: Any) -> list[int]:
+        """Rank 0's: the random numbers of ranks may have gone apart by now."""
+        order.reset()
+        return self.broadcast([order[index] for index in range(len(order))])
+
+    def _note_fewest_batches(self, dataloader: DataLoader) -> None:
+        if (length := sized_len(dataloader)) is not None:
+            fewest = self.reduce(torch.tensor(length), reduce_op="min")
+            self._fewest_batches[id(dataloader)] = int(fewest)
 
     @override
     def on_train_start(self) -> None:
@@ -370,6 +422,12 @@ class HorovodStrategy(ParallelStrategy):
                     f"and a data set of known length, not of this {type(dataloader).__name__}"
                 )
             return
+        order = getattr(getattr(batches, "sampler", None), "dataset", None)
+        if isinstance(getattr(order, "_sampler", None), SubsetRandomSampler):
+            rank_zero_warn(
+                "the resumed epoch draws its samples anew, by a SubsetRandomSampler: of those that "
+                "were trained some come again; shuffle=True of a Subset leaves them out"
+            )
         # Rounded up: where batches have another size than before, some samples may be left out of
         # this epoch; none is seen twice.
         then = self._resumed.get("global_batch_size") or self._global_batch_size
@@ -401,12 +459,23 @@ class HorovodStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self.world.size == 1:
             return
-        for result in (self.lightning_module.trainer._results or {}).values():
-            meta = result.meta
-            if meta.on_epoch and result.is_tensor and not meta.sync.should:
+        trainer = self.lightning_module.trainer
+        unsynced = {
+            result.meta.name
+            for result in (trainer._results or {}).values()
+            if result.meta.on_epoch and result.is_tensor and not result.meta.sync.should
+        }
+        own = {
+            name: repr(float(value))
+            for name, value in trainer.callback_metrics.items()
+            if name.partition("/dataloader_idx_")[0] in unsynced
+        }
+        ranks = self.world.gather_objects(own)
+        for name in own:
+            if len({found[name] for found in ranks if name in found}) > 1:
                 warning_cache.warn(
-                    f"{meta.name} is what each rank has by itself, rank 0's is shown and saved: "
-                    f"self.log({meta.name!r}, ..., sync_dist=True) gives that of all"
+                    f"{name} is what each rank has by itself, rank 0's is shown and saved: "
+                    f"self.log({name!r}, ..., sync_dist=True) gives that of all"
                 )
 
     @override
@@ -419,19 +488,26 @@ class HorovodStrategy(ParallelStrategy):
         with self._evaluation_batch(*args, **kwargs):
             return super().test_step(*args, **kwargs)
 
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._evaluation_batch(*args, **kwargs):
+            return super().predict_step(*args, **kwargs)
+
     @contextmanager
     def _evaluation_batch(
         self, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
     ) -> Generator[None, None, None]:
         """Inside, a collective is refused in batches that not all ranks have."""
         assert self.lightning_module is not None
-        loop = self.lightning_module.trainer._evaluation_loop
+        trainer = self.lightning_module.trainer
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         assert loop._combined_loader is not None
         loader = loop._combined_loader.flattened[dataloader_idx]
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = loop.batch_progress.current.ready - 1
         if batch_idx >= self._fewest_batches.get(id(loader), batch_idx + 1):
-            self.world.alone = f"batch {batch_idx} of the evaluation"
+            what = "prediction" if trainer.predicting else "evaluation"
+            self.world.alone = f"batch {batch_idx} of the {what}"
         try:
             yield
         finally:
@@ -445,14 +521,22 @@ class HorovodStrategy(ParallelStrategy):
             self._refuse_unequal(self.lightning_module.trainer.num_training_batches)
 
     def _refuse_unequal(self, batches: float) -> None:
-        all_ = self.world.gather_objects((batches, os.uname().nodename))
-        few, many = (f(count for count, _ in all_) for f in (min, max))
-        if few != many:
-            rank = next(rank for rank, (count, _) in enumerate(all_) if count == few)
-            raise MisconfigurationException(
-                f"rank {rank} on {all_[rank][1]} has {few} training batches an epoch, others have "
-                "more: they would wait for it forever; give all ranks equally many"
-            )
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        rates = [float(group.get("lr") or 0) for group in groups]
+        all_ = self.world.gather_objects((batches, rates, os.uname().nodename))
+        few, many = (f(count for count, *_ in all_) for f in (min, max))
+        for rank, (count, rates, host) in enumerate(all_):
+            if count == few < many:
+                raise MisconfigurationException(
+                    f"rank {rank} on {host} has {few} training batches an epoch, others have more: "
+                    "they would wait for it forever; give all ranks equally many"
+                )
+            if rates != all_[0][1]:
+                raise MisconfigurationException(
+                    f"rank {rank} on {host} has the learning rates {rates}, rank 0 {all_[0][1]}: "
+                    "ranks go apart where a scheduler's metric is of each rank alone; "
+                    "self.log(..., sync_dist=True)"
+                )
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -494,16 +578,28 @@ class HorovodStrategy(ParallelStrategy):
             )
 
     @override
-    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
         """Weights that a step moves by what one rank has alone would differ from then on."""
-        if self._buckets is not None and self._buckets.by_itself:
+        if self._buckets is None:
+            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+        if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
+            self._refuse_strangers(optimizer)
+        if isinstance(optimizer, LBFGS):
+            # Its line search asks for another loss as long as this one does not please it.
+            closure = partial(self._of_all_ranks, closure)
+        if self._buckets.by_itself:
             stepped = (p for group in optimizer.param_groups for p in group["params"])
             if any(map(self._buckets.is_by_itself, stepped)):
                 raise MisconfigurationException(
                     "a step with gradients of loss.backward(), which each rank has for itself: "
                     "call self.manual_backward(loss), which averages them"
                 )
-        return super().optimizer_step(optimizer, *args, **kwargs)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
+        return self.reduce(closure())
 
     @contextmanager
     @override
@@ -541,7 +637,10 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        if self.world.size > 1:
+        # After an error the others are elsewhere, and wait for this rank to end. Checkpoints that
+        # are saved because of it are no reason to wait.
+        failed = self.lightning_module is not None and self.lightning_module.trainer.interrupted
+        if self.world.size > 1 and not failed:
             self.world.barrier()
 
     @override
@@ -581,7 +680,9 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
-        self._fewest_batches = {}
+        self._fewest_batches, self._groups = {}, {}
+        if self.lightning_module is not None:
+            self.world.leave_metrics(self.lightning_module)
         if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
             self._layer_sync.revert(self.lightning_module)
         super().teardown()

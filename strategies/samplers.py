@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+
+Order = Callable[[], Sequence[int]]
 
 
 class EvenBatches(Sampler[list[int]]):
@@ -18,11 +21,12 @@ class EvenBatches(Sampler[list[int]]):
 
     Args:
         samples: of the whole data set, at least one a rank.
-        order: which sample is the i-th, as Lightning wraps a sampler of one's own; None: i.
+        order: draws which sample is the i-th, anew for each evaluation and on all ranks the same;
+            None: i.
     """
 
     def __init__(
-        self, samples: int, ranks: int, rank: int, batch_size: int, order: Any = None
+        self, samples: int, ranks: int, rank: int, batch_size: int, order: Order | None = None
     ) -> None:
         self.order = order
         self.indices = range(rank, samples, ranks)
@@ -33,9 +37,7 @@ class EvenBatches(Sampler[list[int]]):
         return self.batches
 
     def __iter__(self) -> Iterator[list[int]]:
-        taken, order = 0, self.order
-        if order is not None:
-            order.reset()
+        taken, order = 0, self.order() if self.order else None
         for after_this in reversed(range(self.batches)):
             size = min(self.batch_size, len(self.indices) - taken - after_this)
             batch = self.indices[taken : taken + size]
@@ -60,6 +62,14 @@ class WithoutFirst(Sampler[list[int]]):
         for index, batch in enumerate(self.batches):
             if index >= trained:
                 yield batch
+
+
+def shuffled(sampler: DistributedSampler) -> list[int]:
+    """The order of all samples of which each rank's sampler takes its share."""
+    whole = copy.copy(sampler)
+    whole.num_replicas, whole.rank = 1, 0
+    whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
+    return list(whole)
 
 
 def replace_batches(dataloader: DataLoader, batches: Sampler[list[int]]) -> None:

@@ -356,6 +356,33 @@ def parameter_that_nobody_uses(strategy: str) -> dict[str, Any]:
     return fit(strategy, NobodyUses())
 
 
+class Fused(Net):
+    """Its optimizer goes through the memory of a parameter and of its gradient alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].weight = nn.Parameter(self.net[0].weight.detach().t().contiguous().t())
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, fused=True)
+
+
+@case()
+def fused_optimizer_of_a_transposed_parameter(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Fused())
+
+
+class LineSearch(Net):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.LBFGS(self.parameters(), 0.1, 3, line_search_fn="strong_wolfe")
+
+
+@case(without_ddp="each rank's line search goes by its own loss")
+def line_search(strategy: str) -> dict[str, Any]:
+    """In 64 bits: the search turns other ways for a difference in the last of 32."""
+    return fit(strategy, LineSearch(), max_epochs=1, precision="64-true")
+
+
 class Experts(Net):
     """Samples of each class take a way of their own, so that ranks use other parameters."""
 

@@ -162,8 +162,40 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluation repeats samples", "horovod.py",
-        "            self._see_each_sample_once(dataloader)\n", "            pass\n",
+        "dataloader = self._see_each_sample_once(dataloader)", "pass",
         "horovod-2 and 9_samples",
+    ),
+    Mutation(
+        "each rank draws an order of its own", "horovod.py",
+        "self.broadcast([order[index] for index in range(len(order))])",
+        "[order[index] for index in range(len(order))]", "orders", "test_strategy",
+    ),
+    Mutation(
+        "an evaluation changes the loader of training", "horovod.py",
+        "dataloader = copy.copy(given)", "dataloader = given", "orders", "test_strategy",
+    ),
+    Mutation(
+        "gradients are strided otherwise than parameters", "buckets.py",
+        "torch.empty_like(parameter, device", "torch.empty(parameter.shape, device",
+        "horovod-2 and fused",
+    ),
+    Mutation(
+        "a line search goes by this rank's loss", "horovod.py",
+        "closure = partial(self._of_all_ranks, closure)", "pass", "horovod-2 and line_search",
+    ),
+    Mutation(
+        "learning rates are not compared", "horovod.py",
+        "if rates != all_[0][1]:", "if False:", "mistakes_are_told", "test_strategy",
+    ),
+    Mutation(
+        "an optimizer may have parameters of its own", "horovod.py",
+        "if parameter not in self._buckets.known:", "if False:",
+        "mistakes_are_told", "test_strategy",
+    ),
+    Mutation(
+        "a rank that failed waits for the others", "horovod.py",
+        "if self.world.size > 1 and not failed:", "if self.world.size > 1:",
+        "exception_on_one", "test_strategy",
     ),
     Mutation(
         "a sampler of one's own is not asked", "samplers.py",

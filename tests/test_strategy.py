@@ -17,11 +17,18 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from torchmetrics import MaxMetric, SumMetric
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    SubsetRandomSampler,
+    TensorDataset,
+)
+from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 from strategies import HorovodStrategy
 from strategies.collectives import longest_pause, wait_until
@@ -344,6 +351,7 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
         "stream": DataLoader(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "stateful": GoesOnByItself(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "sized": DataLoader(samples(40), batch_size=4),
+        "drawn": DataLoader(samples(40), 4, sampler=SubsetRandomSampler(range(40))),
     }
     said = {}
     for name, batches in loaders.items():
@@ -359,6 +367,7 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
 def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path) -> None:
     first, second = launch(resume_streams, 2, folder=str(tmp_path))
     assert not any(second.values()) and not first["stateful"] and not first["sized"]
+    assert first["drawn"][0].startswith("the resumed epoch draws its samples anew")
     for name, kind in (("own", "OwnLoader"), ("stream", "DataLoader")):
         (text,) = first[name]
         assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text
@@ -378,13 +387,15 @@ class Boom(Net):
         return super().training_step(batch, batch_idx)
 
 
-def explode() -> None:
-    trainer("horovod").fit(Boom(), loader())
+def explode(folder: str) -> None:
+    keep = ModelCheckpoint(folder, save_on_exception=True)
+    trainer("horovod", callbacks=[keep], enable_checkpointing=True).fit(Boom(), loader())
 
 
-def test_an_exception_on_one_rank_ends_all(launch: Callable) -> None:
+def test_an_exception_on_one_rank_ends_all(launch: Callable, tmp_path: Path) -> None:
+    """Also where it saves a checkpoint, after which ranks wait for each other."""
     with pytest.raises(AssertionError, match="boom on rank 1"):
-        launch(explode, 2)
+        launch(explode, 2, folder=str(tmp_path))
 
 
 class Prepared(pl.LightningDataModule):
@@ -567,6 +578,9 @@ def mistakes() -> dict[str, str]:
     fewer = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(2 - RANK)])
     kinds = nn.Linear(FEATURES, CLASSES, dtype=(torch.float32, torch.float64)[RANK])
     frozen = nn.Linear(FEATURES, CLASSES).requires_grad_(RANK == 0)
+    strided = convolutions(normalization=False)
+    if RANK == 1:
+        strided.to(memory_format=torch.contiguous_format)
     found = {
         "sizes": refused(lambda: with_model(sizes)),
         "fewer": refused(lambda: with_model(fewer)),
@@ -578,9 +592,7 @@ def mistakes() -> dict[str, str]:
         "endless": refused(
             lambda: trainer("horovod").fit(Net(), DataLoader(Counting(unequal_batches), 4))
         ),
-        "empty": refused(
-            lambda: trainer("horovod").fit(Net(), DataLoader(Counting(1 - RANK), 4))
-        ),
+        "empty": refused(lambda: trainer("horovod").fit(Net(), DataLoader(Counting(1 - RANK), 4))),
         "few": refused(lambda: trainer("horovod").validate(Measured(), DataLoader(samples(1)))),
         "checkpoint": refused_file(),
         "twice": refused(lambda: trainer("horovod").fit(Reentered(), loader())),
@@ -588,6 +600,13 @@ def mistakes() -> dict[str, str]:
         "left out": refused(lambda: trainer("horovod").fit(LeavesOut(), loader())),
         "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
+        "strides": refused(lambda: with_model(strided)),
+        "hidden": refused(lambda: trainer("horovod").fit(Hides("at once"), loader())),
+        "hidden later": refused(lambda: trainer("horovod").fit(Hides("later"), loader())),
+        "rates": refused(lambda: trainer("horovod", max_epochs=3).fit(GoesByItsOwn(), loader())),
+        "clock": refused(
+            lambda: trainer("horovod", val_check_interval="00:00:00:01").fit(Net(), loader())
+        ),
     }
     for then in ("none", "zeros"):
         trainer("horovod", max_epochs=1).fit(CallsBackward(then), loader())
@@ -640,6 +659,37 @@ class CallsBackward(LeavesOut):
         optimizer.step()  # type: ignore[union-attr]
 
 
+class Hides(Net):
+    """A layer that only its optimizer knows, and another that comes when training has begun."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when, self.hidden = when, [nn.Linear(CLASSES, 3)]
+
+    def on_train_start(self) -> None:
+        if self.when == "later":
+            self.layer = self.hidden[0]
+            self.optimizers().add_param_group({"params": [*self.layer.parameters()]})  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        hidden = self.hidden[0].parameters() if self.when == "at once" else []
+        return torch.optim.SGD([*self.parameters(), *hidden], lr=0.05)
+
+
+class GoesByItsOwn(Net):
+    """What it logs falls on rank 0 and rises on rank 1, whose learning rate falls."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        own = self.current_epoch * (2.0 * RANK - 1)
+        self.log("own", own, on_epoch=True, on_step=False)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
+
+
 class Embedded(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -674,6 +724,11 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["alone"].startswith("a step with gradients of loss.backward()")
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
+        assert "strided (27, 1, 9, 3) trained;" in told["strides"]
+        hidden = "SGD has a parameter (3, 5) that the module has not, or not before training"
+        assert told["hidden"].startswith(hidden) and told["hidden later"].startswith(hidden)
+        assert told["rates"].startswith(f"rank 1 on {host} has the learning rates [0.005")
+        assert told["clock"].startswith("a val_check_interval of 1 s: by its own clock each rank")
         assert told["goes on"] == "10 steps of 2 ranks"
 
 
@@ -692,6 +747,7 @@ def evaluate_what_is_its_own() -> list[str]:
         warnings.simplefilter("always")
         trainer("horovod").validate(LogsItsOwn(), batches, verbose=False)
         trainer("horovod").test(LogsItsOwn(), batches, verbose=False)
+        trainer("horovod").validate(LogsComputed(), batches, verbose=False)
     return [str(warning.message) for warning in told if "sync_dist" in str(warning.message)]
 
 
@@ -724,12 +780,130 @@ def evaluate_single_samples_without_index() -> None:
     trainer("horovod").validate(WithoutIndex(), DataLoader(samples(3), batch_size=1))
 
 
+class GathersPredictions(Net):
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.all_gather(batch[0])
+
+
+def predict_with_a_collective() -> None:
+    """9 samples: 5 and 4 in batches of 4."""
+    trainer("horovod").predict(GathersPredictions(), DataLoader(samples(9), batch_size=4))
+
+
 @pytest.mark.parametrize(
-    "evaluate", [evaluate_single_samples, evaluate_single_samples_without_index]
+    "evaluate",
+    [evaluate_single_samples, evaluate_single_samples_without_index, predict_with_a_collective],
 )
 def test_a_collective_that_some_ranks_would_not_join(launch: Callable, evaluate: Callable) -> None:
-    with pytest.raises(AssertionError, match="batch 1 of the evaluation is there on some ranks"):
+    with pytest.raises(AssertionError, match="batch 1 of the .*tion is there on some ranks only"):
         launch(evaluate, 2)
+
+
+class Sees(Net):
+    """Keeps the first feature of what it evaluates and what it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.trained: list[Tensor] = []
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trained.append(batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.append(batch[0].reshape(-1, FEATURES)[:, 0])
+        self.log("mean", self.mean(batch[0].mean()))
+
+
+class Pairs(Dataset):
+    """Whole batches, of two equal samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [torch.full((2, FEATURES), float(index))]
+
+
+def evaluate_in_orders_of_its_own() -> dict[str, Any]:
+    def seen(batches: DataLoader, **arguments: Any) -> list[float]:
+        model = Sees()
+        run = trainer("horovod", **arguments)
+        run.validate(model, batches, verbose=False)
+        shares = run.strategy.world.gather_objects(torch.cat(model.seen).tolist())
+        return sorted(value for share in shares for value in share)
+
+    torch.manual_seed(RANK)  # as after training with random numbers of each rank's own
+    some = SubsetRandomSampler(range(10))
+    sampler = DistributedSampler(samples(67), SIZE, RANK, shuffle=True)
+    both = DataLoader(samples(67), batch_size=8, sampler=sampler)
+    model = Sees()
+    trainer("horovod").fit(model, both, both)
+    alone = None
+    if RANK == 0:
+        alone = pl.Trainer(
+            strategy=SingleDeviceStrategy("cpu"), logger=False, enable_progress_bar=False
+        ).validate(model, DataLoader(samples(4), batch_size=4), verbose=False)
+    return {
+        "drawn": seen(DataLoader(samples(), batch_size=2, sampler=some)),
+        "pairs": seen(DataLoader(Pairs(), batch_size=None)),
+        "shuffled": seen(
+            DataLoader(samples(), batch_size=4, shuffle=True), limit_val_batches=1
+        ),
+        "shares": [torch.cat(model.trained[at : at + 5]).tolist() for at in (0, 5)],
+        "alone": alone,
+    }  # fmt: skip
+
+
+def test_evaluation_in_orders_of_its_own(launch: Callable) -> None:
+    """Each sample once on all ranks together, and training goes on as it was."""
+    feature = samples().tensors[0][:, 0]
+    for rank, told in enumerate(launch(evaluate_in_orders_of_its_own, 2)):
+        assert told["drawn"] == sorted(feature[:10].tolist())
+        assert told["pairs"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert len(told["shuffled"]) == 8 and told["shuffled"] != sorted(feature[:8].tolist())
+        expected = DistributedSampler(samples(67), 2, rank, shuffle=True)  # 34, one twice
+        for epoch, share in enumerate(told["shares"]):
+            expected.set_epoch(epoch)
+            assert share == samples(67).tensors[0][list(expected), 0].tolist()
+        if rank == 0:  # after training, without rank 1
+            assert told["alone"][0]["mean"] == pytest.approx(float(samples(4).tensors[0].mean()))
+
+
+class LogsComputed(Sees):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.mean.update(batch[0].mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("computed", self.mean.compute())
+        self.mean.reset()
+
+
+class Words(Net):
+    def __init__(self) -> None:
+        super().__init__(convolutions(normalization=True))
+        self.words = nn.Embedding(CLASSES, CLASSES, sparse=True)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self(batch[0]) + self.words(batch[1])
+        return nn.functional.cross_entropy(scores, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train_in_16_bits() -> dict[str, Tensor]:
+    model = Words()
+    trainer("horovod", precision="bf16-true", sync_batchnorm=True).fit(model, loader())
+    return model.state_dict()
+
+
+def test_sparse_gradients_and_statistics_in_16_bits(launch: Callable) -> None:
+    first, second = launch(train_in_16_bits, 2)
+    assert first["words.weight"].dtype == torch.bfloat16
+    assert_same(first, second, 0)
 
 
 # ---------------------------------------------------------------------------------- options

@@ -9,7 +9,6 @@ After n steps the weights are those of one process that sees the batches of all 
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -41,17 +40,18 @@ from typing_extensions import override
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
-from strategies.reductions import Reduction, adasum, add, add_in_16_bits
+from strategies.reductions import COMPRESSIONS, Reduction, adasum
+from strategies.refusals import (
+    refuse_options,
+    refuse_other_models,
+    refuse_own_clock,
+    refuse_strangers,
+    refuse_unequal,
+)
 from strategies.samplers import EvenBatches, Order, WithoutFirst, replace_batches, shuffled
 
 T = TypeVar("T")
 
-COMPRESSIONS = {
-    "none": add,
-    "fp16": add_in_16_bits(torch.float16),
-    "bf16": add_in_16_bits(torch.bfloat16),
-}
-OPS = ("average", "sum", "adasum")
 EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
 warning_cache = WarningCache()
 SAVED = "horovod"  # key of what this strategy adds to checkpoints; others ignore it
@@ -98,7 +98,7 @@ class HorovodStrategy(ParallelStrategy):
         gradient_predivide_factor: float | None = None,
         process_sets: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        _check(bucket_mib, compression, op, gradient_predivide_factor)
+        refuse_options(bucket_mib, compression, op, gradient_predivide_factor)
         self.world = initialize(process_sets)
         if op == "adasum" and self.world.size & (self.world.size - 1):
             raise MisconfigurationException(
@@ -114,7 +114,7 @@ class HorovodStrategy(ParallelStrategy):
         self._buckets: GradientBuckets | None = None
         self._average = True
         self._fewest_batches: dict[int, int] = {}
-        self._groups: dict[int, int] = {}  # of each optimizer, when last looked at
+        self._groups: dict[int, int] = {}  # of each optimizer, when it was last looked at
         self._resumed: dict[str, Any] = {}
         self._global_batch_size = 0
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
@@ -234,16 +234,14 @@ class HorovodStrategy(ParallelStrategy):
         self.model = self.precision_plugin.convert_module(module)
         self.model_to_device()
         if self.world.size > 1:
-            self._check_models()
+            refuse_other_models(module, self.world)
             self.world.broadcast([*module.parameters(), *module.buffers()])
             self.world.synchronize_metrics(module)
         if fitting:
             self.setup_optimizers(trainer)
             if self.world.size > 1:
-                self._refuse_own_clocks(trainer)
+                refuse_own_clock(trainer)
                 self._buckets = self._make_buckets()
-                for optimizer in self.optimizers:
-                    self._refuse_strangers(optimizer)
         self.setup_precision_plugin()
 
     def _make_buckets(self) -> GradientBuckets:
@@ -261,53 +259,6 @@ class HorovodStrategy(ParallelStrategy):
         before, after = (1.0, 1.0) if self.op == "sum" else (1 / divide, divide / world.size)
         reduction: Reduction = COMPRESSIONS[self.compression]
         return GradientBuckets(module, world, reduction, self.bucket_mib, before, after)
-
-    def _check_models(self) -> None:
-        """Refuse models that differ between ranks, which would wait for each other forever."""
-        assert self.lightning_module is not None
-        module = self.lightning_module
-        mine = [
-            f"{name} {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
-            f"{'' if tensor.is_contiguous() else f' strided {tensor.stride()}'}"
-            f"{' trained' if tensor.requires_grad else ''}"
-            for name, tensor in [*module.named_parameters(), *module.named_buffers()]
-        ]
-        digest = hashlib.sha256("\n".join(mine).encode()).digest()
-        if len(set(self.world.gather_objects(digest))) == 1:
-            return
-        ranks = self.world.gather_objects((os.uname().nodename, mine))
-        _, first = ranks[0]
-        for rank, (host, other) in enumerate(ranks):
-            if other != first:
-                length = max(len(first), len(other))
-                padded = zip(
-                    *(names + ["nothing"] * (length - len(names)) for names in (first, other))
-                )
-                here, there = next(pair for pair in padded if pair[0] != pair[1])
-                raise MisconfigurationException(
-                    f"rank {rank} on {host} has another model than rank 0: {there} where rank 0 "
-                    f"has {here}; make it from the same code and configuration on all ranks"
-                )
-
-    def _refuse_own_clocks(self, trainer: pl.Trainer) -> None:
-        if seconds := getattr(trainer, "_val_check_time_interval", None):  # Lightning 2.6
-            raise MisconfigurationException(
-                f"a val_check_interval of {seconds:g} s: by its own clock each rank would validate "
-                "after another batch, and wait for the others forever; give it in batches"
-            )
-
-    def _refuse_strangers(self, optimizer: Optimizer) -> None:
-        """Parameters that are not the module's are neither broadcast nor averaged."""
-        assert self._buckets is not None
-        self._groups[id(optimizer)] = len(optimizer.param_groups)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter not in self._buckets.known:
-                    raise MisconfigurationException(
-                        f"{type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that "
-                        "the module has not, or not before training: each rank would train its "
-                        "own; make it in __init__ or configure_model, in a Module or nn.ModuleList"
-                    )
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -395,7 +346,7 @@ class HorovodStrategy(ParallelStrategy):
         loop = self.lightning_module.trainer.fit_loop
         if self._buckets is not None and loop._data_fetcher is not None:
             # Of an unsized dataset the first batch is fetched by now.
-            self._refuse_unequal(0 if loop._data_fetcher.done else 1)
+            refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)
         if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
             return
         # Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
@@ -518,25 +469,8 @@ class HorovodStrategy(ParallelStrategy):
         """Ranks with unequal numbers of batches are found before the epoch, if they are known."""
         if batch_idx == 0 and self._buckets is not None:
             assert self.lightning_module is not None
-            self._refuse_unequal(self.lightning_module.trainer.num_training_batches)
-
-    def _refuse_unequal(self, batches: float) -> None:
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        rates = [float(group.get("lr") or 0) for group in groups]
-        all_ = self.world.gather_objects((batches, rates, os.uname().nodename))
-        few, many = (f(count for count, *_ in all_) for f in (min, max))
-        for rank, (count, rates, host) in enumerate(all_):
-            if count == few < many:
-                raise MisconfigurationException(
-                    f"rank {rank} on {host} has {few} training batches an epoch, others have more: "
-                    "they would wait for it forever; give all ranks equally many"
-                )
-            if rates != all_[0][1]:
-                raise MisconfigurationException(
-                    f"rank {rank} on {host} has the learning rates {rates}, rank 0 {all_[0][1]}: "
-                    "ranks go apart where a scheduler's metric is of each rank alone; "
-                    "self.log(..., sync_dist=True)"
-                )
+            batches = self.lightning_module.trainer.num_training_batches
+            refuse_unequal(batches, self.optimizers, self.world)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -570,8 +504,8 @@ class HorovodStrategy(ParallelStrategy):
         elif not self._buckets.finish():
             assert self.lightning_module is not None
             progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
-            seen = progress.current.ready
-            self._refuse_unequal(seen if progress.is_last_batch else seen + 1)
+            seen = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
+            refuse_unequal(seen, self.optimizers, self.world)
             raise MisconfigurationException(
                 "for some ranks the epoch ends with this backward, for others it does not: give "
                 "all ranks equally many batches, and call backward equally often"
@@ -585,7 +519,8 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is None:
             return super().optimizer_step(optimizer, closure, *args, **kwargs)
         if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
-            self._refuse_strangers(optimizer)
+            refuse_strangers(optimizer, self._buckets.known)
+            self._groups[id(optimizer)] = len(optimizer.param_groups)
         if isinstance(optimizer, LBFGS):
             # Its line search asks for another loss as long as this one does not please it.
             closure = partial(self._of_all_ranks, closure)
@@ -686,22 +621,3 @@ class HorovodStrategy(ParallelStrategy):
         if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
             self._layer_sync.revert(self.lightning_module)
         super().teardown()
-
-
-def _check(bucket_mib: float, compression: str, op: str, predivide: float | None) -> None:
-    """Refuse options that are unknown or cannot work together."""
-    problem = ""
-    if not bucket_mib > 0:
-        problem = f"bucket_mib={bucket_mib}: a size above 0 is needed"
-    elif compression not in COMPRESSIONS:
-        problem = f"compression={compression}: there are {', '.join(COMPRESSIONS)}"
-    elif op not in OPS:
-        problem = f"op={op}: there are {', '.join(OPS)}"
-    elif predivide is not None and not predivide > 0:
-        problem = f"gradient_predivide_factor={predivide}: a factor above 0 is needed"
-    elif predivide is not None and op != "average":
-        problem = f"gradient_predivide_factor splits a division, and op={op} makes none"
-    elif compression != "none" and op == "adasum":
-        problem = f"compression={compression} would spoil the angles that op=adasum looks at"
-    if problem:
-        raise MisconfigurationException(problem)

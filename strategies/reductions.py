@@ -75,6 +75,13 @@ def add_in_16_bits(dtype: torch.dtype) -> Reduction:
     return steps
 
 
+COMPRESSIONS = {
+    "none": add,
+    "fp16": add_in_16_bits(torch.float16),
+    "bf16": add_in_16_bits(torch.bfloat16),
+}
+
+
 def adasum(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
     """Adasum (Maleki et al. 2021, https://arxiv.org/abs/2006.02924), parameter by parameter.
 

@@ -44,7 +44,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank without any batch is not looked for", "horovod.py",
-        "self._refuse_unequal(0 if loop._data_fetcher.done else 1)", "pass",
+        "refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)", "pass",
         "mistakes_are_told", "test_strategy",
     ),
     Mutation(
@@ -184,12 +184,12 @@ MUTATIONS = [
         "closure = partial(self._of_all_ranks, closure)", "pass", "horovod-2 and line_search",
     ),
     Mutation(
-        "learning rates are not compared", "horovod.py",
+        "learning rates are not compared", "refusals.py",
         "if rates != all_[0][1]:", "if False:", "mistakes_are_told", "test_strategy",
     ),
     Mutation(
-        "an optimizer may have parameters of its own", "horovod.py",
-        "if parameter not in self._buckets.known:", "if False:",
+        "an optimizer may have parameters of its own", "refusals.py",
+        "if parameter not in known:", "if False:",
         "mistakes_are_told", "test_strategy",
     ),
     Mutation(
@@ -279,7 +279,7 @@ MUTATIONS = [
     ),
     Mutation(
         "models are not compared", "horovod.py",
-        "            self._check_models()\n", "", "mistakes", "test_strategy",
+        "            refuse_other_models(module, self.world)\n", "", "mistakes", "test_strategy",
     ),
     Mutation(
         "the end of an epoch is not told to others", "buckets.py",

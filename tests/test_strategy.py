@@ -579,6 +579,8 @@ def mistakes() -> dict[str, str]:
     kinds = nn.Linear(FEATURES, CLASSES, dtype=(torch.float32, torch.float64)[RANK])
     frozen = nn.Linear(FEATURES, CLASSES).requires_grad_(RANK == 0)
     strided = convolutions(normalization=False)
+    graph = nn.Linear(FEATURES, CLASSES)
+    graph.register_buffer("edges", torch.eye(3).to_sparse())
     if RANK == 1:
         strided.to(memory_format=torch.contiguous_format)
     found = {
@@ -601,6 +603,7 @@ def mistakes() -> dict[str, str]:
         "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
         "strides": refused(lambda: with_model(strided)),
+        "layout": refused(lambda: with_model(graph)),
         "hidden": refused(lambda: trainer("horovod").fit(Hides("at once"), loader())),
         "hidden later": refused(lambda: trainer("horovod").fit(Hides("later"), loader())),
         "rates": refused(lambda: trainer("horovod", max_epochs=3).fit(GoesByItsOwn(), loader())),
@@ -725,9 +728,12 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
         assert "strided (27, 1, 9, 3) trained;" in told["strides"]
+        assert told["layout"].startswith(
+            "net.edges is torch.sparse_coo, which Horovod does not send"
+        )
         hidden = "SGD has a parameter (3, 5) that the module has not, or not before training"
         assert told["hidden"].startswith(hidden) and told["hidden later"].startswith(hidden)
-        assert told["rates"].startswith(f"rank 1 on {host} has the learning rates [0.005")
+        assert told["rates"].startswith(f"rank 1 on {host} has the learning rates 0.005, rank 0")
         assert told["clock"].startswith("a val_check_interval of 1 s: by its own clock each rank")
         assert told["goes on"] == "10 steps of 2 ranks"
 

@@ -1,0 +1,112 @@
+"""What HorovodStrategy refuses, on all ranks: it would end in a hang, or ranks would go apart."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from strategies.collectives import World
+from strategies.reductions import COMPRESSIONS
+
+OPS = ("average", "sum", "adasum")
+
+
+def refuse_options(bucket_mib: float, compression: str, op: str, predivide: float | None) -> None:
+    """Those that are unknown or cannot work together."""
+    problem = ""
+    if not bucket_mib > 0:
+        problem = f"bucket_mib={bucket_mib}: a size above 0 is needed"
+    elif compression not in COMPRESSIONS:
+        problem = f"compression={compression}: there are {', '.join(COMPRESSIONS)}"
+    elif op not in OPS:
+        problem = f"op={op}: there are {', '.join(OPS)}"
+    elif predivide is not None and not predivide > 0:
+        problem = f"gradient_predivide_factor={predivide}: a factor above 0 is needed"
+    elif predivide is not None and op != "average":
+        problem = f"gradient_predivide_factor splits a division, and op={op} makes none"
+    elif compression != "none" and op == "adasum":
+        problem = f"compression={compression} would spoil the angles that op=adasum looks at"
+    if problem:
+        raise MisconfigurationException(problem)
+
+
+def refuse_other_models(module: nn.Module, world: World) -> None:
+    """Models that differ between ranks would wait for each other, or add what is not alike."""
+    mine = []
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if tensor.layout != torch.strided:
+            raise MisconfigurationException(
+                f"{name} is {tensor.layout}, which Horovod does not send: keep it dense, or in an "
+                "attribute that is no buffer"
+            )
+        strides = "" if tensor.is_contiguous() else f" strided {tensor.stride()}"
+        kind = str(tensor.dtype).removeprefix("torch.")
+        trained = " trained" if tensor.requires_grad else ""
+        mine.append(f"{name} {tuple(tensor.shape)} {kind}{strides}{trained}")
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(world.gather_objects(digest))) == 1:
+        return
+    ranks = world.gather_objects((os.uname().nodename, mine))
+    _, first = ranks[0]
+    for rank, (host, other) in enumerate(ranks):
+        if other != first:
+            length = max(len(first), len(other))
+            padded = zip(*(names + ["nothing"] * (length - len(names)) for names in (first, other)))
+            here, there = next(pair for pair in padded if pair[0] != pair[1])
+            raise MisconfigurationException(
+                f"rank {rank} on {host} has another model than rank 0: {there} where rank 0 "
+                f"has {here}; make it from the same code and configuration on all ranks"
+            )
+
+
+def refuse_own_clock(trainer: pl.Trainer) -> None:
+    """By its own clock each rank would validate after another batch."""
+    if seconds := getattr(trainer, "_val_check_time_interval", None):  # Lightning 2.6
+        raise MisconfigurationException(
+            f"a val_check_interval of {seconds:g} s: by its own clock each rank would validate "
+            "after another batch, and wait for the others forever; give it in batches"
+        )
+
+
+def refuse_strangers(optimizer: Optimizer, known: set[Any]) -> None:
+    """Parameters that are not the module's are neither broadcast nor averaged."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter not in known:
+                raise MisconfigurationException(
+                    f"{type(optimizer).__name__} has a parameter {tuple(parameter.shape)} that the "
+                    "module has not, or not before training: each rank would train its own; make "
+                    "it in __init__ or configure_model, in a Module or nn.ModuleList"
+                )
+
+
+def refuse_unequal(batches: float, optimizers: Sequence[Optimizer], world: World) -> None:
+    """Numbers of batches and learning rates that differ between ranks."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    rates = [_number(group.get("lr")) for group in groups]
+    all_ = world.gather_objects((batches, rates, os.uname().nodename))
+    few, many = (f(count for count, *_ in all_) for f in (min, max))
+    for rank, (count, rates, host) in enumerate(all_):
+        if count == few < many:
+            raise MisconfigurationException(
+                f"rank {rank} on {host} has {few} training batches an epoch, others have more: "
+                "they would wait for it forever; give all ranks equally many"
+            )
+        if rates != all_[0][1]:
+            raise MisconfigurationException(
+                f"rank {rank} on {host} has the learning rates {', '.join(rates)}, rank 0 "
+                f"{', '.join(all_[0][1])}: ranks go apart where a scheduler's metric is of each "
+                "rank alone; self.log(..., sync_dist=True)"
+            )
+
+
+def _number(rate: float | Tensor | None) -> str:
+    return "none" if rate is None else f"{float(rate):g}"

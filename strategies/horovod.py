@@ -85,9 +85,9 @@ class HorovodStrategy(ParallelStrategy):
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
-            `num_nodes` that contradict horovodrun's, models or numbers of batches that differ
-            between ranks. A rank that has no batch at all in an epoch after the first is found only
-            when it ends.
+            `num_nodes` that contradict horovodrun's, models, numbers of batches or learning rates
+            that differ between ranks, and what else refusals.py has. A rank that has no batch at
+            all in an epoch after the first is found only when it ends.
     """
 
     def __init__(
@@ -534,7 +534,7 @@ class HorovodStrategy(ParallelStrategy):
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        return self.reduce(closure())
+        return self.reduce(closure(), reduce_op="sum" if self.op == "sum" else "mean")
 
     @contextmanager
     @override

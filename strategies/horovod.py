@@ -383,7 +383,10 @@ class HorovodStrategy(ParallelStrategy):
         # this epoch; none is seen twice.
         then = self._resumed.get("global_batch_size") or self._global_batch_size
         trained = -(-progress.current.ready * then // self._global_batch_size)
-        replace_batches(dataloader, WithoutFirst(batches, trained))  # type: ignore[arg-type]
+        length = len(batches)  # type: ignore[arg-type]
+        # A shorter loader beside it (max_size_cycle) is in another of its rounds.
+        of_round = trained if trained <= length else trained % length
+        replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
         moved = trained - progress.current.ready
         for count in ("ready", "started", "processed", "completed"):
             setattr(progress.current, count, getattr(progress.current, count) + moved)

@@ -18,6 +18,7 @@ import torch
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -288,6 +289,41 @@ def resume_two_loaders(folder: str) -> tuple[list[float], list[float]]:
     run.fit(second, loaders(), ckpt_path=f"{folder}/seven.ckpt")
     seen = everyones(run, first.seen + second.seen)
     return seen, sorted(x for size in (4, 2) for x in samples(20 * size).tensors[0][:, 0].tolist())
+
+
+class RemembersShort(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, batch: list[list[Tensor]], batch_idx: int) -> Tensor:
+        long, short = batch
+        self.seen.append(short[0][:, 0])
+        return super().training_step(long, batch_idx)
+
+
+def resume_in_a_later_round(folder: str) -> dict[str, Any]:
+    """After 5 of 10 batches, when a loader of 3 is in its second round."""
+
+    def fit(**arguments: Any) -> list[Tensor]:
+        pl.seed_everything(3)
+        model, path = RemembersShort(), arguments.pop("ckpt_path", None)
+        long, short = (
+            DataLoader(samples(SIZE * 4 * count), batch_size=4, shuffle=True) for count in (10, 3)
+        )
+        loaders = CombinedLoader([long, short], "max_size_cycle")
+        trainer("horovod", **arguments).fit(model, loaders, ckpt_path=path)
+        return model.seen
+
+    keep = ModelCheckpoint(folder, filename="five", every_n_train_steps=5)
+    first = fit(max_steps=5, callbacks=[keep], enable_checkpointing=True)
+    rest = fit(max_epochs=1, ckpt_path=f"{folder}/five.ckpt")
+    return {"whole": torch.cat(fit(max_epochs=1)), "resumed": torch.cat(first + rest)}
+
+
+def test_a_resume_in_a_later_round_of_a_short_loader(launch: Callable, tmp_path: Path) -> None:
+    for rank in launch(resume_in_a_later_round, 2, folder=str(tmp_path)):
+        assert rank["resumed"].tolist() == rank["whole"].tolist()
 
 
 class AsksForSteps(Remembers):

@@ -18,10 +18,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import horovod.torch as hvd
 import torch
-from pytorch_lightning import LightningModule
 from torch import Tensor
-from torchmetrics import Metric
-from torchmetrics.metric import jit_distributed_available
 
 T = TypeVar("T")
 
@@ -214,27 +211,6 @@ class World:
         # Horovod: join() is no barrier (horovod#3121), and barrier() keeps a core busy.
         token = torch.zeros(1)
         wait(hvd.allreduce_async_(token, name="barrier", op=hvd.Sum, process_set=self.process_set))
-
-    def synchronize_metrics(self, module: LightningModule) -> None:
-        """Have every torchmetrics metric of `module` computed over all ranks.
-
-        torchmetrics asks torch.distributed whether there are others, which under Horovod says no:
-        each rank would report its own share as everyone's.
-        """
-        for metric in module.modules():
-            if not isinstance(metric, Metric):
-                continue
-            others = getattr(metric.dist_sync_fn, "__self__", None)  # of an earlier strategy
-            if metric.dist_sync_fn is None or isinstance(others, World):
-                metric.dist_sync_fn = self.gather
-                metric.distributed_available_fn = self.has_several_ranks
-
-    def leave_metrics(self, module: LightningModule) -> None:
-        """Undo it, lest a single process that evaluates the module waits for others."""
-        for metric in module.modules():
-            if isinstance(metric, Metric) and metric.dist_sync_fn == self.gather:
-                metric.dist_sync_fn = None
-                metric.distributed_available_fn = jit_distributed_available
 
     def has_several_ranks(self) -> bool:
         return hvd.is_initialized() and self.size > 1

@@ -8,7 +8,6 @@ After n steps the weights are those of one process that sees the batches of all 
 
 from __future__ import annotations
 
-import copy
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -20,26 +19,20 @@ import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
-from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
-from pytorch_lightning.utilities.rank_zero import WarningCache, rank_zero_only, rank_zero_warn
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    SubsetRandomSampler,
-)
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
+from strategies.metrics import leave_metrics, synchronize_metrics, warn_of_own_values
 from strategies.reductions import COMPRESSIONS, Reduction, adasum
 from strategies.refusals import (
     refuse_options,
@@ -48,12 +41,11 @@ from strategies.refusals import (
     refuse_strangers,
     refuse_unequal,
 )
-from strategies.samplers import EvenBatches, Order, WithoutFirst, replace_batches, shuffled
+from strategies.samplers import each_sample_once, leave_out_trained
 
 T = TypeVar("T")
 
 EVALUATING = (RunningStage.VALIDATING, RunningStage.TESTING, RunningStage.SANITY_CHECKING)
-warning_cache = WarningCache()
 SAVED = "horovod"  # key of what this strategy adds to checkpoints; others ignore it
 
 
@@ -236,7 +228,7 @@ class HorovodStrategy(ParallelStrategy):
         if self.world.size > 1:
             refuse_other_models(module, self.world)
             self.world.broadcast([*module.parameters(), *module.buffers()])
-            self.world.synchronize_metrics(module)
+            synchronize_metrics(module, self.world)
         if fitting:
             self.setup_optimizers(trainer)
             if self.world.size > 1:
@@ -281,63 +273,18 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if not isinstance(dataloader, DataLoader):
             return dataloader
-        if trainer.state.stage in EVALUATING:
-            dataloader = self._see_each_sample_once(dataloader)
-        elif trainer.state.stage == RunningStage.PREDICTING:
-            self._note_fewest_batches(dataloader)
-        elif trainer.state.stage == RunningStage.TRAINING:
+        if trainer.state.stage == RunningStage.TRAINING:
             # Of the first, where there are several loaders.
             size = getattr(dataloader.batch_sampler, "batch_size", None) or 0
             self._global_batch_size = self._global_batch_size or size * self.world.size
-        return dataloader
-
-    def _see_each_sample_once(self, given: DataLoader) -> DataLoader:
-        batches = given.batch_sampler
-        sampler = given.sampler if batches is None else getattr(batches, "sampler", None)
-        if not isinstance(sampler, DistributedSampler):
-            return given
-        samples = len(sampler.dataset)  # type: ignore[arg-type]
-        ranks, rank = self.world.size, self.world.rank
-        # A sampler of one's own comes wrapped; one's own batches stay.
-        wrapped = isinstance(sampler, DistributedSamplerWrapper)
-        plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
-        if plain:
-            assert isinstance(batches, BatchSampler)
-            if batches.drop_last:
-                samples -= samples % (ranks * batches.batch_size)
-        if samples < ranks:
-            testing = self.lightning_module.trainer.testing  # type: ignore[union-attr]
-            stage = "test" if testing else "validate"
-            raise MisconfigurationException(
-                f"{samples} samples to {stage} on {ranks} ranks: each rank needs one; use fewer "
-                "ranks or more samples"
-            )
-        dataloader = copy.copy(given)  # which may be that of training too
-        dataloader._iterator = None
-        if plain:
-            assert isinstance(batches, BatchSampler)
-            order: Order | None = None
-            if wrapped:
-                order = partial(self._draw, sampler.dataset)
-            elif sampler.shuffle:
-                order = partial(shuffled, sampler)
-            even = EvenBatches(samples, ranks, rank, batches.batch_size, order)
-            replace_batches(dataloader, even)
-        else:  # this rank's samples, without padding
-            sampler.total_size = samples
-            sampler.num_samples = len(range(rank, samples, ranks))
-        self._note_fewest_batches(dataloader)
-        return dataloader
-
-    def _draw(self, order: Any) -> list[int]:
-        """Rank 0's: the random numbers of ranks may have gone apart by now."""
-        order.reset()
-        return self.broadcast([order[index] for index in range(len(order))])
-
-    def _note_fewest_batches(self, dataloader: DataLoader) -> None:
+            return dataloader
+        if trainer.state.stage in EVALUATING:
+            stage = "test" if trainer.testing else "validate"
+            dataloader = each_sample_once(dataloader, self.world, stage)
         if (length := sized_len(dataloader)) is not None:
             fewest = self.reduce(torch.tensor(length), reduce_op="min")
             self._fewest_batches[id(dataloader)] = int(fewest)
+        return dataloader
 
     @override
     def on_train_start(self) -> None:
@@ -352,45 +299,14 @@ class HorovodStrategy(ParallelStrategy):
         # Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
         # configure_optimizers asks how many steps there are. Their workers have begun with the
         # order of the first epoch by then.
-        for dataloader in loop._combined_loader.flattened:
-            if not loop.epoch_loop.batch_progress.is_last_batch:
-                self._leave_out_trained(dataloader, loop.epoch_loop.batch_progress)
+        loaders, progress = loop._combined_loader.flattened, loop.epoch_loop.batch_progress
+        if not progress.is_last_batch:
+            then = self._resumed.get("global_batch_size") or self._global_batch_size
+            leave_out_trained(loaders, progress, then, self._global_batch_size)
+        for dataloader in loaders:
             epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
             _set_sampler_epoch(dataloader, epoch)
         iter(loop._data_fetcher)
-
-    def _leave_out_trained(self, dataloader: object, progress: Any) -> None:
-        batches = getattr(dataloader, "batch_sampler", None)
-        if (
-            not isinstance(dataloader, DataLoader)
-            or isinstance(dataloader.dataset, IterableDataset)
-            or not isinstance(getattr(batches, "batch_size", None), int)
-        ):
-            if progress.current.ready and not hasattr(dataloader, "load_state_dict"):
-                rank_zero_warn(
-                    f"the resumed epoch goes on at batch {progress.current.ready}, but with the "
-                    "first samples: trained ones can be left out of a DataLoader with batch_size "
-                    f"and a data set of known length, not of this {type(dataloader).__name__}"
-                )
-            return
-        order = getattr(getattr(batches, "sampler", None), "dataset", None)
-        if isinstance(getattr(order, "_sampler", None), SubsetRandomSampler):
-            rank_zero_warn(
-                "the resumed epoch draws its samples anew, by a SubsetRandomSampler: of those that "
-                "were trained some come again; shuffle=True of a Subset leaves them out"
-            )
-        # Rounded up: where batches have another size than before, some samples may be left out of
-        # this epoch; none is seen twice.
-        then = self._resumed.get("global_batch_size") or self._global_batch_size
-        trained = -(-progress.current.ready * then // self._global_batch_size)
-        length = len(batches)  # type: ignore[arg-type]
-        # A shorter loader beside it (max_size_cycle) is in another of its rounds.
-        of_round = trained if trained <= length else trained % length
-        replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
-        moved = trained - progress.current.ready
-        for count in ("ready", "started", "processed", "completed"):
-            setattr(progress.current, count, getattr(progress.current, count) + moved)
-        self._resumed = {}
 
     @override
     def on_validation_start(self) -> None:
@@ -402,35 +318,12 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        self._warn_of_own_values()
+        assert self.lightning_module is not None
+        warn_of_own_values(self.lightning_module.trainer, self.world)
 
     @override
     def on_test_end(self) -> None:
-        self._warn_of_own_values()
-
-    def _warn_of_own_values(self) -> None:
-        # Horovod: Lightning does so only where torch.distributed runs.
-        assert self.lightning_module is not None
-        if self.world.size == 1:
-            return
-        trainer = self.lightning_module.trainer
-        unsynced = {
-            result.meta.name
-            for result in (trainer._results or {}).values()
-            if result.meta.on_epoch and result.is_tensor and not result.meta.sync.should
-        }
-        own = {
-            name: repr(float(value))
-            for name, value in trainer.callback_metrics.items()
-            if name.partition("/dataloader_idx_")[0] in unsynced
-        }
-        ranks = self.world.gather_objects(own)
-        for name in own:
-            if len({found[name] for found in ranks if name in found}) > 1:
-                warning_cache.warn(
-                    f"{name} is what each rank has by itself, rank 0's is shown and saved: "
-                    f"self.log({name!r}, ..., sync_dist=True) gives that of all"
-                )
+        self.on_validation_end()
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -620,7 +513,7 @@ class HorovodStrategy(ParallelStrategy):
             self._buckets = None
         self._fewest_batches, self._groups = {}, {}
         if self.lightning_module is not None:
-            self.world.leave_metrics(self.lightning_module)
+            leave_metrics(self.lightning_module, self.world)
         if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
             self._layer_sync.revert(self.lightning_module)
         super().teardown()

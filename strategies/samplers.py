@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SubsetRandomSampler,
+)
+
+from strategies.collectives import World
 
 Order = Callable[[], Sequence[int]]
 
@@ -77,3 +90,95 @@ def replace_batches(dataloader: DataLoader, batches: Sampler[list[int]]) -> None
     object.__setattr__(dataloader, "batch_sampler", batches)
     if dataloader._iterator is not None:  # of persistent workers, asked for the old ones already
         dataloader._iterator._index_sampler = batches
+
+
+def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
+    """A loader for evaluation that gives this rank its share, no sample padded or left out.
+
+    Args:
+        given: with Lightning's DistributedSampler in it; one with another sampler stays as it is.
+        stage: "validate" or "test", for the message.
+
+    Raises:
+        MisconfigurationException: for fewer samples than ranks.
+    """
+    batches = given.batch_sampler
+    sampler = given.sampler if batches is None else getattr(batches, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return given
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    # A sampler of one's own comes wrapped; one's own batches stay.
+    wrapped = isinstance(sampler, DistributedSamplerWrapper)
+    plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
+    if plain:
+        assert isinstance(batches, BatchSampler)
+        if batches.drop_last:
+            samples -= samples % (world.size * batches.batch_size)
+    if samples < world.size:
+        raise MisconfigurationException(
+            f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "
+            "ranks or more samples"
+        )
+    dataloader = copy.copy(given)  # which may be that of training too
+    dataloader._iterator = None
+    if plain:
+        assert isinstance(batches, BatchSampler)
+        order: Order | None = None
+        if wrapped:
+            order = partial(draw, sampler.dataset, world)
+        elif sampler.shuffle:
+            order = partial(shuffled, sampler)
+        even = EvenBatches(samples, world.size, world.rank, batches.batch_size, order)
+        replace_batches(dataloader, even)
+    else:  # this rank's samples, without padding
+        sampler.total_size = samples
+        sampler.num_samples = len(range(world.rank, samples, world.size))
+    return dataloader
+
+
+def draw(order: Any, world: World) -> list[int]:
+    """Rank 0's: the random numbers of ranks may have gone apart by now."""
+    order.reset()
+    return world.broadcast_object([order[index] for index in range(len(order))])
+
+
+def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int) -> None:
+    """Have a resumed epoch go on behind the batches that were trained.
+
+    Rounded up: where batches have another size than before, some samples may be left out of this
+    epoch; none is seen twice.
+
+    Args:
+        progress: Lightning's, of the batches in this epoch; counts batches of now afterwards.
+        then: global batch size when the checkpoint was written.
+        now: that of the first of the loaders.
+    """
+    ready, moved = progress.current.ready, 0
+    for dataloader in dataloaders:
+        batches = getattr(dataloader, "batch_sampler", None)
+        if (
+            not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.dataset, IterableDataset)
+            or not isinstance(getattr(batches, "batch_size", None), int)
+        ):
+            if ready and not hasattr(dataloader, "load_state_dict"):
+                rank_zero_warn(
+                    f"the resumed epoch goes on at batch {ready}, but with the first samples: "
+                    "trained ones can be left out of a DataLoader with batch_size and a data set "
+                    f"of known length, not of this {type(dataloader).__name__}"
+                )
+            continue
+        order = getattr(getattr(batches, "sampler", None), "dataset", None)
+        if isinstance(getattr(order, "_sampler", None), SubsetRandomSampler):
+            rank_zero_warn(
+                "the resumed epoch draws its samples anew, by a SubsetRandomSampler: of those that "
+                "were trained some come again; shuffle=True of a Subset leaves them out"
+            )
+        trained = -(-ready * then // now)
+        length = len(batches)  # type: ignore[arg-type]
+        # A shorter loader beside it (max_size_cycle) is in another of its rounds.
+        of_round = trained if trained <= length else trained % length
+        replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
+        moved = trained - ready
+    for count in ("ready", "started", "processed", "completed"):
+        setattr(progress.current, count, getattr(progress.current, count) + moved)

@@ -149,7 +149,7 @@ MUTATIONS = [
     ),
     Mutation(
         "torchmetrics sees one rank", "horovod.py",
-        "            self.world.synchronize_metrics(module)\n", "", "horovod-2 and even_shares",
+        "            synchronize_metrics(module, self.world)\n", "", "horovod-2 and even_shares",
     ),
     Mutation(
         "sync_dist reduces nothing", "horovod.py",
@@ -162,16 +162,16 @@ MUTATIONS = [
     ),
     Mutation(
         "evaluation repeats samples", "horovod.py",
-        "dataloader = self._see_each_sample_once(dataloader)", "pass",
+        "dataloader = each_sample_once(dataloader, self.world, stage)", "pass",
         "horovod-2 and 9_samples",
     ),
     Mutation(
-        "each rank draws an order of its own", "horovod.py",
-        "self.broadcast([order[index] for index in range(len(order))])",
+        "each rank draws an order of its own", "samplers.py",
+        "world.broadcast_object([order[index] for index in range(len(order))])",
         "[order[index] for index in range(len(order))]", "orders", "test_strategy",
     ),
     Mutation(
-        "an evaluation changes the loader of training", "horovod.py",
+        "an evaluation changes the loader of training", "samplers.py",
         "dataloader = copy.copy(given)", "dataloader = given", "orders", "test_strategy",
     ),
     Mutation(
@@ -245,8 +245,8 @@ MUTATIONS = [
         "        token = torch.zeros(1)\n", "        return\n", "barrier", "test_strategy",
     ),
     Mutation(
-        "a resumed epoch begins anew", "horovod.py",
-        "replace_batches(dataloader, WithoutFirst(batches, trained))", "pass",
+        "a resumed epoch begins anew", "samplers.py",
+        "replace_batches(dataloader, WithoutFirst(batches, of_round))", "pass",
         "horovod-2 and resume",
     ),
     Mutation(

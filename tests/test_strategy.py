@@ -33,6 +33,7 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 from strategies import HorovodStrategy
 from strategies.collectives import longest_pause, wait_until
+from strategies.metrics import synchronize_metrics
 from tests.conftest import run
 from tests.matrix import (
     CLASSES,
@@ -541,7 +542,7 @@ class TestOneProcess:
         module = Measured()
         for _ in range(2):
             world = HorovodStrategy().world
-            world.synchronize_metrics(module)
+            synchronize_metrics(module, world)
             assert module.auroc.dist_sync_fn == world.gather
 
     def test_trains_alone(self) -> None:

@@ -29,7 +29,13 @@ STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 # Variables of these names in the environment mean other things there.
 $(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
-# Before anything is installed:
+# Before anything is installed. make takes model.lr=0.1 for a variable of its own, which nothing reads.
+$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),\
+  $(if $(or $(filter ARG,$(name)),$(shell echo '$(name)' | grep '[a-z]')),\
+    $(error $(name)=$($(name)): no variable of this Makefile; changes to conf/ go into ARGS="key=value ...", make help has the others))))
+ifneq ($(filter train launch sweep profile,$(MAKECMDGOALS)),)
+  $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it is of make bench; here ARGS="strategy=$(STRATEGY)"))
+endif
 ifneq ($(filter export,$(MAKECMDGOALS)),)
   $(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
 endif

@@ -6,6 +6,7 @@ Reads and checks; the formulas are in benchmarks/cost_model.py.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from benchmarks.cost_model import (
     expected_maximum,
     fit,
 )
-from benchmarks.hardware import RESULTS, ROOT
+from benchmarks.hardware import RESULTS, ROOT, machine
 from cluster.hosts import Refusal
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -116,7 +117,9 @@ def newest_run() -> Path:
             summary = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        if (summary.get("anatomy") or {}).get("wire"):
+        overrides = file.parent / ".hydra" / "overrides.yaml"
+        traced = overrides.is_file() and "- profiler=trace" in overrides.read_text()
+        if (summary.get("anatomy") or {}).get("wire") and not traced:
             return file
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 
@@ -124,9 +127,13 @@ def newest_run() -> Path:
 def newest_all_reduces(summary: dict[str, Any]) -> list[Path]:
     """The newest of one of a run's hosts and the newest of several, where there are any."""
     newest: dict[bool, tuple[str, Path]] = {}
+    here = {"name": os.uname().nodename, **machine()}
     for file in sorted(RESULTS.glob("allreduce_*.json")):
         content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
         elsewhere = not set(content["ranks"]) <= set(summary["hosts"])
+        # Of this machine, not of another that has its name.
+        if here["name"] in summary["hosts"] and here["name"] in content["ranks"]:
+            elsewhere |= any(content.get(key, here[key]) != here[key] for key in ("cpu", "cores"))
         if elsewhere or content["operations"] != summary.get("operations", "Gloo"):
             continue
         several = len(content["hosts"]) > 1

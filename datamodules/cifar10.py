@@ -124,6 +124,8 @@ class Cifar10(LightningDataModule):
         training = self.trainer is not None and self.trainer.training
         if training and self.hparams["augment"]:
             images = augmented(images)
+        if self.trainer is not None:  # which converts batches before this, and no bytes
+            images = self.trainer.precision_plugin.convert_input(images)
         return images, labels
 
     def train_dataloader(self) -> DataLoader:

@@ -72,7 +72,13 @@ class Folder(LightningDataModule):
         if self.splits:
             return
         folder, seed = Path(self.hparams["folder"]), self.hparams["split_seed"]
-        if all((folder / name).is_dir() for name in ("train", "val")):
+        split = [name for name in ("train", "val") if _holds_folders(folder / name)]
+        if len(split) == 1:
+            raise FileNotFoundError(
+                f"data.folder={folder}: it has {split[0]}/<class>/ alone; train/ and val/ are "
+                "expected, each with a folder for each class, or these folders without train/"
+            )
+        if split:
             train, val = self._images(folder / "train"), self._images(folder / "val")
             if differing := set(train.classes) ^ set(val.classes):
                 raise ValueError(
@@ -123,6 +129,10 @@ class Folder(LightningDataModule):
             persistent_workers=workers > 0,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
         )
+
+
+def _holds_folders(folder: Path) -> bool:
+    return folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
 
 
 def view(size: int, channels: int = 3, augment: bool = False, whole: bool = True) -> Compose:

@@ -10,6 +10,7 @@ clean one to measure with.
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 import numpy as np
@@ -78,11 +79,14 @@ class Noise(LightningDataModule):
         # Lightning calls this on one rank a host, while the others wait.
         if not self.file.exists():
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            unfinished = self.file.with_suffix(f".{os.getpid()}")
+            unfinished = self.file.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
             images = self.draw()
-            with unfinished.open("wb") as file:
-                np.save(file, images)
-            unfinished.rename(self.file)
+            try:
+                with unfinished.open("wb") as file:
+                    np.save(file, images)
+                unfinished.rename(self.file)
+            finally:
+                unfinished.unlink(missing_ok=True)
 
     def draw(self) -> np.ndarray:
         """The clean images to train, to validate and to test: uint8, (number, size, size)."""

@@ -64,6 +64,7 @@ class Shards(LightningDataModule):
         val: of those to validate and to test.
         batch_size: images a process takes a step.
         size: height and width in pixels.
+        augment: whether training images are random parts, half of them mirrored.
         buffer: samples that each loader process shuffles together, held as they are in the file.
         num_workers: loader processes of each rank; None: as many as it has cores, at most 4, and
             no more than it has shards.
@@ -81,6 +82,7 @@ class Shards(LightningDataModule):
         val: str,
         batch_size: int = 64,
         size: int = 224,
+        augment: bool = True,
         buffer: int = 1024,
         num_workers: int | None = None,
         pin_memory: bool | None = None,
@@ -130,7 +132,8 @@ class Shards(LightningDataModule):
     # ---------------------------------------------------------------- loaders
 
     def train_dataloader(self) -> DataLoader:
-        (ranks, rank), shards, size = self._ranks(), len(self.train), self.hparams["batch_size"]
+        (ranks, rank), shards = self._ranks(), len(self.train)
+        size, augment = self.hparams["batch_size"], self.hparams["augment"]
         where, workers = f"data.train={self.hparams['train']}", self._workers(len(self.train))
         if shards < ranks * max(1, workers):
             raise ValueError(
@@ -138,7 +141,7 @@ class Shards(LightningDataModule):
                 "which need one each; make more of them or set data.num_workers lower"
             )
         share = Share(
-            self.train, size, ranks, rank, view(self.hparams["size"], augment=True),
+            self.train, size, ranks, rank, view(self.hparams["size"], augment=augment),
             self.hparams["buffer"], self.hparams["seed"],
         )  # fmt: skip
         if not share.steps:
@@ -152,7 +155,7 @@ class Shards(LightningDataModule):
         ranks, rank = self._ranks()
         if sum(self.val.values()) < ranks:
             raise ValueError(f"data.val={self.hparams['val']}: fewer samples than {ranks} ranks")
-        look = view(self.hparams["size"], whole=False)
+        look = view(self.hparams["size"], whole=not self.hparams["augment"])
         share = Share(self.val, self.hparams["batch_size"], ranks, rank, look)
         return self._loader(share, lambda: (0, 0), self._workers(len(self.val)), batch_size=None)
 
@@ -187,7 +190,9 @@ class Shards(LightningDataModule):
                 "of its epoch is drawn anew, some samples come twice in it and others not",
                 stacklevel=2,
             )
-        return self.trainer.current_epoch, trained
+        # overfit_batches: the same batch again and again
+        again = self.trainer.overfit_batches  # type: ignore[attr-defined]
+        return 0 if again else self.trainer.current_epoch, trained
 
     def state_dict(self) -> dict[str, Any]:
         """What must be equal to go on within an epoch."""

@@ -139,9 +139,10 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
         known = {}
     counted = {}
     for shard in shards:
-        size = shard.stat().st_size
-        if known.get(shard.name, {}).get("bytes") != size:
-            known[shard.name] = {"bytes": size, "samples": _count(shard)}
+        size, modified = shard.stat().st_size, shard.stat().st_mtime_ns
+        before = known.get(shard.name, {})  # a tar file's size goes up in steps of 10 KiB
+        if (before.get("bytes"), before.get("modified_ns")) != (size, modified):
+            known[shard.name] = {"bytes": size, "modified_ns": modified, "samples": _count(shard)}
             counted[shard] = size
     if counted:
         unfinished = index.with_suffix(f".{socket.gethostname()}.{os.getpid()}")

@@ -110,8 +110,9 @@ class DCGAN(LightningModule):
         self.draws = torch.Generator().manual_seed(seed)
 
     def latents(self, count: int, draws: torch.Generator) -> Tensor:
-        """Normal numbers of shape (count, latent), drawn on the CPU: the same with any device."""
-        return torch.randn(count, self.hparams["latent"], generator=draws).to(self.device)
+        """Normal numbers of shape (count, latent), drawn on the CPU: the same on any device."""
+        drawn = torch.randn(count, self.hparams["latent"], generator=draws)
+        return drawn.to(next(self.parameters()))
 
     def training_step(self, batch: Batch, batch_idx: int) -> None:
         images = batch[0]

@@ -92,8 +92,10 @@ class Transformer(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(adds))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        pairs = torch.arange(self.pairs, device=tokens.device)
+        # Not in the 8 bits of bf16-true: angles would be off by more than a radian.
+        device, wide = tokens.device, torch.float32
+        places = torch.arange(tokens.shape[1], device=device, dtype=wide)
+        pairs = torch.arange(self.pairs, device=device, dtype=wide)
         angles = places.unsqueeze(1) * 10_000.0 ** (-pairs / self.pairs)
         x, cos, sin = self.embedding(tokens), angles.cos(), angles.sin()
         for block in self.blocks:

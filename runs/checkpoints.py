@@ -90,11 +90,12 @@ NAMED = {
 
 
 def _files(runs: Path, name: str) -> list[Path]:
-    """Those of all runs but the ones with debug=."""
+    """Those of all runs but the ones with debug= and of `make profile`."""
     found = []
     for file in runs.glob(f"*/{name}"):
         overrides = runs / file.relative_to(runs).parts[0] / ".hydra" / "overrides.yaml"
-        if not (overrides.is_file() and "- debug=" in overrides.read_text()):
+        asked = overrides.read_text() if overrides.is_file() else ""
+        if "- debug=" not in asked and "- profiler=trace" not in asked:
             found.append(file)
     return found
 

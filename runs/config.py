@@ -30,6 +30,7 @@ from runs.refusal import Refusal, launched_rank, refuse
 
 CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
+FOLDERS = ("log_dir", "data_dir")
 CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
 # ${rank:} in a file: for what each rank writes for itself.
 OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
@@ -101,6 +102,8 @@ def _check_group(override: Override) -> None:
     options = sorted(str(file.relative_to(CONF / group).with_suffix("")) for file in files)
     if override.is_delete() or value in options:
         return
+    if value is None:
+        raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
     told = f"there are: {', '.join(options)}{_guess(value, options)}"
     raise Refusal(f"{override.input_line}: there is no conf/{group}/{value}.yaml; {told}")
 
@@ -128,12 +131,16 @@ def _check_value(override: Override, config: DictConfig) -> None:
         raise Refusal(f"{key}={value}: a batch has at least 1 sample; it is counted a process")
     if key in CHOICES and value not in CHOICES[key]:
         raise Refusal(f"{key}={value}: there are: {', '.join(CHOICES[key])}")
+    if value is None and key in FOLDERS:
+        raise Refusal(f"{key}=null: a folder is needed there")
     if override.is_delete() or value is None or (isinstance(value, str) and "${" in value):
         return
     wanted = _expected(node, value)
-    if wanted:
+    # limit_train_batches is a share or a number: what stands in conf/ may be the other.
+    target = parent.get("_target_")
+    if wanted and not (target and _annotated(target, last, value, unknown=False)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
-    if node is None and not _annotated(parent.get("_target_"), last, value):
+    if node is None and not _annotated(target, last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
 
 
@@ -176,17 +183,17 @@ def _expected(default: Any, value: Any) -> str | None:
     return "a text" if isinstance(value, (dict, bool)) else None
 
 
-def _annotated(target: str | None, argument: str, value: Any) -> bool:
-    """Whether `value` fits the type hint of the constructor's argument, where it has one."""
+def _annotated(target: str | None, argument: str, value: Any, unknown: bool = True) -> bool:
+    """Whether `value` fits the type hint of the constructor's argument; `unknown` without one."""
     try:
         made = get_object(target) if target else object
         hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
     except Exception:  # no such class, or hints that cannot be read: making it will tell
-        return True
+        return unknown
     hint = hints.get(argument, Any)
     kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or [hint]]
     if Any in kinds or Literal in kinds:
-        return True
+        return unknown
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))

@@ -284,7 +284,7 @@ class Report(pl.Callback):
                 f"{trainer.world_size} ranks",
                 flush=True,
             )
-        if anatomy:
+        if anatomy and self.choices.get("profiler") != "trace":  # whose steps are others
             parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
             milliseconds = anatomy["step_ms"]["median"]
             print(
@@ -312,7 +312,7 @@ def _check_hyperparameters(holder: Any) -> None:
 def _why_stopped(callback: EarlyStopping) -> str:
     if callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED:
         best = float(callback.best_score)
-        return f"has not improved for {callback.patience} epochs (best {best:.4g})"
+        return f"has not improved for {callback.patience} validations (best {best:.4g})"
     if callback.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC:
         return "is no finite number any more; debug=anomaly finds where that begins"
     return f"has reached its end: {callback.stopping_reason_message}"

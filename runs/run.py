@@ -23,7 +23,7 @@ from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -38,6 +38,9 @@ from runs.stopping import Stopped
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
 BY_POSITION = "more than one `__init__` argument"  # so Lightning's, of a loader that it makes anew
+MADE = {  # by each group of which there is one
+    "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
+}  # fmt: skip
 LR_POWERS = {"linear": 1, "sqrt": 0.5}  # of the number of ranks, by lr_scaling
 
 
@@ -83,8 +86,8 @@ class Run:
         config = self.config
         self.strategy = strategy
         for key in ("log_dir", "data_dir"):
-            config[key] = str(ROOT / Path(config[key]).expanduser())
-        runs = Path(config.log_dir) / (config.task or self.choices["model"]) / "runs"
+            config[key] = str(ROOT / Path(str(config[key])).expanduser())
+        runs = Path(config.log_dir) / str(config.task or self.choices["model"]) / "runs"
         if config.ckpt_path and config.ckpt_path not in NAMED:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
         elif not config.ckpt_path and not config.train:
@@ -93,7 +96,7 @@ class Run:
                 "finished training, or a path, as ckpt_path=logs/.../last.ckpt"
             )
         # Rank 0 looks and writes; the others hear where, or why not.
-        asked = ROOT / Path(config.run_dir).expanduser() if config.run_dir else None
+        asked = ROOT / Path(str(config.run_dir)).expanduser() if config.run_dir else None
         config.run_dir = str(asked or runs)
         problem = self._make_folder(runs, asked) if launched_rank() == 0 else None
         if problem := strategy.broadcast(problem):
@@ -141,17 +144,29 @@ class Run:
         """
         config = self.config.get(group)
         try:
-            if config and "_target_" not in config:
+            if config and "_target_" not in config and group not in MADE:
                 return [instantiate(member) for member in self._members(group, config)]
             # all: a list of the configuration arrives as a list, which checkpoints can hold
-            return instantiate(config, _convert_="all", **arguments) if config else None
+            made = instantiate(config, _convert_="all", **arguments) if config else None
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
             raise Refusal(f"{group}={self.choices.get(group, '')}: {cause or error}") from error
+        if not isinstance(made, MADE.get(group, object)):
+            if (choice := self.choices.get(group)) is None:
+                raise Refusal(f"{group}: a run needs one; leave ~{group} out")
+            raise Refusal(
+                f"{group}={choice}: _target_ in conf/{group}/{choice}.yaml has to name a "
+                f"{MADE[group].__name__}"
+            )
+        return made
 
     def _members(self, group: str, config: DictConfig) -> list[DictConfig]:
         made = {str(name): member for name, member in config.items() if member}
-        bare = [name for name, member in made.items() if "_target_" not in member]
+        bare = [
+            name
+            for name, member in made.items()
+            if not isinstance(member, DictConfig) or "_target_" not in member
+        ]
         # An experiment's change of a callback that another choice, as of debug=, has taken out.
         if bare and self.choices[group] != "none":
             raise Refusal(
@@ -247,6 +262,8 @@ def _mistake(error: BaseException, started: bool) -> str | None:
             "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
             "DataLoader(data, batch_size=...) in the data module"
         )
+    if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
+        error = type(error)(str(error).strip().splitlines()[-1])
     if isinstance(error, MISTAKES):
         return str(error)
     if isinstance(error, RuntimeError) and str(error).startswith(NO_METRIC):

@@ -76,23 +76,26 @@ class StopOnSignal(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._left <= 0:
-            self._ask_all(trainer)
+            self._ask_all(trainer, epoch_ends=True)
 
-    def _ask_all(self, trainer: pl.Trainer) -> None:
+    def _ask_all(self, trainer: pl.Trainer, epoch_ends: bool = False) -> None:
         now = time.monotonic()
         pace = (now - self._since) / (self._batches - self._left)
-        seconds = self._stop_if_asked(trainer, pace)
+        seconds = self._stop_if_asked(trainer, pace, epoch_ends)
         self._since = now
         self._batches = self._left = max(1, int(SECONDS / max(seconds, 1e-6)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_if_asked(trainer, 0)  # meanwhile, as in the last evaluation
 
-    def _stop_if_asked(self, trainer: pl.Trainer, pace: float) -> float:
+    def _stop_if_asked(self, trainer: pl.Trainer, pace: float, epoch_ends: bool = False) -> float:
         """On all ranks if one was; else the slowest pace, in seconds a batch."""
         mine = torch.tensor([float(self.asked), pace], device=trainer.strategy.root_device)
         asked, slowest = trainer.strategy.reduce(mine, reduce_op="max").tolist()
         if asked:
+            # Lightning comes to them last, and a resume does not come here again.
+            for callback in trainer.checkpoint_callbacks if epoch_ends else ():
+                callback.on_train_epoch_end(trainer, trainer.lightning_module)
             trainer.save_checkpoint(self.checkpoint)
             raise Stopped(str(self.checkpoint), int(asked))
         return slowest

@@ -20,6 +20,7 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.plugins.precision import HalfPrecision
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -32,7 +33,7 @@ from typing_extensions import override
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
-from strategies.metrics import leave_metrics, synchronize_metrics, warn_of_own_values
+from strategies.metrics import keep_wide, leave_metrics, synchronize_metrics, warn_of_own_values
 from strategies.reductions import COMPRESSIONS, Reduction, adasum
 from strategies.refusals import (
     refuse_options,
@@ -224,6 +225,8 @@ class HorovodStrategy(ParallelStrategy):
             self._layer_sync = SyncLayers(self.world)  # torch's needs torch.distributed
             self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
+        if isinstance(self.precision_plugin, HalfPrecision):
+            keep_wide(module)
         self.model_to_device()
         if self.world.size > 1:
             refuse_other_models(module, self.world)

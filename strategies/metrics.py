@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.utilities.rank_zero import WarningCache
 from torch import nn
 from torchmetrics import Metric
@@ -26,6 +27,14 @@ def synchronize_metrics(module: nn.Module, world: World) -> None:
         if metric.dist_sync_fn is None or isinstance(others, World):
             metric.dist_sync_fn = world.gather
             metric.distributed_available_fn = world.has_several_ranks
+
+
+def keep_wide(module: nn.Module) -> None:
+    """Have metrics add up in float32 where a precision as bf16-true made their states 16 bits wide:
+    such a sum grows no more after some hundred batches."""
+    for metric in module.modules():
+        if isinstance(metric, Metric):
+            metric.set_dtype(torch.float32)
 
 
 def leave_metrics(module: nn.Module, world: World) -> None:

@@ -114,6 +114,12 @@ def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
         assert f"parameters, lr {lr:g}\n" in done.stdout  # also where it warms up
 
 
+@pytest.mark.parametrize("data", ["folder", "shards"])
+def test_imagenet_is_augmented(data: str) -> None:
+    config = compose("config", ["experiment=imagenet_resnet50", f"data={data}"])
+    assert instantiate(config.data).hparams["augment"]
+
+
 @pytest.mark.parametrize(
     ("group", "name"),
     [("experiment", name) for name in OURS] + [("debug", name) for name in names("debug")],

@@ -34,7 +34,9 @@ from runs.refusal import Refusal
         ("trainer.gradient_clip_val=abc", "Trainer takes no str"),
         ("trainer.gradient_clip_val=true", "Trainer takes no bool"),
         ("data.batch_size=0", "at least 1 sample"),
-        ("data=null", "data=null: there is no conf/data/None.yaml"),
+        ("data=null", "data=null: Hydra takes no null for a group"),
+        ("data_dir=null", "data_dir=null: a folder is needed there"),
+        ("trainer.fast_dev_run=1.5", "true or false is expected"),
         ("lr_scaling=cubic", "there are: none, linear, sqrt"),
         ("data.batch_size=null", "at least 1 sample"),
         ("data.batch_size=-4", "at least 1 sample"),
@@ -84,6 +86,7 @@ def test_hydra_refuses(override: str, message: str) -> None:
         ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
         ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=default"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
+        ["debug=limit", "trainer.limit_train_batches=0.5", "trainer.fast_dev_run=3"],
         ["--help"],
     ],
 )

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from pytorch_lightning.plugins.precision import HalfPrecision, Precision
 from sklearn.datasets import load_sample_images
 
 from datamodules import cifar10, mnist
@@ -86,11 +87,15 @@ class TestCifar10:
         assert batch[0].dtype == torch.uint8 and batch[0].shape == (6, 3, 32, 32)
         one = InMemory([tmp_path / "cifar-10-batches-py" / "test_batch"])[5]
         assert torch.equal(batch[0][5], one[0]) and batch[1][5] == one[1]
-        data.trainer = SimpleNamespace(training=False)
+        precision = HalfPrecision("bf16-true")
+        data.trainer = SimpleNamespace(training=False, precision_plugin=precision)
+        assert data.on_after_batch_transfer(batch, 0)[0].dtype == torch.bfloat16
+        precision = Precision()
+        data.trainer = SimpleNamespace(training=False, precision_plugin=precision)
         images, _ = data.on_after_batch_transfer(batch, 0)
         red = (np.asarray(one[0][0], dtype=float) - 125.31) / 62.99
         assert images[5, 0].numpy() == pytest.approx(red, abs=1e-5)
-        data.trainer = SimpleNamespace(training=True)
+        data.trainer = SimpleNamespace(training=True, precision_plugin=precision)
         assert not torch.equal(data.on_after_batch_transfer(batch, 0)[0], images)
 
     def test_augmented_images_are_shifted_and_mirrored_each_by_itself(self) -> None:
@@ -126,6 +131,11 @@ class TestFolder:
         assert torch.equal(val, data.splits[1][0][0])
         (tmp_path / "val" / "tower").rename(tmp_path / "val" / "spire")
         with pytest.raises(ValueError, match="same classes; only one has spire, tower"):
+            Folder(str(tmp_path)).setup("fit")
+
+    def test_half_a_split_is_no_class(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "train", 2)
+        with pytest.raises(FileNotFoundError, match="it has train/<class>/ alone"):
             Folder(str(tmp_path)).setup("fit")
 
     @pytest.mark.parametrize(("made", "reason"), [("", "no such folder"), ("a", "no images")])

@@ -40,6 +40,18 @@ def test_places_are_told_apart() -> None:
     assert not torch.allclose(logits[0], logits[1], atol=1e-4)
 
 
+def test_places_are_exact_under_bf16_true() -> None:
+    model, tokens = tiny(layers=1).bfloat16(), torch.zeros(1, 500, dtype=torch.int64)
+    angles: list[Tensor] = []
+    model.network.blocks[0].register_forward_pre_hook(lambda _, given: angles.append(given[1]))
+    torch.set_default_dtype(torch.bfloat16)  # as Lightning does
+    try:
+        model(tokens)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.allclose(angles[0][:, 0], torch.arange(500).cos(), atol=1e-3)
+
+
 def test_the_target_of_each_place_is_the_next_byte() -> None:
     batch, model = torch.tensor([[5, 7, 9]], dtype=torch.uint8), tiny()
     chances = model(torch.tensor([[5, 7]])).log_softmax(-1)[0]

@@ -11,6 +11,7 @@ import statistics
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -346,6 +347,19 @@ def test_only_all_reduces_of_the_runs_own_hosts_are_taken(
         assert ("NOT MEASURED" in printed) == ("two" not in names)
         (row,) = [line for line in printed.splitlines() if line.startswith("| 8 |")]
         assert row.split(" | ")[1] == "2"  # hosts: of 4 ranks each, as in the run
+
+
+def test_all_reduces_of_another_machine_of_this_name_are_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict_inputs, "RESULTS", tmp_path)
+    monkeypatch.setattr(predict_inputs, "machine", lambda: {"cpu": "ours", "cores": 2})
+    monkeypatch.setattr(predict_inputs.os, "uname", lambda: SimpleNamespace(nodename="node0"))
+    for cpu in ("ours", "theirs"):
+        content = {**all_reduces(), "cpu": cpu, "cores": 2}
+        (tmp_path / f"allreduce_{cpu}.json").write_text(json.dumps(content))
+    found = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4}))
+    assert found == [tmp_path / "allreduce_ours.json"]
 
 
 def test_a_band_holds_what_is_likely() -> None:

@@ -63,6 +63,8 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
     (tmp_path / "b" / ".hydra").mkdir()
     (tmp_path / "b" / ".hydra" / "overrides.yaml").write_text("- debug=overfit\n")
     assert checkpoints.best(tmp_path) == Path("a.ckpt")
+    (tmp_path / "b" / ".hydra" / "overrides.yaml").write_text("- profiler=trace\n")
+    assert checkpoints.best(tmp_path) == Path("a.ckpt")
     moved = tmp_path / "a" / "checkpoints" / "a.ckpt"
     moved.parent.mkdir()
     moved.touch()
@@ -444,6 +446,38 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
     run.fit(resumed, ones, one, ckpt_path=tmp_path / "s.ckpt")
     assert resumed.batches == 20 - batches and run.global_step == 2 * -(-10 // accumulate)
     assert stopped.validations + resumed.validations == 2
+
+
+class StopsInTheFirst(Times):
+    """Is asked to stop in the validation of the first epoch, which is the best."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.current_epoch == 0:
+            os.kill(os.getpid(), SIGNAL)
+        self.log("val/loss", float(self.current_epoch))
+
+
+def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    before, ones = signal.getsignal(SIGNAL), DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    best = ModelCheckpoint(tmp_path, "best", monitor="val/loss")
+    run = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=3, num_sanity_val_steps=0,
+        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt")), best],
+    )  # fmt: skip
+    try:
+        with pytest.raises(Stopped):
+            run.fit(StopsInTheFirst(), ones, ones)
+    finally:
+        signal.signal(SIGNAL, before)
+    assert best.best_model_path == str(tmp_path / "best.ckpt") and run.current_epoch == 0
+    (state,) = [
+        s for s in torch.load(tmp_path / "s.ckpt")["callbacks"].values() if "best_k_models" in s
+    ]
+    assert list(state["best_k_models"]) == [best.best_model_path]
 
 
 class StopsInEvaluation(Times):

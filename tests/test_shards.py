@@ -111,6 +111,11 @@ class TestIndex:
         (tmp_path / "b" / "train-0.tar").rename(tmp_path / "a" / "train-0.tar")
         assert list(count_samples("train", pattern).values()) == [40, 2]
         assert [shard.name for shard in counted] == ["train-0.tar"]
+        size = (tmp_path / "a" / "train-1.tar").stat().st_size
+        write_shards(tmp_path / "c", train=[3])
+        (tmp_path / "c" / "train-0.tar").rename(tmp_path / "a" / "train-1.tar")
+        assert (tmp_path / "a" / "train-1.tar").stat().st_size == size  # 10 KiB hold both
+        assert list(count_samples("train", pattern).values()) == [40, 3]
 
     def test_fewer_samples_than_it_says_are_an_error_not_a_wait(self, folder: Path) -> None:
         shards = dict.fromkeys(count_samples("val", f"{folder}/val-*.tar"), 11)

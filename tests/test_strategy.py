@@ -535,6 +535,16 @@ class TestDevices:
                 strategy.setup_environment()
 
 
+class Adds(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = SumMetric()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.total.update(batch)
+        self.log("total", self.total)
+
+
 class TestOneProcess:
     """Without horovodrun: one process, and options that are refused."""
 
@@ -544,6 +554,12 @@ class TestOneProcess:
             world = HorovodStrategy().world
             synchronize_metrics(module, world)
             assert module.auroc.dist_sync_fn == world.gather
+
+    def test_metrics_add_up_in_float32_under_bf16_true(self) -> None:
+        module, ones = Adds(), DataLoader(torch.ones(1000))  # type: ignore[arg-type]
+        run = trainer("horovod", precision="bf16-true")
+        run.validate(module, ones, verbose=False)
+        assert run.callback_metrics["total"] == 1000  # 256 in bf16
 
     def test_trains_alone(self) -> None:
         run = trainer("horovod", max_epochs=1)

@@ -415,12 +415,12 @@ class TestMistakes:
 
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         started = time.monotonic()
-        make = ["make", "train", f"PYTHON={sys.executable}", "ARGS=trainer.max_epoch=1"]
-        done = run([*make, f"log_dir={tmp_path}"])
+        make = ["make", "train", f"PYTHON={sys.executable}"]
+        done = run([*make, f"ARGS=trainer.max_epoch=1 log_dir={tmp_path}"])
         assert done.returncode != 0 and time.monotonic() - started < 60
         assert "did you mean max_epochs?" in done.stdout
         assert "horovodrun" not in done.stdout
-        done = run([*make[:3], "NP=1 2", "INSTALL=true"])
+        done = run([*make, "NP=1 2", "INSTALL=true"])
         assert done.returncode != 0 and "give one number of processes" in done.stdout
 
     @pytest.mark.parametrize(
@@ -429,6 +429,9 @@ class TestMistakes:
             (["train", "NP="], "NP=: give a number of processes"),
             (["train", "NP=two"], "NP=two: give a number of processes"),
             (["bench", "NP=2 0"], "NP=2 0: give a number of processes"),
+            (["train", "model.lr=0.1"], "model.lr=0.1: no variable of this Makefile; changes to"),
+            (["train", "np=4"], "np=4: no variable of this Makefile"),
+            (["launch", "STRATEGY=ddp"], 'here ARGS="strategy=ddp"'),
             (["export"], "CKPT=: give a checkpoint"),
             (["bench-check", "OLD=a"], "OLD=a NEW=: give two files"),
         ],

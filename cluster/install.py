@@ -52,13 +52,14 @@ CUDA_TOOLS = [
 ]
 
 # Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need C++17.
+# Without -g, that they ask for too, the build takes 0.8 of the time and the wheel 1.5 of 21 MB.
 CXX_WRAPPER = """#!/bin/sh
 for arg do
     shift
     case $arg in -std=c++11|-std=c++14|-std=gnu++11|-std=gnu++14) arg=-std=c++17 ;; esac
     set -- "$@" "$arg"
 done
-exec {cxx} "$@"
+exec {cxx} "$@" -g0
 """
 
 # What is changed in Horovod's sources: a file, a text that it has once, and what comes instead; the

@@ -47,10 +47,10 @@ endif
 ifeq ($(PYTHON),)
   override PYTHON := .venv/bin/python
   BIN := .venv/bin
-  INSTALL := python3 cluster/install.py
+  INSTALL := python3 -m cluster.install
 else
   BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
-  INSTALL := $(PYTHON) cluster/install.py --python $(PYTHON)
+  INSTALL := $(PYTHON) -m cluster.install --python $(PYTHON)
 endif
 MPI_FLAG := $(if $(MPI),--mpi)
 

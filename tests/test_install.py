@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from cluster import install
+from cluster import environment, install, patches, wheel
+from cluster.environment import InstallError
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -26,19 +27,19 @@ def info(**changes: Any) -> dict[str, Any]:
 class TestWheel:
     def test_its_name_says_all_it_depends_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
-        tag = install.platform_tag()
-        name = install.wheel_name(info(), "0.28.1", mpi=False)
+        tag = wheel.platform_tag()
+        name = wheel.wheel_name(info(), "0.28.1", mpi=False)
         assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p2-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
-        label = install.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
+        label = wheel.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
         assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p2.mpi.sm80.sm90"
-        label = install.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
+        label = wheel.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
         assert label.startswith("0.28.1+torch2.11.0.cpu.p2")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
         packages = {"torch": pins["torch"]}
-        folder = install.wheel_folder(info(packages=packages))
+        folder = wheel.wheel_folder(info(packages=packages))
         text = (ROOT / "requirements.txt").read_text()
         assert f"--find-links ${{HOME}}/.cache/horovod-wheels/{folder.name}\n" in text
 
@@ -74,27 +75,27 @@ class TestUnmet:
 class TestPatch:
     def sources(self, folder: Path) -> Path:
         """Files that have nothing but the places that are to be changed."""
-        for name, old, _ in install.PATCHES:
+        for name, old, _ in patches.PATCHES:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / name).open("a") as file:
                 file.write(f"{old};\n")
         return folder
 
     def test_is_made_at_each_place(self, tmp_path: Path) -> None:
-        install.patch(self.sources(tmp_path))
-        for name, _, new in install.PATCHES:
+        patches.patch(self.sources(tmp_path))
+        for name, _, new in patches.PATCHES:
             assert f"{new};\n" in (tmp_path / name).read_text()
 
     def test_has_a_number_of_its_own(self) -> None:
         """Wheels of other patches have other names: count PATCH up with each change."""
-        digest = hashlib.sha256(repr(install.PATCHES).encode()).hexdigest()[:12]
-        assert (install.PATCH, digest) == ("p2", "6824c97e2bfc")
+        digest = hashlib.sha256(repr(patches.PATCHES).encode()).hexdigest()[:12]
+        assert (patches.PATCH, digest) == ("p2", "6824c97e2bfc")
 
     def test_is_refused_where_the_sources_are_others(self, tmp_path: Path) -> None:
         sources = self.sources(tmp_path)
         (sources / "horovod/common/tensor_queue.cc").write_text("// another release\n")
-        with pytest.raises(install.InstallError, match=r"tensor_queue\.cc .* PATCHES"):
-            install.patch(sources)
+        with pytest.raises(InstallError, match=r"tensor_queue\.cc .* PATCHES"):
+            patches.patch(sources)
 
 
 class TestMissing:
@@ -108,19 +109,17 @@ class TestMissing:
             (tmp_path / other).chmod(0o755)
         monkeypatch.setenv("PATH", str(tmp_path))
         expected = f"{program} is missing.*sudo apt-get install {program.replace('+', '.')}"
-        with pytest.raises(install.InstallError, match=expected.replace("g++", "g..")):
-            install.check_compilers(info())
+        with pytest.raises(InstallError, match=expected.replace("g++", "g..")):
+            wheel.check_compilers(info())
 
     def test_headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(install, "LOG", tmp_path / "log")
-        with pytest.raises(
-            install.InstallError, match=r"Python\.h .*apt-get install python3.99-dev"
-        ):
-            install.fetch_headers(tmp_path, info(include=str(tmp_path), python="3.99.1"))
+        monkeypatch.setattr(environment, "LOG", tmp_path / "log")
+        with pytest.raises(InstallError, match=r"Python\.h .*apt-get install python3.99-dev"):
+            wheel.fetch_headers(tmp_path, info(include=str(tmp_path), python="3.99.1"))
 
     def test_python(self) -> None:
-        with pytest.raises(install.InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
-            install.check_python(info(python="3.9.1"))
+        with pytest.raises(InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
+            environment.check_python(info(python="3.9.1"))
 
     def test_a_python_that_does_not_run_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -133,28 +132,28 @@ class TestMissing:
             (programs / name).write_text(f"#!/bin/sh\n{line}\n")
             (programs / name).chmod(0o755)
         monkeypatch.setenv("PATH", str(programs))
-        probe = install.probe
+        probe = environment.probe
         managed = {"externally_managed": True}
-        monkeypatch.setattr(install, "probe", lambda python: probe(python) | managed)
-        install.make_environment(tmp_path / "env")
+        monkeypatch.setattr(environment, "probe", lambda python: probe(python) | managed)
+        environment.make_environment(tmp_path / "env")
         assert (tmp_path / "env" / "bin" / "python").exists()
         (programs / "python3.12").unlink()
-        with pytest.raises(install.InstallError, match="no Python from 3.10 to 3.13 on the PATH"):
-            install.make_environment(tmp_path / "another")
+        with pytest.raises(InstallError, match="no Python from 3.10 to 3.13 on the PATH"):
+            environment.make_environment(tmp_path / "another")
 
     def test_disk(self, tmp_path: Path) -> None:
-        with pytest.raises(install.InstallError, match="GB free for .*1000000.0 GB needed: why"):
-            install.check_disk(tmp_path, 1e6, "why")
+        with pytest.raises(InstallError, match="GB free for .*1000000.0 GB needed: why"):
+            environment.check_disk(tmp_path, 1e6, "why")
 
     def test_mpi(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        monkeypatch.setattr(install, "WHEELS", tmp_path)
-        monkeypatch.setattr(install, "check_compilers", lambda info: None)
+        monkeypatch.setattr(wheel, "WHEELS", tmp_path)
+        monkeypatch.setattr(wheel, "check_compilers", lambda info: None)
         monkeypatch.setenv("PATH", "")
-        with pytest.raises(install.InstallError, match="apt-get install libopenmpi-dev"):
-            install.build_wheel("python", info(), "0.28.1", mpi=True)
+        with pytest.raises(InstallError, match="apt-get install libopenmpi-dev"):
+            wheel.build_wheel("python", info(), "0.28.1", mpi=True)
 
     def test_interpreter(self) -> None:
-        command = [sys.executable, "cluster/install.py", "--python", "/nowhere/python"]
+        command = [sys.executable, "-m", "cluster.install", "--python", "/nowhere/python"]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 1 and done.stdout == ""
         assert done.stderr.startswith("install: PYTHON=/nowhere/python: No such file")
@@ -163,15 +162,15 @@ class TestMissing:
 def test_a_failing_command_names_log_and_telling_lines(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(install, "LOG", tmp_path / "log")
+    monkeypatch.setattr(environment, "LOG", tmp_path / "log")
     script = "print('fine'); print('x.cc:3: error: no such header'); raise SystemExit(3)"
-    with pytest.raises(install.InstallError) as caught:
-        install.run_logged("compiling", [sys.executable, "-c", script])
+    with pytest.raises(InstallError) as caught:
+        environment.run_logged("compiling", [sys.executable, "-c", script])
     assert str(caught.value).splitlines()[0] == f"compiling failed, see {tmp_path}/log:"
     assert "x.cc:3: error: no such header" in str(caught.value) and "fine" not in str(caught.value)
 
 
 def test_done_again_it_installs_nothing() -> None:
-    command = [sys.executable, "cluster/install.py", "--python", sys.executable]
+    command = [sys.executable, "-m", "cluster.install", "--python", sys.executable]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

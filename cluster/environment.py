@@ -1,0 +1,163 @@
+"""A Python environment: made, looked into, and changed by commands whose output is logged.
+
+For cluster/install.py and cluster/wheel.py; standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LOG = ROOT / "logs" / "install.log"
+PYTHONS = ["3.13", "3.12", "3.11", "3.10"]
+
+# Run by the environment's own interpreter, in 0.1 s: nothing heavy is imported.
+PROBE = """
+import importlib.metadata as m, importlib.util, json, platform, re, sys, sysconfig
+spec = importlib.util.find_spec("torch")
+text = open(spec.origin.replace("__init__.py", "version.py")).read() if spec else ""
+cuda = re.search(r"^cuda.*= '([0-9.]+)'", text, re.M)
+print(json.dumps({
+    "python": platform.python_version(), "prefix": sys.prefix,
+    "externally_managed": sys.prefix == sys.base_prefix and __import__("os").path.exists(
+        sysconfig.get_path("stdlib") + "/EXTERNALLY-MANAGED"),
+    "site": sysconfig.get_path("purelib"), "include": sysconfig.get_path("include"),
+    "cuda": cuda and cuda[1],
+    "packages": {
+        re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version for d in m.distributions()
+    },
+}))
+"""
+
+
+class InstallError(Exception):
+    """What is missing or went wrong and what to do about it, in one line."""
+
+
+def make_environment(folder: Path) -> None:
+    """A virtual environment of the first fitting interpreter on the PATH."""
+    candidates = ["python3", *(f"python{version}" for version in PYTHONS)]
+    for name in candidates:
+        found = shutil.which(name)
+        with contextlib.suppress(InstallError):  # one that does not run, as pyenv's may
+            if found and probe(found)["python"].rsplit(".", 1)[0] in PYTHONS:
+                break
+    else:
+        raise InstallError(
+            "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv"
+        )
+    assert found
+    try:
+        result = subprocess.run([found, "-m", "venv", str(folder)], capture_output=True, text=True)
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    if result.returncode != 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        version = probe(found)["python"].rsplit(".", 1)[0]
+        if "ensurepip" in result.stdout + result.stderr:
+            raise InstallError(
+                f"{found} cannot make virtual environments: "
+                f"sudo apt-get install python3-venv (or python{version}-venv)"
+            )
+        raise InstallError(f"{found} -m venv {folder}: {last_line(result.stderr)}")
+
+
+def probe(python: str) -> dict:
+    """Version, folders and packages of an interpreter's environment."""
+    try:
+        result = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+    except OSError as error:
+        raise InstallError(f"PYTHON={python}: {error.strerror}; give an interpreter") from None
+    if result.returncode != 0:
+        raise InstallError(f"PYTHON={python} does not run: {last_line(result.stderr)}")
+    return json.loads(result.stdout)
+
+
+def check_python(info: dict) -> None:
+    version = info["python"].rsplit(".", 1)[0]
+    if version not in PYTHONS:
+        raise InstallError(
+            f"Python {info['python']} in {info['prefix']}: the pinned packages need 3.10 to 3.13; "
+            "give another with PYTHON="
+        )
+    if info["externally_managed"]:
+        raise InstallError(
+            f"{info['prefix']} belongs to the operating system, whose pip installs nothing there; "
+            "leave PYTHON= out to get a .venv here, or give the interpreter of an environment"
+        )
+
+
+def check_disk(folder: Path, gigabytes: float, why: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < gigabytes:
+        raise InstallError(
+            f"{free:.1f} GB free for {folder}, {gigabytes:.1f} GB needed: {why}; "
+            "free some, or put the checkout (or WHEELS=) on a larger disk"
+        )
+
+
+def run_logged(title: str | None, command: list[str], env: dict | None = None) -> str:
+    """Run a command with its output in the log, the time so far on the terminal; return it.
+
+    Raises:
+        InstallError: with the telling lines of the output, when the command fails.
+    """
+    started = time.monotonic()
+    terminal = sys.stdout.isatty()
+    if title:
+        print(f"  {title} ...", end="" if terminal else "\n", flush=True)
+    with LOG.open("a") as log:
+        log.write(f"\n$ {' '.join(command)}\n")
+        log.flush()
+        start = log.tell()
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=env)
+        try:
+            while True:
+                try:
+                    code = process.wait(timeout=1)
+                    break
+                except subprocess.TimeoutExpired:
+                    if title and terminal:
+                        elapsed = time.monotonic() - started
+                        print(f"\r  {title} ... {elapsed:.0f} s", end="", flush=True)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise
+    if title and terminal:
+        print(flush=True)
+    with LOG.open(errors="replace") as log:
+        log.seek(start)
+        output = log.read()
+    if code != 0:
+        raise InstallError(f"{title or Path(command[0]).name + ' ' + command[1]} failed, "
+                           f"see {shown(LOG)}:\n" + telling_lines(output))  # fmt: skip
+    return output
+
+
+def telling_lines(output: str, most: int = 8) -> str:
+    """The lines of a build's output that name an error, else its last ones."""
+    lines = [line.rstrip() for line in output.splitlines() if line.strip()]
+    telling = [line for line in lines if re.search(r"\berror\b|cannot|No space|Killed", line, re.I)]
+    return "\n".join(f"    {line[:300]}" for line in (telling or lines)[-most:])
+
+
+def last_line(text: str) -> str:
+    return (text.strip().splitlines() or ["it ended without a word"])[-1]
+
+
+def shown(path: Path) -> str:
+    """A path as short as it can be said."""
+    try:
+        return str(path.relative_to(ROOT))
+    except ValueError:
+        return str(path).replace(str(Path.home()), "~", 1)

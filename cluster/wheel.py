@@ -1,0 +1,273 @@
+"""The wheel of Horovod: its name, which says all it depends on, and its build from pip packages.
+
+Horovod asks for C++14 and C++11 where torch's headers need C++17, for a CUDA toolkit and an NCCL of
+the system, and for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941): it gets a
+compiler wrapper, settings, and folders linked together from pip's packages. Whether it gets NCCL is
+decided by torch, not by this machine: a login node without a GPU builds for the whole cluster.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import platform
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cluster.environment import InstallError, check_disk, probe, run_logged, shown
+from cluster.patches import PATCH, patch
+
+WHEELS = Path(os.environ.get("WHEELS") or "~/.cache/horovod-wheels").expanduser()
+
+# What the build needs beside torch; it lives in a throw-away environment. setuptools 82 is without
+# the pieces that Horovod's setup.py expects; the CUDA compiler is the one of torch's own CUDA 13.0.
+BUILD_TOOLS = ["setuptools<81", "wheel", "cmake", "cffi"]
+BUILD_TOOLS += ["cloudpickle", "psutil", "pyyaml", "packaging"]
+CUDA_TOOLS = [
+    "nvidia-cuda-nvcc==13.0.88",
+    "nvidia-cuda-crt==13.0.88",
+    "nvidia-nvvm==13.0.88",
+    "nvidia-cuda-cccl==13.0.85",
+]
+
+# Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need C++17.
+# Without -g, that they ask for too, the build takes 0.8 of the time and the wheel 1.5 of 21 MB.
+CXX_WRAPPER = """#!/bin/sh
+for arg do
+    shift
+    case $arg in -std=c++11|-std=c++14|-std=gnu++11|-std=gnu++14) arg=-std=c++17 ;; esac
+    set -- "$@" "$arg"
+done
+exec {cxx} "$@" -g0
+"""
+
+
+def wheel_label(info: dict) -> list[str]:
+    """What a Horovod wheel is tied to: the local part of its version, e.g.
+    torch2.11.0.cu130.nccl2.28.9. Python's and glibc's versions are in the wheel's tags."""
+    torch = info["packages"].get("torch", "none").split("+")[0]
+    if not info["cuda"]:
+        return f"torch{torch}.cpu.{PATCH}".split(".")
+    nccl = info["packages"].get(f"nvidia-nccl-cu{info['cuda'].split('.')[0]}", "none")
+    return f"torch{torch}.cu{info['cuda'].replace('.', '')}.nccl{nccl}.{PATCH}".split(".")
+
+
+def wheel_folder(info: dict) -> Path:
+    """One folder for each build of torch; requirements.txt names the one of its pin."""
+    torch = info["packages"]["torch"].split("+")[0]
+    return (
+        WHEELS / f"torch{torch}+{'cu' + info['cuda'].replace('.', '') if info['cuda'] else 'cpu'}"
+    )
+
+
+def wheel_name(info: dict, horovod: str, mpi: bool) -> str:
+    label = wheel_label(info) + ["mpi"] * mpi
+    architectures = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "")
+    label += [f"sm{architecture}" for architecture in architectures.split(",") if architecture]
+    tag = python_tag(info)
+    return f"horovod-{horovod}+{'.'.join(label)}-{tag}-{tag}-{platform_tag()}.whl"
+
+
+def python_tag(info: dict) -> str:
+    return "cp" + "".join(info["python"].split(".")[:2])
+
+
+def platform_tag() -> str:
+    """The wheel runs on this glibc and newer ones; so tagged, pip refuses it on an older one."""
+    return "manylinux_" + platform.libc_ver()[1].replace(".", "_") + "_x86_64"
+
+
+def find_wheel(info: dict, horovod: str, mpi: bool) -> Path | None:
+    wheel = wheel_folder(info) / wheel_name(info, horovod, mpi)
+    return wheel if wheel.exists() else None
+
+
+def check_compilers(info: dict) -> None:
+    for program in ("g++", "make"):
+        if shutil.which(os.environ.get("CXX", program) if program == "g++" else program) is None:
+            raise InstallError(
+                f"{program} is missing, which compiles Horovod: sudo apt-get install {program}"
+            )
+    if not has_headers(info) and shutil.which("apt-get") is None:
+        raise InstallError(no_headers(info))
+
+
+def has_headers(info: dict) -> bool:
+    return (Path(info["include"]) / "Python.h").exists()
+
+
+def no_headers(info: dict) -> str:
+    version = info["python"].rsplit(".", 1)[0]
+    return (
+        f"Python.h is missing in {info['include']}, which Horovod is compiled with: "
+        f"sudo apt-get install python{version}-dev (or python3-dev)"
+    )
+
+
+def fetch_headers(build: Path, info: dict) -> str:
+    """Python's headers from the distribution's package, unpacked, not installed: needs no root.
+
+    Returns:
+        The folders to search for headers, as the compiler's CPATH wants them.
+    """
+    version = info["python"].rsplit(".", 1)[0]
+    name = f"libpython{version}-dev"
+    command = f"cd {build} && apt-get download {name} && dpkg -x {name}_*.deb headers"
+    try:
+        run_logged(None, ["sh", "-c", command])
+    except InstallError:
+        raise InstallError(no_headers(info)) from None
+    return f"{build}/headers/usr/include/python{version}:{build}/headers/usr/include"
+
+
+def build_jobs() -> int:
+    """As many compilers at once as there are cores and memory for (1.5 GB each)."""
+    meminfo = Path("/proc/meminfo").read_text()
+    available = int(re.search(r"MemAvailable:\s+(\d+)", meminfo)[1]) / 1e6  # type: ignore[index]
+    if available < 1.5:
+        raise InstallError(
+            f"{available:.1f} GB of memory available, 1.5 GB needed to compile Horovod: "
+            "end other programs, or build on another host that shares this home"
+        )
+    return max(1, min(len(os.sched_getaffinity(0)), int(available / 1.5)))
+
+
+@contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """One build of the same wheel at a time; a second one waits, and then finds it done."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print("  another installation builds Horovod; waiting for it", flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
+    """Compile Horovod in a throw-away environment that sees the torch of `python`'s."""
+    folder = wheel_folder(info)
+    check_compilers(info)
+    check_disk(folder, 0.1, "the wheel is kept there")
+    check_disk(Path(tempfile.gettempdir()), 2, "the build of Horovod takes 1.5 GB while it runs")
+    if mpi and shutil.which("mpicxx") is None:
+        raise InstallError(
+            "MPI=1: mpicxx is missing: sudo apt-get install libopenmpi-dev openmpi-bin"
+        )
+    if info["cuda"] and not info["cuda"].startswith("13.0"):
+        raise InstallError(
+            f"torch in {info['prefix']} is built for CUDA {info['cuda']}; the compiler pinned in "
+            f"{shown(Path(__file__))} is for 13.0: install the torch of requirements.txt"
+        )
+    jobs = build_jobs()
+    with locked(folder / ".lock"), tempfile.TemporaryDirectory(prefix="horovod-") as temporary:
+        if wheel := find_wheel(info, horovod, mpi):
+            return wheel
+        build = Path(temporary)
+        build_python = str(build / "env" / "bin" / "python")
+        run_logged("the tools that build Horovod", [python, "-m", "venv", str(build / "env")])
+        site = Path(probe(build_python)["site"])
+        (site / "torch-of-the-environment.pth").write_text(info["site"] + "\n")
+        pip = [build_python, "-m", "pip"]
+        tools = BUILD_TOOLS + (CUDA_TOOLS if info["cuda"] else [])
+        run_logged(None, [*pip, "install", "--ignore-installed", *tools])
+
+        environment = build_settings(build, site, info, mpi, jobs)
+        if not has_headers(info):
+            environment["CPATH"] = fetch_headers(build, info)
+        run_logged(None, [
+            *pip, "download", "--no-cache-dir", "--no-deps", "--no-build-isolation",
+            "--no-binary=horovod", "--dest", str(build), f"horovod=={horovod}",
+        ])  # fmt: skip
+        source = build / f"horovod-{horovod}"
+        shutil.unpack_archive(f"{source}.tar.gz", build)
+        patch(source)
+        name = wheel_name(info, horovod, mpi)
+        environment["HOROVOD_LOCAL_VERSION"] = name.split("-")[1].partition("+")[2]
+        with_what = ", ".join(["Gloo"] + ["NCCL"] * bool(info["cuda"]) + ["MPI"] * mpi)
+        run_logged(
+            f"Horovod {horovod} with {with_what}, {jobs} compilers: about {4 if jobs < 4 else 2} "
+            "minutes, once for this user",
+            [*pip, "wheel", "-v", "--no-cache-dir", "--no-deps", "--no-build-isolation",
+             "--wheel-dir", str(build), str(source)],
+            environment,
+        )  # fmt: skip
+        staged = folder / f".{name}.{os.getpid()}"
+        shutil.move(build / name, staged)
+        staged.rename(folder / name)
+    return folder / name
+
+
+def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) -> dict[str, str]:
+    """The environment variables of Horovod's build."""
+    compiler = build / "c++17"
+    compiler.write_text(CXX_WRAPPER.format(cxx=os.environ.get("CXX", "g++")))
+    compiler.chmod(0o755)
+    wheel_settings = build / "wheel.cfg"
+    wheel_settings.write_text(f"[bdist_wheel]\nplat_name = {platform_tag()}\n")
+    settings = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")},
+        "PATH": f"{build}/env/bin:{os.environ['PATH']}",
+        "CXX": str(compiler),
+        "MAKEFLAGS": f"-j{jobs}",
+        "CMAKE_POLICY_VERSION_MINIMUM": "3.5",
+        "DIST_EXTRA_CONFIG": str(wheel_settings),
+        "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_TENSORFLOW": "1",
+        "HOROVOD_WITHOUT_MXNET": "1",
+        "HOROVOD_WITH_GLOO": "1",
+        "HOROVOD_WITH_MPI" if mpi else "HOROVOD_WITHOUT_MPI": "1",
+    }
+    if info["cuda"]:
+        cuda, nccl = stage_cuda(build, site, Path(info["site"]))
+        settings.update({
+            "PATH": f"{cuda}/bin:{settings['PATH']}",
+            "CUDA_HOME": str(cuda),
+            "CUDACXX": f"{cuda}/bin/nvcc",
+            "LIBRARY_PATH": f"{cuda}/lib64",
+            "NVCC_APPEND_FLAGS": "-std=c++17",
+            "HOROVOD_CUDA_HOME": str(cuda),
+            "HOROVOD_GPU_OPERATIONS": "NCCL",
+            "HOROVOD_NCCL_LINK": "SHARED",
+            "HOROVOD_NCCL_HOME": str(nccl),
+        })  # fmt: skip
+        if "HOROVOD_BUILD_CUDA_CC_LIST" in os.environ:
+            settings["HOROVOD_BUILD_CUDA_CC_LIST"] = os.environ["HOROVOD_BUILD_CUDA_CC_LIST"]
+    return settings
+
+
+def stage_cuda(build: Path, tools: Path, packages: Path) -> tuple[Path, Path]:
+    """CUDA's and NCCL's folders as a compiler expects them, linked together from pip's packages.
+
+    Args:
+        build: the folder to make them in.
+        tools: site-packages with nvcc, its headers and nvvm.
+        packages: site-packages of torch, with the CUDA runtime and NCCL.
+    """
+    cuda, nccl = build / "cuda", build / "nccl"
+    for folder in (cuda / "bin", cuda / "include", cuda / "lib64", nccl / "lib"):
+        folder.mkdir(parents=True)
+    for source in (packages / "nvidia" / "cu13", tools / "nvidia" / "cu13"):
+        link_tree(source / "include", cuda / "include")
+        link_tree(source / "bin", cuda / "bin")
+        link_tree(source / "lib", cuda / "lib64")
+        link_tree(source / "nvvm", cuda / "nvvm")
+    (cuda / "lib64" / "libcudart.so").symlink_to("libcudart.so.13")
+    (nccl / "include").symlink_to(packages / "nvidia" / "nccl" / "include")
+    (nccl / "lib" / "libnccl.so").symlink_to(packages / "nvidia" / "nccl" / "lib" / "libnccl.so.2")
+    return cuda, nccl
+
+
+def link_tree(source: Path, target: Path) -> None:
+    """Link every file of `source` to the same place in `target`."""
+    for file in source.rglob("*"):
+        if not file.is_dir():
+            place = target / file.relative_to(source)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            if not place.exists():
+                place.symlink_to(file)

@@ -103,6 +103,9 @@ def main() -> int:
     except OSError as error:
         refuse(f"{error.filename}: {error.strerror}")
     print(f"new     {folder}: {count} files, one commit")
+    if untracked := _git("ls-files", "--others", "--exclude-standard", where=ROOT).splitlines():
+        more = f" and {len(untracked) - 3} more" if len(untracked) > 3 else ""
+        print(f"left    what git does not track: {', '.join(untracked[:3])}{more}")
     print("next    there: make train; your model and data as its README says")
     return 0
 

@@ -30,7 +30,11 @@ from runs.refusal import Refusal, launched_rank, refuse
 
 CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
-FOLDERS = ("log_dir", "data_dir")
+NEEDED = ("data_dir", "data.batch_size", "log_dir", "seed")  # where conf/ may not say null
+LEAST = {
+    "data.batch_size": 1, "model.lr": 0, "seed": 0, "trainer.accumulate_grad_batches": 1,
+    "trainer.gradient_clip_val": 0,
+}  # fmt: skip
 CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
 # ${rank:} in a file: for what each rank writes for itself.
 OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
@@ -127,12 +131,12 @@ def _check_value(override: Override, config: DictConfig) -> None:
         parent, node = node, node._get_node(part)
         if not isinstance(node, DictConfig):
             node = OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
-    if key == "data.batch_size" and (value is None or (isinstance(value, int) and value < 1)):
-        raise Refusal(f"{key}={value}: a batch has at least 1 sample; it is counted a process")
+    if isinstance(value, (int, float)) and value < LEAST.get(key, value):
+        raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:
         raise Refusal(f"{key}={value}: there are: {', '.join(CHOICES[key])}")
-    if value is None and key in FOLDERS:
-        raise Refusal(f"{key}=null: a folder is needed there")
+    if value is None and key in NEEDED:
+        raise Refusal(f"{key}=null: a value is needed there, like {_shown(node)}")
     if override.is_delete() or value is None or (isinstance(value, str) and "${" in value):
         return
     wanted = _expected(node, value)

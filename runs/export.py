@@ -31,6 +31,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
 
@@ -151,8 +152,11 @@ def export(checkpoint: Path, kind: str) -> str:
     """Write the file beside the checkpoint; what to print of it."""
     lacking = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]
     if lacking:
-        raise Refusal(f"format {kind} needs {' '.join(lacking)}: pip install {' '.join(lacking)}")
+        pip = f"{sys.executable} -m pip install {' '.join(lacking)}"
+        raise Refusal(f"format {kind} needs {' '.join(lacking)}: {pip}")
     model, example = load(checkpoint)
+    if not is_overridden("forward", model):
+        raise Refusal(f"{type(model).__name__} has no forward, which is what is exported")
     content, made = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
     any_batch = compare(model, made, example)
     file = checkpoint.with_suffix(f".{kind}")

@@ -210,13 +210,21 @@ class Report(pl.Callback):
                     print(f"stopped early: {callback.monitor} {told}", flush=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.config.ckpt_path and trainer.is_global_zero and not self.started:
-            print(
-                f"nothing was trained: the checkpoint has {trainer.current_epoch} of "
-                f"{trainer.max_epochs} epochs, {trainer.global_step} steps; to go on give a larger "
-                "trainer.max_epochs, or max_steps where that ended it",
-                flush=True,
+        if self.started or not trainer.is_global_zero:
+            return
+        if self.config.ckpt_path:
+            why = (
+                f"the checkpoint has {trainer.current_epoch} of {trainer.max_epochs} epochs, "
+                f"{trainer.global_step} steps; to go on give a larger trainer.max_epochs, or "
+                "max_steps where that ended it"
             )
+        else:
+            why = (
+                f"trainer.max_epochs is {trainer.max_epochs}, max_steps {trainer.max_steps}, "
+                f"limit_train_batches {trainer.limit_train_batches}; the weights are those that "
+                "the model began with"
+            )
+        print(f"nothing was trained: {why}", flush=True)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics |= _plain(trainer.callback_metrics)

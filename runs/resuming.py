@@ -37,7 +37,15 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Has the patience that it is given now. Lightning's takes that of the checkpoint."""
+    """Has the patience that it is given now; Lightning's takes that of the checkpoint. And it says
+    so where there is no validation that it could stop after."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self._check_on_train_epoch_end and not sum(trainer.num_val_batches):
+            rank_zero_warn(
+                f"nothing is validated, so {self.monitor} stops nothing: ~callbacks.early_stopping "
+                "leaves it out"
+            )
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})

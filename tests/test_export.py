@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from models.classifier import Classifier
 from runs import export
 from runs.config import CONF
 from runs.refusal import Refusal
@@ -78,9 +79,12 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(Refusal, match="there is no such file"):
         export.export(tmp_path / "none.ckpt", "pt2")
     checkpoint, _ = trained(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="has no forward"):
+        patch.delattr(Classifier, "forward")
+        export.export(checkpoint, "pt2")
     (tmp_path / ".hydra" / "config.yaml").unlink()
     with pytest.raises(Refusal, match="no run's folder"):
         export.export(checkpoint, "pt2")
     monkeypatch.setattr(export, "FORMATS", {"onnx": ["no_such_package"]})
-    with pytest.raises(Refusal, match="pip install no_such_package"):
+    with pytest.raises(Refusal, match="python -m pip install no_such_package"):
         export.export(checkpoint, "onnx")

@@ -82,6 +82,18 @@ def test_refused(name: str, folder: str, message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_git_does_not_track_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(new, "new", lambda name, folder: 3)
+    monkeypatch.setattr(new, "_git", lambda *command, where: "a b.py\nc.py\nd.py\ne.py\n")
+    monkeypatch.setattr("sys.argv", ["new.py", "mine"])
+    assert new.main() == 0
+    assert (
+        "left    what git does not track: a b.py, c.py, d.py and 1 more" in capsys.readouterr().out
+    )
+
+
 def test_nothing_is_left_when_git_does_not_know_who_commits(tmp_path: Path) -> None:
     nobody = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
               "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "user.useConfigOnly",

@@ -314,12 +314,15 @@ def test_what_was_done_before_a_failure_is_told(
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 
-def train(folder: Path, *callbacks: Callback, ckpt_path: str | None = None) -> Report:
+def train(
+    folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1
+) -> Report:
     config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x"})
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     trainer = Trainer(
         accelerator="cpu", logger=CSVLogger(folder, name="", version=""), log_every_n_steps=1,
-        enable_model_summary=False, callbacks=[report, Progress(), *callbacks], max_epochs=1,
+        enable_model_summary=False, callbacks=[report, Progress(), *callbacks],
+        max_epochs=max_epochs,
     )  # fmt: skip
     trainer.fit(Times(), DataLoader(torch.ones(20), batch_size=2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     return report
@@ -350,6 +353,9 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
     told = capsys.readouterr().out
     assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in told
+    train(tmp_path / "third", max_epochs=0)
+    told = capsys.readouterr().out
+    assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in told
 
 
 class Loses(Times):
@@ -390,6 +396,12 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     worse.unlink()
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:
+    stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing"):
+        train(tmp_path, stop)
 
 
 def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class TestWhatIsTried:
             (["model.lr=0.1,fast"], None, "model.lr=fast: a number is expected"),
             (["seed=1,2", "model.lrr=1"], None, "model has no key 'lrr'.*did you mean lr"),
             (["model=classifier,denoisr"], None, "no conf/model/denoisr.yaml"),
-            (["data.batch_size=int(interval(0,9))"], 2, "a batch has at least 1 sample"),
+            (["data.batch_size=int(interval(0,9))"], 2, "at least 1 is needed there"),
             (["model.lr=interval(0.1,1)"], None, "model.lr.*how many trials to draw, TRIALS=20"),
             (["model.lr=tag(log,interval(0,1))"], 2, "model.lr: a logarithmic interval begins"),
             (["model.lr=interval(2,1)"], 2, "model.lr: the interval begins above its end"),

@@ -7,6 +7,11 @@ ifneq ($(origin NP),undefined)
     $(error NP=$(NP): give a number of processes, as NP=2)
   endif
 endif
+# A list may be written with blanks after its commas.
+COMMA := ,
+ifdef HOSTS
+  override HOSTS := $(subst $(COMMA) ,$(COMMA),$(HOSTS))
+endif
 # Sizes and hosts of make bench: as given, before they get their defaults.
 SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile $(HOSTFILE)) $(if $(HOSTS),-H $(HOSTS))
 ONE_SIZE = $(if $(word 2,$(NP)),$(error NP="$(NP)": give one number of processes; several are for make bench))

@@ -413,6 +413,13 @@ class TestMistakes:
         done = run(["make", "--eval=probe:;@env", "probe", f"PYTHON={sys.executable}"], RANK="0")
         assert done.returncode == 0 and "RANK=" not in done.stdout
 
+    @pytest.mark.parametrize(
+        "where", [["make", "HOSTS=a:1, b:2"], ["env", "HOSTS=a:1, b:2", "make"]]
+    )
+    def test_make_takes_hosts_with_blanks_between(self, where: list[str]) -> None:
+        done = run([*where, "-n", "hello"])
+        assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
+
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         started = time.monotonic()
         make = ["make", "train", f"PYTHON={sys.executable}"]

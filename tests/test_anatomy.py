@@ -290,6 +290,7 @@ def thin_link(folder: str) -> None:
     (Path(folder) / f"{RANK}.json").write_text(json.dumps(found(model)))
 
 
+@pytest.mark.slow
 def test_a_thin_link_is_named(tmp_path: Path) -> None:
     """9 MB of gradients over 200 Mbit/s."""
     if problem := testbed.missing():

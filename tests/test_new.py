@@ -59,6 +59,10 @@ def test_it_works(copy: Path, tmp_path: Path) -> None:
     job = [sys.executable, "template.py", "trainer.fast_dev_run=true", f"log_dir={tmp_path}"]
     done = run(job, cwd=copy)
     assert done.returncode == 0 and "test/acc" in done.stdout, done.stdout
+
+
+@pytest.mark.slow
+def test_its_tests_pass(copy: Path) -> None:
     tests = ["tests/test_config.py", "tests/test_conf.py", "tests/test_readme.py"]
     tests += ["tests/test_scaling.py"]
     cheap = "test_config or begins_with or can_be_made or exist or short or links or newest"

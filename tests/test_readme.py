@@ -100,6 +100,7 @@ def test_the_chapter_on_many_hosts(copy: Path) -> None:
     assert "stopped" in run(["make", "status"], cwd=copy).stdout
 
 
+@pytest.mark.slow
 def test_the_new_files_are_found_by_the_tests(copy: Path) -> None:
     done = run([".venv/bin/python", "-m", "pytest", "tests/test_conf.py", "-k", "each"], cwd=copy)
     assert done.returncode == 0, done.stdout

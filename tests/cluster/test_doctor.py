@@ -139,6 +139,7 @@ def program(file: Path, script: str) -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
     """GPUs, interface, memory, disk and limits."""
     smi = program(tmp_path / "bin" / "nvidia-smi", """

@@ -136,7 +136,7 @@ def finished(
     return output.read_text()
 
 
-@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+@pytest.mark.parametrize("strategy", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -> None:
     """Two tasks on each of two nodes, without any ssh."""
     host, environment = slurm

@@ -217,9 +217,12 @@ class Agent:
                 if pid not in self._ranks:
                     continue
                 rank = self._ranks[pid]
-                # What it printed last comes before its end, also where children hold its pipes.
+                # What it printed last comes before its end. That is what the pipe holds, which is
+                # read at once, and its end; children that hold the pipe may print for ever.
                 for key in list(selector.get_map().values()):
-                    while key.data[0] == rank and _readable(key.fd):
+                    for _ in range(2):
+                        if key.data[0] != rank or not _readable(key.fd):
+                            break
                         if not self._pass_on(key, selector):
                             break
                 del self._ranks[pid]

@@ -30,7 +30,7 @@ from typing import Any
 
 from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files
 from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks
-from cluster.record import Record
+from cluster.record import Record, fail
 from cluster.rendezvous import Rendezvous, own_address
 from cluster.ssh import NO_FOLDER, explain
 
@@ -322,7 +322,7 @@ def _told(code: int) -> str:
         return "ended as another rank did"
     if code >= 0:
         return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
     return f"was killed by {name}" + (" (out of memory? dmesg tells)" if code == -9 else "")
 
 
@@ -353,6 +353,8 @@ def main() -> int:
             return Job(members, arguments.command, record, seconds).run()
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
+        if arguments.record:
+            fail(arguments.record, str(error))
         return 2
     except KeyboardInterrupt:
         return 130

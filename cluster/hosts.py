@@ -14,6 +14,7 @@ All is checked before any ssh is started. One source for sync, doctor, launch an
 from __future__ import annotations
 
 import argparse
+import base64
 import contextlib
 import functools
 import os
@@ -121,7 +122,9 @@ class Host:
             return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
         if shutil.which("ssh") is None:
             raise Refusal("ssh is missing here: sudo apt-get install openssh-client")
-        # Whatever the login shell there is, it is sh that reads the script.
+        # Whatever the login shell there is, it is sh that reads the script; csh takes no newline.
+        if "\n" in script:
+            script = f'eval "$(echo {base64.b64encode(script.encode()).decode()} | base64 -d)"'
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
 
 
@@ -151,6 +154,7 @@ def read(file: Path) -> list[Host]:
     where = f"HOSTFILE={file}"
     try:
         content = yaml.safe_load(file.read_text())
+        written = yaml.load(file.read_text(), yaml.BaseLoader)  # "on" and "010", not true and 8
     except OSError as error:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -162,7 +166,8 @@ def read(file: Path) -> list[Host]:
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
     _refuse_twice(file, where)
-    return _checked([_host(str(name), of, file) for name, of in hosts.items()], where)
+    found = zip(hosts.items(), written["hosts"].values())
+    return _checked([_host(str(name), of, words, file) for (name, of), words in found], where)
 
 
 def _refuse_twice(file: Path, where: str) -> None:
@@ -176,7 +181,8 @@ def _refuse_twice(file: Path, where: str) -> None:
                     raise Refusal(f"{where}: {name} is there twice: add up its slots")
 
 
-def _host(name: str, of: Any, file: Path) -> Host:
+def _host(name: str, of: Any, words: Any, file: Path) -> Host:
+    """Of an entry as YAML reads it; `words` is the same as it is written."""
     kinds: dict[str, Any] = {
         "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
     }  # fmt: skip
@@ -208,9 +214,12 @@ def _host(name: str, of: Any, file: Path) -> Host:
     for option in of.get("ssh", []):
         if not isinstance(option, str) or not re.fullmatch(r"\w+[= ].+", option):
             raise Refusal(f"{where}: ssh: '{option}' is no option: write as ProxyJump=login")
-    for variable in env:
+    for variable, value in env.items():
         if not isinstance(variable, str) or not VARIABLE.fullmatch(variable):
             raise Refusal(f"{where}: env: '{variable}' is no name of a variable")
+        env[variable] = words.get("env", {}).get(variable, value)
+        if not isinstance(env[variable], str):
+            raise Refusal(f"{where}: env: {variable}={value} is no text: put it in quotes")
     return Host(
         name,
         slots,
@@ -219,7 +228,7 @@ def _host(name: str, of: Any, file: Path) -> Host:
         of.get("user"),
         of.get("port"),
         tuple(of.get("ssh", [])),
-        {variable: str(value) for variable, value in env.items()},
+        env,
         file,
     )
 

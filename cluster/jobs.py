@@ -34,6 +34,8 @@ END_SECONDS = 7  # after the time for a checkpoint, until all processes on all h
 
 def launch(arguments: argparse.Namespace) -> int:
     """Start the job in a session of its own, and return."""
+    if not arguments.command:
+        raise Refusal("the command is missing, as python template.py")
     start = _start(arguments.at)
     hosts = chosen(arguments)
     members = ranks(hosts, arguments.np)  # to refuse here what cannot run
@@ -92,7 +94,9 @@ def _start(at: str) -> datetime.datetime | None:
             clock = datetime.datetime.strptime(at, "%H:%M").time()
             start = datetime.datetime.combine(now.date(), clock)
             return start if start > now else start + datetime.timedelta(days=1)
-        start = datetime.datetime.fromisoformat(at).replace(tzinfo=None)
+        start = datetime.datetime.fromisoformat(at)
+        if start.tzinfo:
+            start = start.astimezone().replace(tzinfo=None)
         if start > now:
             return start
         raise Refusal(f"AT={at} is past; now it is {now.isoformat(' ', 'minutes')}")

@@ -89,7 +89,7 @@ def tell(
 def main() -> None:
     job = json.load(sys.stdin)
     sys.argv = sys.argv[1:]
-    script = sys.argv[0]
+    script = os.path.join(os.getcwd(), sys.argv[0])  # as the interpreter does for __file__
     source = Path(script).read_bytes()
     sys.path[0] = str(Path(script).resolve().parent)
     for name in ("cluster", "cluster.agent"):  # the script may have a package of that name

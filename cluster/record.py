@@ -83,7 +83,8 @@ class Record:
             "birth": birth(os.getpid()),
             "began": datetime.datetime.now().isoformat(timespec="seconds"),
         }
-        self.update(state="starting")
+        self._state["state"] = "starting"
+        write(self.folder, self._state)
 
     def __enter__(self) -> Record:
         return self
@@ -93,7 +94,8 @@ class Record:
         traceback: TracebackType | None,
     ) -> None:  # fmt: skip
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # a full disk
+                file.close()
         if not self._detached:
             (self.folder / "run.json").unlink(missing_ok=True)
             with contextlib.suppress(OSError):  # other runs, or logs, are there
@@ -107,20 +109,31 @@ class Record:
         self._state |= what
         if self._state["state"] not in ALIVE:
             self._state["ended"] = datetime.datetime.now().isoformat(timespec="seconds")
-        write(self.folder, self._state)
+        with contextlib.suppress(OSError):  # a full disk
+            write(self.folder, self._state)
 
     def line(self, rank: int, stream: str, line: str) -> None:
-        """Something that a rank printed."""
+        """Something that a rank printed. A job goes on where it cannot be written."""
         if not self._detached:
             out = sys.stdout if stream == "stdout" else sys.stderr
             with contextlib.suppress(OSError):  # who read it may be gone: `| tee`, a terminal
                 print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
             return
-        if rank not in self._files:
-            # Open for the whole run; one line, one write, so that it can be followed.
-            file = self.folder / f"rank-{rank}.log"
-            self._files[rank] = file.open("a", buffering=1, encoding="utf-8")
-        print(line, file=self._files[rank])
+        with contextlib.suppress(OSError):  # a full disk
+            if rank not in self._files:
+                # Open for the whole run; one line, one write, so that it can be followed.
+                file = self.folder / f"rank-{rank}.log"
+                self._files[rank] = file.open("a", buffering=1, encoding="utf-8")
+            print(line, file=self._files[rank])
+
+
+def fail(folder: Path, reason: str) -> None:
+    """A detached run that was refused when its time came, before it had a Record."""
+    with contextlib.suppress(OSError):
+        state = json.loads((folder / "run.json").read_text())
+        if state["state"] in ALIVE:
+            now = datetime.datetime.now().isoformat(timespec="seconds")
+            write(folder, state | {"state": "failed", "reason": reason, "ended": now})
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:

@@ -113,8 +113,9 @@ def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[
     ssh = shlex.join(["ssh", *host.ssh_options()[1:]])
     path = shlex.quote(str(folder))
     there = "rsync" if dry_run else f"mkdir -p {path} && rsync"
+    # -s: rsync before 3.2.4 has the path split at its blanks there, and deletes in a part of it.
     done = _run([
-        "rsync", "-az", "--delete", "--out-format=%i %n", f"--rsync-path={there}", "-e", ssh,
+        "rsync", "-azs", "--delete", "--out-format=%i %n", f"--rsync-path={there}", "-e", ssh,
         *options, *(["--dry-run"] if dry_run else []), f"{folder}/", f"{target}:{folder}/",
     ], host)  # fmt: skip
     changes: dict[str, list[str]] = {"+": [], "*": [], "-": []}

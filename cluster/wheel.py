@@ -12,6 +12,7 @@ import fcntl
 import os
 import platform
 import re
+import shlex
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -87,10 +88,11 @@ def find_wheel(info: dict, horovod: str, mpi: bool) -> Path | None:
 
 
 def check_compilers(info: dict) -> None:
-    for program in ("g++", "make"):
-        if shutil.which(os.environ.get("CXX", program) if program == "g++" else program) is None:
+    for program in (os.environ.get("CXX", "g++"), "make"):  # CXX="ccache g++"
+        if shutil.which(shlex.split(program)[0]) is None:
+            package = "make" if program == "make" else "g++"
             raise InstallError(
-                f"{program} is missing, which compiles Horovod: sudo apt-get install {program}"
+                f"{program} is missing, which compiles Horovod: sudo apt-get install {package}"
             )
     if not has_headers(info) and shutil.which("apt-get") is None:
         raise InstallError(no_headers(info))

@@ -305,6 +305,14 @@ MUTATIONS = [
         "        allow_files()\n", "", "files_as_may_be_open", "cluster/test_jobs", "cluster",
     ),
     Mutation(
+        "a path is split at its blanks on other hosts", "sync.py",
+        '"-azs"', '"-az"', "path_with_blanks", "cluster/test_sync", "cluster",
+    ),
+    Mutation(
+        "what a rank leaves behind is read to its end", "agent.py",
+        "for _ in range(2):", "while True:", "ends_that_are_rare", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
         "tokens are forwarded", "horovodrun.py",
         "name.startswith(FORWARDED) and not any(word in name for word in SECRET)", "True",
         "listed_variables", "cluster/test_hosts", "cluster",

@@ -112,6 +112,19 @@ class TestMissing:
         with pytest.raises(InstallError, match=expected.replace("g++", "g..")):
             wheel.check_compilers(info())
 
+    def test_a_compiler_of_several_words(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        monkeypatch.setenv("CXX", "ccache -v g++")
+        monkeypatch.setenv("PATH", str(tmp_path))
+        with pytest.raises(InstallError, match=r"ccache -v g\+\+ is missing"):
+            wheel.check_compilers(info())
+        for program in ("ccache", "make"):
+            (tmp_path / program).write_text("#!/bin/sh\n")
+            (tmp_path / program).chmod(0o755)
+        with pytest.raises(InstallError, match="Python.h is missing"):  # which comes next
+            wheel.check_compilers(info())
+
     def test_headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(environment, "LOG", tmp_path / "log")
         with pytest.raises(InstallError, match=r"Python\.h .*apt-get install python3.99-dev"):

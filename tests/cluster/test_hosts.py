@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import http.client
 import os
+import shutil
 import socket
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -61,6 +63,12 @@ class TestFile:
         assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == ["1", "7", None]
         assert [place.get("A") for place in places] == [None, None, "1"]
 
+    def test_variables_are_as_they_are_written(self, tmp_path: Path) -> None:
+        env = "{A: on, B: , C: 010, E: 1_000, F: 12:30, G: 'x y', H: 1.50}"
+        (host,) = read(self.file(tmp_path, f"hosts: {{node1: {{slots: 1, env: {env}}}}}"))
+        written = {"A": "on", "B": "", "C": "010", "E": "1_000", "F": "12:30"}
+        assert host.env == {**written, "G": "x y", "H": "1.50"}
+
     @pytest.mark.parametrize(
         ("text", "words"),
         [
@@ -73,6 +81,7 @@ class TestFile:
             ("hosts: {node1: {slots: 1, port: 99999}}", "is no port"),
             ("hosts: {node1: {slots: 1, ssh: [yes]}}", "is no option"),
             ("hosts: {node1: {slots: 1, env: {'a b': 1}}}", "no name of a variable"),
+            ("hosts: {node1: {slots: 1, env: {A: [1]}}}", "env: A=[1] is no text"),
             ("hosts: {'-oX': {slots: 1}}", "no name of a host"),
             ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "node1 is there twice"),
             ("hosts: {", "no YAML in line"),
@@ -119,6 +128,20 @@ def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Host("localhost", 1).is_here
     with pytest.raises(Refusal, match="ssh is missing here: sudo apt-get install openssh-client"):
         Host("192.0.2.1", 1).command("true")
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
+def test_any_login_shell_runs_a_script_of_lines(
+    shell: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sshd starts it. csh takes no newline within quotes."""
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    line = Host("192.0.2.1", 1).command('read name\necho "it\'s\n$name!" `echo a`\nexit 3')[-1]
+    assert "\n" not in line
+    if shutil.which(shell) is None:
+        pytest.skip(f"there is no {shell}")
+    done = subprocess.run([shell, "-c", line], input="Ada\n", capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (3, "it's\nAda! a\n", "")
 
 
 def test_only_listed_variables_leave_this_host() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import resource
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster import testbed
+from cluster import jobs, testbed
 from cluster.record import birth
 from tests.cluster.conftest import NICS, PYTHON, made
 from tests.conftest import HOROVODRUN, ROOT, run
@@ -94,7 +95,7 @@ class TestStart:
             losses.append(summary["metrics"]["test/loss"])
         assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
-    @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+    @pytest.mark.parametrize("strategy", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
     def test_hosts_whose_interfaces_have_other_names(
         self, odd_hosts: list[testbed.Host], strategy: str, tmp_path: Path
     ) -> None:
@@ -229,6 +230,22 @@ class TestEnd:
         assert done.returncode == 7
         assert "rank 3 on node2 ended with exit code 7" in done.stdout
 
+    @pytest.mark.parametrize(
+        ("line", "status", "words"),
+        [
+            # What a rank leaves behind keeps its pipe, and the agent, busy.
+            ("yes & exit 3", 3, "rank 0 on localhost ended with exit code 3"),
+            ("kill -40 $$", 128 + 40, "rank 0 on localhost was killed by signal 40"),
+        ],
+    )
+    def test_ends_that_are_rare(self, line: str, status: int, words: str, tmp_path: Path) -> None:
+        script = f"[ $HOROVOD_RANK = 1 ] && exec sleep 1000; {line}"
+        command = horovodrun("-H", "localhost:2", "sh", "-c", script)
+        with open(tmp_path / "log", "w") as log:
+            done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=60)
+        told = (tmp_path / "log").read_bytes()[-1000:].decode()
+        assert done.returncode == status and words in told, told
+
     def test_a_rank_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)
@@ -310,6 +327,14 @@ class TestEnd:
         assert (done.returncode, done.stdout) == (0, "[0]<stdout>:Stra?e\n")
         assert run(horovodrun("--record", str(tmp_path), *printing), **ascii_only).returncode == 0
         assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
+
+    def test_a_disk_that_is_full(self, tmp_path: Path) -> None:
+        """The job goes on; what it would print is lost."""
+        (tmp_path / "rank-0.log").symlink_to("/dev/full")
+        line = ["sh", "-c", "echo lost; sleep 1; echo lost; exit $HOROVOD_RANK"]
+        done = run(horovodrun("--record", str(tmp_path), "-H", "localhost:1", *line))
+        assert done.returncode == 0, done.stdout
+        assert json.loads((tmp_path / "run.json").read_text())["state"] == "done"
 
     def test_ranks_that_do_not_listen(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN))
@@ -437,9 +462,29 @@ class TestDetached:
         assert stopped.returncode == 0
         state = self.state(on, hosts[0], project, run_id)
         assert state["state"] == "stopped" and birth(state["pid"]) is None
+        zone = datetime.timezone(datetime.timedelta(hours=9))
+        there = datetime.datetime(2999, 1, 1, 2, tzinfo=zone)
+        assert jobs._start("2999-01-01T02:00+09:00") == there.astimezone().replace(tzinfo=None)
         for at, words in (("25:00", "write a time as 02:00"), ("2001-01-01 02:00", "is past")):
             done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
             assert done.returncode == 2 and words in done.stdout
+
+    def test_what_is_refused_when_its_time_comes_is_told(
+        self, on: On, hosts: list[testbed.Host], project: Path
+    ) -> None:
+        done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1", cwd=project)
+        assert done.returncode == 2 and "the command is missing" in done.stdout
+        file = project / "hosts.yaml"
+        file.write_text("hosts: {node1: 1}")
+        soon = (datetime.datetime.now() + datetime.timedelta(seconds=8)).isoformat()
+        where = ["--at", soon, "--hostfile", str(file)]
+        run_id = self.launch(on, hosts[0], project, *where, "true")
+        file.unlink()
+        deadline = time.monotonic() + 60
+        while (state := self.state(on, hosts[0], project, run_id))["state"] == "waiting":
+            assert time.monotonic() < deadline
+            time.sleep(0.5)
+        assert state["state"] == "failed" and "No such file" in state["reason"], state
 
     def test_a_killed_launcher_is_told(
         self, on: On, hosts: list[testbed.Host], project: Path

@@ -128,6 +128,16 @@ def test_a_rank_sees_what_it_would_see_alone(script: Path) -> None:
     assert seen[0] == seen[1]
 
 
+def test_a_relative_path_becomes_absolute_as_without(script: Path) -> None:
+    relative = os.path.relpath(script, ROOT)
+    command = [relative if word == str(script) else word for word in launched(script)]
+    seen = [told(run(command, PRELOAD=preload).stdout) for preload in ("1", "0")]
+    assert [len(ranks) for ranks in seen] == [3, 3]
+    for one, other in zip(*seen):
+        assert (one["file"], one["argv"]) == (other["file"], other["argv"])
+        assert os.path.isabs(one["file"]) and not os.path.isabs(one["argv"][0])
+
+
 def test_after_a_thread_ranks_import_for_themselves(script: Path) -> None:
     script.with_name("planted.py").write_text(THREAD)
     done = run(launched(script))

@@ -89,6 +89,22 @@ def test_what_is_no_checkout_is_left_alone(
     assert files(other) == {"thesis.tex": b"years of work"}
 
 
+def test_a_path_with_blanks(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """Where rsync is older than 3.2.4, as it can be told to behave."""
+    here = project.rename(project.with_name("my project"))
+    other = tmp_path / "theirs" / "my"
+    other.mkdir()
+    (other / "thesis.tex").write_text("years of work")
+    for _ in range(2):
+        done = on(apart[0], "cluster.sync", "-H", "node2", cwd=here, RSYNC_OLD_ARGS="1")
+        assert done.returncode == 0, done.stdout
+    assert "node2         the same" in done.stdout
+    assert files(other) == {"thesis.tex": b"years of work"}
+    assert files(tmp_path / "theirs" / "my project") == files(here)
+
+
 def test_a_shared_file_system(on: On, hosts: list[testbed.Host], project: Path) -> None:
     done = on(hosts[0], "cluster.sync", "-H", "node1,node2", "--env", cwd=project)
     assert done.returncode == 0 and "node2         shares this file system" in done.stdout

@@ -149,6 +149,7 @@ bench-readme: dev-environment ## write the README's table from the newest result
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
+	@$(if $(HOSTFILE),$(error HOSTFILE=$(HOSTFILE): this takes HOSTS=node1:1,node2:1))
 	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(ARGS)
 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)

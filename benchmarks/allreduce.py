@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug, unused, write_json
 from cluster.hosts import Refusal, add_arguments, chosen, ranks
 from cluster.signals import interrupt_at_signals
 
@@ -169,7 +169,7 @@ def file_name(results: dict[str, Any]) -> str:
 
 def write(results: dict[str, Any], folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    file = folder / file_name(results)
+    file = unused(folder / f"{file_name(results)}.json").with_suffix("")
     plot(results, file)
     file.with_name(f"{file.name}.md").write_text(f"{head(results)}\n\n{table(results)}\n")
     with open(file.with_name(f"{file.name}.csv"), "w", newline="") as text:

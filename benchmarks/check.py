@@ -3,8 +3,9 @@
     make bench-check OLD=benchmarks/results/scaling_a.json NEW=benchmarks/results/scaling_b.json
 
 A row has regressed when its median step is slower by more than the noise of both files together
-(benchmarks/efficiency.py says what noise is) and by more than `FLOOR`. Exit status: 0 without a
-regression, 1 with one, and the rows are named; 2 for files that cannot be compared: another job,
+(benchmarks/efficiency.py says what noise is) and by more than `FLOOR`; or when even its fastest
+repeat is slower than the slowest of OLD by more than `FLOOR`. Exit status: 0 without a regression,
+1 with one, and the rows are named; 2 for files that cannot be compared: unfinished, another job,
 other hardware, other settings, or too few repeats to know the noise. Versions and the commit may
 differ: that is what is compared.
 """
@@ -24,7 +25,7 @@ from benchmarks.efficiency import MIN_REPEATS, Results, Row, noise, rows
 # percent, more than its repeats within one file show.
 FLOOR = 0.03
 # What must be equal for times to be comparable; sizes, strategies and modes may be more in NEW.
-SAME_SETTINGS = ("hosts", "threads", "batch_size", "warmup", "epochs")
+SAME_SETTINGS = ("hosts", "network", "threads", "batch_size", "warmup", "epochs")
 SAME_HARDWARE = ("cpu", "cores", "memory_gib", "gpus", "nics")
 
 
@@ -46,6 +47,8 @@ def read(file: Path) -> Results:
         raise Refusal(f"{file}: no JSON; give a file of make bench") from None
     if not isinstance(results, dict) or results.get("benchmark") != "scaling":
         raise Refusal(f"{file}: not made by make bench; give one of scaling_*.json")
+    if not results.get("finished"):
+        raise Refusal(f"{file}: make bench was interrupted; the same command goes on with it")
     return results
 
 
@@ -79,13 +82,16 @@ def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
     was, now = statistics.median(before.step_ms), statistics.median(after.step_ms)
     allowed = max(noise(before.step_ms) + noise(after.step_ms), FLOOR * was)
     change = now - was
-    verdict = "slower" if change > allowed else "faster" if -change > allowed else "as before"
+    # One repeat that hung makes the noise large; the others still tell.
+    slower = min(after.step_ms) - max(before.step_ms) > FLOOR * was or change > allowed
+    faster = min(before.step_ms) - max(after.step_ms) > FLOOR * was or -change > allowed
+    verdict = "slower" if slower else "faster" if faster else "as before"
     marks = f"  (NEW: {', '.join(after.marks)})" if after.marks else ""
     line = (
         f"{name}: {was:.2f} -> {now:.2f} ms a step, {change / was:+.1%}; "
         f"noise and floor {allowed / was:.1%}: {verdict}{marks}"
     )
-    return line, change > allowed
+    return line, slower
 
 
 def _name(row: Row) -> str:
@@ -95,6 +101,7 @@ def _name(row: Row) -> str:
 def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
     """What must not differ: (name, in OLD, in NEW)."""
     found = [(key, old["settings"][key], new["settings"][key]) for key in SAME_SETTINGS]
+    found.append(("the environment", old["environment"], new["environment"]))
     found.append(("the machines", list(old["hosts"]), list(new["hosts"])))
     for name, host in old["hosts"].items():
         other = new["hosts"].get(name, {})
@@ -124,6 +131,9 @@ def main() -> int:
         told, regressed = compare(read(arguments.old), read(arguments.new))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    except (KeyError, TypeError, AttributeError) as error:
+        print(f"error: a file lacks what make bench writes: {error}", file=sys.stderr)
         return 2
     print("\n".join(told))
     if regressed:

@@ -5,7 +5,8 @@ epochs (runs/anatomy.py); a row has one for each repeat.
 
     samples/s    with d training samples, n processes and batches of b a process:
                  d / (steps an epoch x t), where an epoch has ceil(ceil(d / n) / b) steps;
-                 n x b / t where the size of the data set is not known
+                 n x b / t where the size of the data set is not known, or the last batch of an
+                 epoch is left out (drop_last) unless it is whole
     speed-up     samples/s on n processes / samples/s on n0, the smallest size measured
     efficiency   speed-up x n0 / n
 
@@ -71,9 +72,10 @@ def batch_of(mode: str, batch_size: int, np: int) -> int:
     return batch_size if mode == "weak" else batch_size // np
 
 
-def steps_per_epoch(samples: int, np: int, batch: int) -> int:
-    """Batches of each process, the last one perhaps smaller."""
-    return math.ceil(math.ceil(samples / np) / batch)
+def steps_per_epoch(trial: dict[str, Any], np: int, batch: int) -> int:
+    """Batches of each process, the last one perhaps smaller or, with drop_last, left out."""
+    share = math.ceil(trial["train_samples"] / np)
+    return share // batch if trial.get("drop_last") else math.ceil(share / batch)
 
 
 def runs_of(results: Results, strategy: str, np: int, batch: int, alone: bool) -> dict[int, Run]:
@@ -88,9 +90,10 @@ def runs_of(results: Results, strategy: str, np: int, batch: int, alone: bool) -
 
 def samples_per_second(results: Results, run: Run) -> float:
     """See above."""
-    np, batch = run["np"], run["batch"]
-    samples = results["trial"]["train_samples"]
-    each = np * batch if samples is None else samples / steps_per_epoch(samples, np, batch)
+    np, batch, trial = run["np"], run["batch"], results["trial"]
+    each = np * batch
+    if trial["train_samples"] and not trial.get("drop_last"):
+        each = trial["train_samples"] / steps_per_epoch(trial, np, batch)
     return each / run["step_ms"] * 1e3
 
 
@@ -112,13 +115,10 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     if not runs:
         return None
     rates = {repeat: samples_per_second(results, run) for repeat, run in runs.items()}
-    samples = results["trial"]["train_samples"]
-    row = Row(
-        mode, strategy, np, batch,
-        [run["step_ms"] for run in runs.values()],
-        list(rates.values()),
-        [samples / rate for rate in rates.values()] if samples else [],
-    )  # fmt: skip
+    trial, times = results["trial"], [run["step_ms"] for run in runs.values()]
+    row = Row(mode, strategy, np, batch, times, list(rates.values()), [])
+    if trial["train_samples"]:
+        row.epoch_seconds = [steps_per_epoch(trial, np, batch) * time / 1e3 for time in times]
     for each in results.get("predicted", []):
         if (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np):
             row.predicted_ms = each["step_ms"] if np != settings["sizes"][0] else None

@@ -37,23 +37,32 @@ def write_json(results: dict[str, Any], file: Path) -> None:
 
 def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path, dict[str, Any]]:
     """What the same command left when it was interrupted, and its file; else `results`, unfinished,
-    and a file that is not there yet: this one, or with _2, _3, ... in its name.
+    and a file that is not there yet.
 
     Args:
         results: all that is known before the first measurement.
-        file: where they are to be written.
+        file: where they are to be written; its name ends with the date.
         measured: keys of what is measured; the others, but for the time, must be equal.
     """
     results = {**json.loads(json.dumps(results)), "finished": False}
     varies = {*measured, "date", "load_before"}
-    for number in itertools.count(1):
-        place = file.with_stem(f"{file.stem}_{number}") if number > 1 else file
-        if not place.exists():
-            return place, results
-        found = json.loads(place.read_text())
+    for place in sorted(file.parent.glob(f"{file.stem[: -len('2026-01-31')]}*.json")):
+        try:
+            found = json.loads(place.read_text())
+        except ValueError:
+            continue  # half copied
         if all(found.get(key) == results[key] for key in results.keys() - varies):
             print(f"going on with {place}, of {found['date']}", file=sys.stderr)
             return place, found
+    return unused(file), results
+
+
+def unused(file: Path) -> Path:
+    """This file, or with _2, _3, ... in its name: one that is not there yet."""
+    for number in itertools.count(1):
+        place = file.with_stem(f"{file.stem}_{number}") if number > 1 else file
+        if not place.exists():
+            return place
     raise AssertionError("unreachable")
 
 

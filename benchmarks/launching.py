@@ -142,6 +142,7 @@ def collect(host: Host, folder: str) -> list[dict[str, Any]]:
     place = shlex.quote(folder)
     script = (
         f"for f in {place}/*/runs/*/summary.json; do tr -d '\\n' < $f; echo; done; rm -r {place}"
+        + ("" if host.is_here else f"; rmdir {shlex.quote(str(Path(folder).parent))}")
     )
     done = subprocess.run(host.command(script), capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -189,5 +190,6 @@ def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:
         "wire": None if job.alone else found[0].get("wire"),
         "model": first["model"],
         "train_samples": first["train_samples"],
+        "drop_last": first["drop_last"],
         "operations": first["operations"],
     }  # fmt: skip

@@ -158,9 +158,9 @@ def main() -> int:
         named = [Path(name) for name in arguments.allreduce.split()]
         files = named or newest_all_reduces(summary)
         results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
+        job = job_of(summary, run)
         if not named:
             asked = {"operations": summary.get("operations", "Gloo").lower()} | asked
-        job = job_of(summary, run)
         cases, sources = networks(results, asked, max(summary["hosts"].values()))
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)

@@ -50,8 +50,8 @@ def quantity(text: str, what: str, units: Sequence[str]) -> float:
     Raises:
         Refusal: when it is none.
     """
-    found = re.fullmatch(r"([0-9.]+)([a-z]+)", text)
-    if not found or found[2] not in units or found[1].count(".") > 1 or not float(found[1]) > 0:
+    found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([a-z]+)", text)
+    if not found or found[2] not in units or not float(found[1]) > 0:
         raise Refusal(f"NETWORK: {what}={text}: write a number and {' or '.join(units)}")
     return float(found[1]) * UNITS[found[2]]
 
@@ -153,11 +153,16 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
         raise Refusal(f"RUN={file}: strategy {summary.get('strategy')}: the model is of horovod's")
     if not anatomy or not anatomy.get("wire"):
         raise Refusal(f"RUN={file}: no all-reduce of gradients was seen in it: make train NP=2")
+    if (windows := summary.get("accumulate_grad_batches", 1)) != 1:
+        raise Refusal(
+            f"RUN={file}: trainer.accumulate_grad_batches={windows}: the model is of an all-reduce "
+            "in each batch"
+        )
     # Medians of phases need not add up to the median step: they are scaled to.
     scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
     phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
     wire, ranks = anatomy["wire"], summary["world_size"]
-    buckets = as_many_buckets(wire["payload_bytes"], round(wire["calls"]))
+    buckets = as_many_buckets(_on_a_ring(wire, ranks, file), round(wire["calls"]))
     if ranks > 1:  # the slowest is expected that many standard deviations behind the mean
         deviation = phases["straggler"] / expected_maximum(ranks)
     else:
@@ -165,6 +170,17 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
         deviation = (anatomy["step_ms"]["p90"] - anatomy["step_ms"]["p10"]) / (2e3 * tail)
     rest = phases["data"] + phases["optimizer"] + phases["rest"]
     return Job(phases["forward"], phases["backward"], rest, tuple(buckets), deviation)
+
+
+def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
+    """The bytes of gradients as they were sent: half of them in 16 bits."""
+    ranks = wire.get("ranks", ranks)
+    if ranks == 1:  # sends nothing
+        return wire["payload_bytes"]
+    sent = wire["bytes"] / (2 * (ranks - 1) / ranks)
+    if not wire.get("compressible", True) and sent > 0.51 * wire["payload_bytes"]:
+        raise Refusal(f"RUN={file}: strategy.op=adasum: the model is of sums on a ring")
+    return sent
 
 
 def fits(results: list[dict[str, Any]], times: str, part: float) -> Fit | None:

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import published
 from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
-from benchmarks.hardware import RESULTS, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, hardware, slug, unused, write_json
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 from cluster.testbed import BURST, Testbed, missing
@@ -225,7 +225,8 @@ def main() -> int:
         "measured": measured, "published": published.rows(),
     }  # fmt: skip
     kind = slug(results["cpu"])
-    file = arguments.out / f"predict_{kind}_{results['date'][:10]}"
+    name = f"predict_{kind}_{results['date'][:10]}.json"
+    file = unused(arguments.out / name).with_suffix("")
     arguments.out.mkdir(parents=True, exist_ok=True)
     plot(results, file)
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"

@@ -39,7 +39,7 @@ from cluster.signals import interrupt_at_signals
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
 MIN_STEPS, TRIAL_STEPS = 30, 20
-ABOUT = ("model", "train_samples", "operations")  # what the first run tells of all
+ABOUT = ("model", "train_samples", "drop_last", "operations")  # what the first run tells of all
 Measure = Callable[[Job, list[str]], dict[str, Any]]
 
 

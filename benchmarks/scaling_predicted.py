@@ -34,15 +34,17 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
         == ("horovod", settings["batch_size"], False)
     ]
     first = [run for run in runs if run["np"] == settings["sizes"][0] and run.get("phases_ms")]
-    wires = [run["wire"] for run in runs if run.get("wire")]
+    wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
     measured = _of_these_hosts(results, all_reduces)
     if "weak" not in settings["modes"] or not (first and wires and measured):
         return []
-    middle = statistics.median_low(run["step_ms"] for run in first)
+    middle = statistics.median_low(run["step_ms"] for run in first)  # one that was measured
     run = next(run for run in first if run["step_ms"] == middle)
     step = {"p10": middle, "p90": middle, **(run.get("quantiles_ms") or {}), "median": middle}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}
+    windows = results["config"].get("trainer", {}).get("accumulate_grad_batches", 1)
+    summary["accumulate_grad_batches"] = windows
     slots = max(host["slots"] for host in settings["hosts"].values())
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     try:

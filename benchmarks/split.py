@@ -147,8 +147,10 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="*", help="of template.py, after --")
     arguments = parser.parse_args()
-    if min(arguments.batch // 2, arguments.steps, arguments.repeats) < 1:
-        parser.error("--batch is at least 2, --steps and --repeats at least 1")
+    if arguments.batch < 2 or arguments.batch % 2:
+        parser.error(f"--batch {arguments.batch}: two ranks share it: give an even number")
+    if min(arguments.steps, arguments.repeats) < 1:
+        parser.error("--steps and --repeats are at least 1")
     interrupt_at_signals()
     gpus = torch.cuda.device_count()
     devices = ["cuda:0", "cuda:1"] if gpus > 1 else ["cpu", "cpu"]

@@ -326,6 +326,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.batch < 0:
         parser.error(f"--batch {arguments.batch}: give a number of images, 1 or more")
+    if arguments.repeats < 1 or arguments.block_seconds <= 0:
+        parser.error("--repeats is at least 1, --block-seconds more than 0")
     here = hardware()
     gpus = here["gpus"]
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")

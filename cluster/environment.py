@@ -22,17 +22,24 @@ PYTHONS = ["3.13", "3.12", "3.11", "3.10"]
 PROBE = """
 import importlib.metadata as m, importlib.util, json, platform, re, sys, sysconfig
 spec = importlib.util.find_spec("torch")
-text = open(spec.origin.replace("__init__.py", "version.py")).read() if spec else ""
+try:  # what an installation that was interrupted leaves counts as missing
+    text = open(spec.origin.replace("__init__.py", "version.py")).read()
+except (AttributeError, OSError):
+    text = ""
 cuda = re.search(r"^cuda.*= '([0-9.]+)'", text, re.M)
+packages = {
+    re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version for d in m.distributions()
+    if d.metadata["Name"]
+}
+if not text:
+    packages.pop("torch", None)
 print(json.dumps({
     "python": platform.python_version(), "prefix": sys.prefix,
     "externally_managed": sys.prefix == sys.base_prefix and __import__("os").path.exists(
         sysconfig.get_path("stdlib") + "/EXTERNALLY-MANAGED"),
     "site": sysconfig.get_path("purelib"), "include": sysconfig.get_path("include"),
     "cuda": cuda and cuda[1],
-    "packages": {
-        re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version for d in m.distributions()
-    },
+    "packages": packages,
 }))
 """
 

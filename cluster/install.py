@@ -87,6 +87,10 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
             [python, "-m", "pip", "install", f"torch=={pins['torch']}"],
         )
         info = probe(python)
+        if "torch" not in info["packages"]:
+            raise InstallError(
+                f"{info['prefix']} has half of a torch: remove that folder, then run this again"
+            )
     wheel = find_wheel(info, pins["horovod"], mpi)
     if wheel is None:
         wheel = build_wheel(python, info, pins["horovod"], mpi)

@@ -118,7 +118,9 @@ def fetch_headers(build: Path, info: dict) -> str:
     """
     version = info["python"].rsplit(".", 1)[0]
     name = f"libpython{version}-dev"
-    command = f"cd {build} && apt-get download {name} && dpkg -x {name}_*.deb headers"
+    command = (
+        f"cd {shlex.quote(str(build))} && apt-get download {name} && dpkg -x {name}_*.deb headers"
+    )
     try:
         run_logged(None, ["sh", "-c", command])
     except InstallError:

@@ -54,6 +54,7 @@ class Report(pl.Callback):
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self.seconds = 0.0
         self.train_samples: int | None = None
+        self.drop_last = False
         self._lr = ""
         self._clock: float | None = None
         self._epoch_began = (0, 0.0)  # samples and seconds until then
@@ -90,7 +91,7 @@ class Report(pl.Callback):
             self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
             return
         samples, ranks = len(loader.dataset), trainer.world_size
-        self.train_samples = samples
+        self.train_samples, self.drop_last = samples, loader.drop_last
         if samples < ranks:
             raise Refusal(
                 f"data={self.choices['data']}: {samples} samples for {ranks} ranks; use at most "
@@ -265,7 +266,9 @@ class Report(pl.Callback):
             "steps": self.steps,
             "global_batch_size": batch
             and batch * trainer.world_size * trainer.accumulate_grad_batches,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "train_samples": self.train_samples,
+            "drop_last": self.drop_last,
             "operations": getattr(trainer.strategy, "operations", None),
             "train_seconds": round(self.seconds, 3),
             "samples_per_second": round(rate, 1),

@@ -120,6 +120,7 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
         (["--models", "alexnet"], "invalid choice"),
         (["--variants", "magic"], "invalid choice"),
         (["--batch", "-1"], "1 or more"),
+        (["--repeats", "0"], "--repeats is at least 1"),
         (["--device", "cuda", "--hosts", "localhost:999"], "a rank needs a GPU of its own, and"),
     ],
 )
@@ -131,13 +132,14 @@ def test_what_cannot_be_timed_is_refused(wrong: list[str], told: str) -> None:
 
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
     asked = {"commit": "abc", "sizes": (1, 2), "date": "today", "runs": []}
-    file = tmp_path / "results.json"
+    file, yesterdays = tmp_path / "x_2026-01-02.json", tmp_path / "x_2026-01-01.json"
     place, new = hardware.continued(asked, file, "runs")
     assert place == file and new["runs"] == []
     begun = {**new, "runs": [1.5], "date": "yesterday"}
-    hardware.write_json(begun, file)
-    assert hardware.continued(asked, file, "runs") == (file, begun)
-    another = tmp_path / "results_2.json"
+    hardware.write_json(begun, yesterdays)
+    (tmp_path / "x_2025-12-31.json").write_text("")  # half copied
+    assert hardware.continued(asked, file, "runs") == (yesterdays, begun)
+    file, another = yesterdays, tmp_path / "x_2026-01-01_2.json"
     for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
         place, new = hardware.continued({**asked, **other}, file, "runs")
         assert place == another and new["runs"] == []  # and nothing is written over

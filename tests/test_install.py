@@ -134,6 +134,19 @@ class TestMissing:
         with pytest.raises(InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
             environment.check_python(info(python="3.9.1"))
 
+    @pytest.mark.parametrize("files", [["torch/__init__.py"], ["x-1.0.dist-info/RECORD"]])
+    def test_what_an_interrupted_installation_leaves(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str]
+    ) -> None:
+        """It counts as missing, and is installed again."""
+        for name in files:
+            (tmp_path / name).parent.mkdir()
+            (tmp_path / name).write_text("")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        found = environment.probe(sys.executable)
+        half = "torch/__init__.py" in files
+        assert ("torch" in found["packages"], found["cuda"] is None) == (not half, half)
+
     def test_a_python_that_does_not_run_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

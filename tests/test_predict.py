@@ -16,7 +16,14 @@ from typing import Any
 
 import pytest
 
-from benchmarks import allreduce, allreduce_worker, predict_inputs, predict_proof, published
+from benchmarks import (
+    allreduce,
+    allreduce_worker,
+    hardware,
+    predict_inputs,
+    predict_proof,
+    published,
+)
 from benchmarks import predict as command
 from benchmarks.cost_model import (
     Job,
@@ -269,6 +276,10 @@ def summary(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+ADASUM = summary()
+ADASUM["anatomy"]["wire"]["compressible"] = False
+
+
 def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
     seconds = [[m.seconds] * 3 for m in measured(TRUTH, [ranks])]
     names = [f"node{number}" for number in range(hosts)]
@@ -302,6 +313,9 @@ def test_a_run_becomes_a_job() -> None:
     noisy["anatomy"]["phases_ms"]["all_reduce"] -= 25  # then they add up to 100 of 125 ms
     job = predict_inputs.job_of(noisy, Path("summary.json"))
     assert job.forward == pytest.approx(0.035 * 1.25)
+    halved = summary(world_size=4)  # a rank of 4 sends 1.5 times what there is: here half of it
+    halved["anatomy"]["wire"] |= {"bytes": 6.75e6, "compressible": False}
+    assert sum(predict_inputs.job_of(halved, Path("x")).buckets) == pytest.approx(4.5e6)
     # One rank waits for nobody: from p10 to p90 of its steps, 12 ms, are 2.56 standard deviations.
     alone = predict_inputs.job_of(summary(world_size=1), Path("summary.json"))
     assert alone.deviation == pytest.approx(0.012 / 2.563, rel=1e-3)
@@ -384,6 +398,7 @@ def test_a_network_in_words_replaces_what_was_measured() -> None:
         ("rate=25 latency=20us", "rate=25: write a number and kbit or mbit or gbit"),
         ("rate=25gbit", "rate and latency belong together"),
         ("rate=25gbit latency=1.2.3us", "latency=1.2.3us: write a number"),
+        ("rate=.gbit latency=5us", "rate=.gbit: write a number"),
         ("speed=25gbit", "'speed=25gbit' is unknown; there are rate, latency"),
         ("gpus_per_host=0", "gpus_per_host=0: write how many"),
         ("inside=copper", "inside=copper: write a number"),
@@ -401,7 +416,10 @@ def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
         ("{", "this is no JSON"),
         ("[]", "there is no 'anatomy' in it"),
         (json.dumps(summary(strategy="ddp")), "strategy ddp: the model is of horovod's"),
+        (json.dumps(summary(strategy="ddp", operations=None)), "strategy ddp"),
         (json.dumps(summary(anatomy=None)), "make train NP=2"),
+        (json.dumps(summary(accumulate_grad_batches=4)), "an all-reduce in each batch"),
+        (json.dumps(ADASUM), "op=adasum: the model is of sums on a ring"),
     ],
 )
 def test_a_run_that_tells_too_little_is_refused(
@@ -446,6 +464,16 @@ def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
     for suffix in (".md", ".csv", ".png", ".svg"):
         assert file.with_suffix(suffix).stat().st_size > 0
     assert "repetition 3 of 3" in done.stdout
+
+
+def test_a_result_is_not_written_over(tmp_path: Path) -> None:
+    results = {"hosts": [{"name": "a"}], "ranks": ["a", "a"], "device": None, "cpu": "Test CPU",
+               "network": "loopback", "date": "2026-01-02T03:04:05"}  # fmt: skip
+    name = f"{allreduce.file_name(results)}.json"
+    assert hardware.unused(tmp_path / name) == tmp_path / name
+    (tmp_path / name).write_text("{}")
+    second = hardware.unused(tmp_path / name)
+    assert second.name == "allreduce_2-ranks_loopback_test-cpu_2026-01-02_2.json"
 
 
 def test_numbers_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ class Source:
         return {
             "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,
             "step_ms": ms, "median_ms": ms, "hosts": {"localhost": dict(self.host)},
-            "model": "toy", "train_samples": self.samples, "operations": "Gloo",
+            "model": "toy", "train_samples": self.samples, "drop_last": False, "operations": "Gloo",
         }  # fmt: skip
 
 
@@ -122,12 +122,17 @@ def test_a_machine_that_gets_slower_all_the_time_has_the_same_speedup() -> None:
 
 def test_seconds_an_epoch() -> None:
     """100 samples on 3 ranks: 34 each, 5 batches of 8."""
-    assert [steps_per_epoch(100, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
+    assert [steps_per_epoch({"train_samples": 100}, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
     made = results(sizes=[1, 4], batch_size=8)
     row = by_size(measured(Source(lambda job, _: 50.0, samples=100), made))
     assert row[1].epoch_seconds == pytest.approx([0.65] * 3)
     assert row[4].epoch_seconds == pytest.approx([0.2] * 3)
     assert row[4].speedup == pytest.approx([3.25] * 3)
+    made["trial"]["drop_last"] = True  # each step is of 8 samples a rank
+    row = by_size(made)
+    assert row[1].epoch_seconds == pytest.approx([0.6] * 3)
+    assert row[4].epoch_seconds == pytest.approx([0.15] * 3)
+    assert row[4].speedup == pytest.approx([4] * 3)
 
 
 def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None:
@@ -396,7 +401,9 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     for each in made["runs"]:
         each["phases_ms"] = {"forward": 4.0, "backward": 4.0, "data": 0.0, "all_reduce": 0.0}
         each["phases_ms"] |= {"optimizer": 1.0, "rest": 1.0, "straggler": 0.0}
-        each["wire"] = {"payload_bytes": 1e6, "calls": 1.0} if each["np"] > 1 else None
+        sent = 2 * (each["np"] - 1) / each["np"] * 1e6
+        wire = {"payload_bytes": 1e6, "bytes": sent, "calls": 1.0}
+        each["wire"] = wire if each["np"] > 1 else None
     right = all_reduce(tmp_path, "right")
     wrong = [
         all_reduce(tmp_path, "older", "2025-01-01", sizes=[]),
@@ -477,11 +484,21 @@ def test_what_the_noise_or_the_floor_hides_is_no_regression(factor: float, sprea
     assert len(told) == 3 and regressed == []
 
 
+def test_one_repeat_that_hung_hides_no_regression() -> None:
+    new = noisy(1.10, 0.01)
+    slowest = max((run for run in new["runs"] if run["np"] == 4), key=lambda run: run["step_ms"])
+    slowest["step_ms"] *= 3
+    _, (line,) = check.compare(noisy(1.0, 0.01), new)
+    assert "np=4: 10.00 -> 11.00 ms a step, +10.0%" in line and "slower" in line
+
+
 def test_files_that_cannot_be_compared_are_refused() -> None:
     for place, key, value, words in [
         ("config", "data", {"batch_size": 64}, "data.batch_size was 32 and is 64"),
         ("hosts", "localhost", {**MACHINE, "cpu": "Other"}, "cpu of localhost was Test CPU"),
         ("settings", "threads", 2, "threads was 1 and is 2"),
+        ("settings", "network", "500mbit", "network was None and is 500mbit"),
+        ("environment", "HOROVOD_CYCLE_TIME", "5", "the environment was {} and is"),
     ]:
         new = noisy()
         new[place] = {**new[place], key: value}
@@ -494,7 +511,13 @@ def test_files_that_cannot_be_compared_are_refused() -> None:
         check.compare(noisy(), measured(Source(lambda job, _: 1.0), results(sizes=[1, 2])))
 
 
-@pytest.mark.parametrize("text, words", [(None, "No such file"), ("{", "no JSON"), ("[]", "bench")])
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (None, "No such file"), ("{", "no JSON"), ("[]", "bench"),
+        (json.dumps({**results(), "finished": False}), "was interrupted"),
+    ],
+)  # fmt: skip
 def test_what_is_no_result_is_told(tmp_path: Path, text: str | None, words: str) -> None:
     if text is not None:
         (tmp_path / "result.json").write_text(text)

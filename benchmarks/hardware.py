@@ -84,9 +84,12 @@ def machine() -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Their names; none where CUDA_VISIBLE_DEVICES hides them all."""
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-    return [] if hidden else [row[0] for row in nvidia_smi("name")]
+    """Their names; of those that CUDA_VISIBLE_DEVICES lists, where it is set."""
+    rows, visible = nvidia_smi("index", "uuid", "name"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or "MIG" in visible:
+        return [name for _, _, name in rows]
+    listed = visible.split(",")
+    return [name for index, uuid, name in rows if index in listed or uuid in listed]
 
 
 def software() -> dict[str, Any]:

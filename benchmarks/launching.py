@@ -91,7 +91,7 @@ class Launcher:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             runs, writers = f"{folder}/runs", used if job.alone else used[:1]
             try:
-                command = self.command(job, [*length, f"log_dir={runs}"])
+                command = self.command(job, [*length, f"log_dir='{runs}'"])
                 train(command, job, Path(folder) / "output", self.threads)
             finally:
                 summaries = [summary for host in writers for summary in collect(host, runs)]

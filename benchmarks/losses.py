@@ -89,7 +89,7 @@ def launch(arguments: list[str], np: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="losses-") as folder:
         command = [
             sys.executable, "-m", "cluster.horovodrun", "-np", str(np), "-H", f"localhost:{np}",
-            sys.executable, "template.py", *arguments, f"log_dir={folder}/runs",
+            sys.executable, "template.py", *arguments, f"log_dir='{folder}/runs'",
         ]  # fmt: skip
         train(command, what, Path(folder) / "output", threads=1)
         (run,) = Path(folder).glob("runs/*/runs/*/")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from benchmarks import phases, traces
 from cluster.doctor import quick
-from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
+from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks, used
 from cluster.ssh import diagnose
 
 SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): (\d+) steps after \d+$")
@@ -60,7 +60,7 @@ def train(arguments: argparse.Namespace) -> Path:
     overrides = job(arguments)
     if subprocess.run([sys.executable, "-m", "runs.config", *overrides]).returncode:
         raise SystemExit(2)  # it has told why
-    quick(list(dict.fromkeys(member.host for member in members(arguments))))
+    quick(used(chosen(arguments), arguments.np))
     command = [sys.executable, "-m", "cluster.horovodrun"]
     command += ["-np", str(arguments.np)] if arguments.np else []
     command += ["-H", arguments.hosts] if arguments.hosts else []

@@ -54,7 +54,7 @@ def start(way: str, ranks: int, overrides: list[str], counts: Path | None) -> di
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-start-") as logs:
-        one = ["trainer.max_steps=1", "trainer.max_epochs=1", "test=false", f"log_dir={logs}"]
+        one = ["trainer.max_steps=1", "trainer.max_epochs=1", "test=false", f"log_dir='{logs}'"]
         job = [sys.executable, "template.py", *overrides, *one]
         process = subprocess.Popen(
             [*trace, *launcher, "-np", str(ranks), "-H", f"localhost:{ranks}", *job], cwd=ROOT,

@@ -28,7 +28,7 @@ from typing import Any
 import yaml
 
 from cluster.horovodrun import addresses
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, entry, ranks, used
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, entry, used
 from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
@@ -241,7 +241,9 @@ def _gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
         return [Finding("FAIL", "GPUs", host.name, text, "mend gpus in the host file")]
     if not there:
         return [Finding("ok", "GPUs", host.name, "none: it trains on CPUs")]
-    wanted = host.gpus or tuple(sorted(there))
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = tuple(int(gpu) for gpu in listed if gpu.isdecimal() and int(gpu) in there)
+    wanted = host.gpus or visible or tuple(sorted(there))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
         mend = f"{host.given(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
@@ -444,9 +446,9 @@ def main() -> int:
     os.chdir(ROOT)
     try:
         hosts = chosen(arguments)
-        ranks(hosts, arguments.np)
+        hosts = used(hosts, arguments.np)
         if arguments.quick:
-            quick(used(hosts, arguments.np))
+            quick(hosts)
             return 0
         findings = examine(hosts)
     except Refusal as error:

@@ -19,6 +19,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import shlex
 import signal
 import subprocess
@@ -238,6 +239,8 @@ class Job:
             self._status = 128 - code if code < 0 else code
 
     def _on_signal(self, number: int, frame: object) -> None:
+        if "end" in self._deadlines:
+            return  # a rank has failed, which is why it ends
         self._signals += 1
         name = signal.Signals(number).name
         if self._signals > 1:
@@ -326,6 +329,13 @@ def _told(code: int) -> str:
     return f"was killed by {name}" + (" (out of memory? dmesg tells)" if code == -9 else "")
 
 
+def seconds(text: str) -> float:
+    """For argparse, of a time that may be 0."""
+    if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
+        raise argparse.ArgumentTypeError(f"STOP_SECONDS={text}: give seconds, 0 or more")
+    return float(text)
+
+
 def tell(text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone
         print(f"horovodrun: {text}", file=sys.stderr, flush=True)
@@ -338,7 +348,7 @@ def main() -> int:
     parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     add_arguments(parser)
     parser.add_argument(
-        "--stop-seconds", type=float, default=STOP_SECONDS,
+        "--stop-seconds", type=seconds, default=STOP_SECONDS,
         help="for a checkpoint, when told to stop (%(default)s)",
     )  # fmt: skip
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
@@ -348,9 +358,9 @@ def main() -> int:
         parser.error("the command is missing, as python template.py")
     try:
         members = ranks(chosen(arguments), arguments.np)
-        seconds = arguments.stop_seconds
-        with Record(arguments.record, members, arguments.command, seconds) as record:
-            return Job(members, arguments.command, record, seconds).run()
+        given = arguments.stop_seconds
+        with Record(arguments.record, members, arguments.command, given) as record:
+            return Job(members, arguments.command, record, given).run()
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if arguments.record:

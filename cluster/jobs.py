@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.doctor import quick
-from cluster.horovodrun import STOP_SECONDS
+from cluster.horovodrun import STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, ranks, used
 from cluster.record import ALIVE, FOLDER, birth, new_folder, write
 
@@ -242,7 +242,7 @@ def main() -> int:
         command.add_argument("--at", default="", help="start at this time, as 02:00")
         if name == "launch":
             command.add_argument("-np", type=int)
-            command.add_argument("--stop-seconds", type=float, default=STOP_SECONDS)
+            command.add_argument("--stop-seconds", type=seconds, default=STOP_SECONDS)
             add_arguments(command)
         else:
             command.add_argument("--record", type=Path)

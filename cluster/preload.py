@@ -82,7 +82,8 @@ def tell(
     inner = traceback
     while inner and inner.tb_frame.f_code.co_filename != script:
         inner = inner.tb_next
-    traceback = inner or traceback
+    if inner or isinstance(error, SyntaxError):  # which has no line that was run
+        traceback = inner
     sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
 
 

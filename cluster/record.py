@@ -36,6 +36,8 @@ def new_folder() -> Path:
             return folder
         except FileExistsError:
             continue
+        except FileNotFoundError:  # another run's end took the folder of all with it
+            Path.cwd()  # is not what is gone
     raise AssertionError("unreachable")
 
 

@@ -172,9 +172,12 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     with ThreadPoolExecutor(max_workers=16) as pool:
-        list(pool.map(one, hosts))
-    for host in disturbed:
-        one(host, alone=True)
+        try:
+            list(pool.map(one, hosts))
+            for host in disturbed:
+                one(host, alone=True)
+        except KeyboardInterrupt:
+            os._exit(130)  # the terminal's Ctrl-C has ended each rsync
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(failed))

@@ -266,12 +266,16 @@ def test_cores_are_counted_on_machines_not_on_hosts() -> None:
 def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho A GPU\n")
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 0, GPU-a, A GPU\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = {"data": {"batch_size": 8}, "trainer": {"accelerator": "auto"}}
     monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
+    for visible, names in (("1", []), ("1,0", ["A GPU"]), ("GPU-a", ["A GPU"])):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert hardware.gpus() == names
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert hardware.gpus() == ["A GPU"]
     with pytest.raises(Refusal, match="NP=2: 2 ranks on the 1 GPUs of localhost"):
         scaling_plan.plan(scaling.parse(["--np", "2"]))

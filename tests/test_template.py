@@ -420,6 +420,21 @@ class TestMistakes:
         done = run([*where, "-n", "hello"])
         assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
 
+    @pytest.mark.parametrize(
+        ("gpus", "visible", "ranks"),
+        [(0, None, 2), (1, None, 1), (4, None, 2), (4, "1", 1), (4, "0,1", 2), (4, "", 2)],
+    )
+    def test_make_takes_a_rank_a_gpu(
+        self, gpus: int, visible: str | None, ranks: int, tmp_path: Path
+    ) -> None:
+        smi = "".join(f"echo GPU {number}\n" for number in range(gpus))
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        command = ["env", "-u", "CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{os.environ['PATH']}"]
+        command += [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
+        done = run([*command, "make", "-n", "hello"])
+        assert f" -np {ranks} -H localhost:{ranks} " in done.stdout, done.stdout
+
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         started = time.monotonic()
         make = ["make", "train", f"PYTHON={sys.executable}"]

@@ -328,6 +328,23 @@ class TestEnd:
         assert run(horovodrun("--record", str(tmp_path), *printing), **ascii_only).returncode == 0
         assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
 
+    def test_a_stop_hides_no_failure(self, tmp_path: Path) -> None:
+        """Ctrl-C while the others of a rank that failed are being ended."""
+        lasts = "trap '' TERM; echo ready; while :; do sleep 1; done"
+        command = horovodrun("-H", "localhost:2", "sh", "-c",
+                             f"[ $HOROVOD_RANK = 0 ] && sleep 2 && exit 3; {lasts}")  # fmt: skip
+        process = started(command, tmp_path / "log", 1)
+        time.sleep(3)  # the failure is known, and rank 1 has some seconds left
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 3
+        told = (tmp_path / "log").read_text()
+        assert told.endswith("horovodrun: rank 0 on localhost ended with exit code 3\n"), told
+
+    @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e3", "soon"])
+    def test_seconds_that_are_none_are_refused(self, text: str) -> None:
+        done = run(horovodrun(f"--stop-seconds={text}", "true"))
+        assert done.returncode == 2 and f"STOP_SECONDS={text}: give seconds" in done.stdout
+
     def test_a_disk_that_is_full(self, tmp_path: Path) -> None:
         """The job goes on; what it would print is lost."""
         (tmp_path / "rank-0.log").symlink_to("/dev/full")

@@ -198,6 +198,13 @@ def test_a_mistake_in_an_import_is_told_by_ranks(script: Path) -> None:
     assert "horovodrun: rank " in done.stdout and "ended with exit code 1" in done.stdout
 
 
+def test_a_mistake_in_the_script_is_told_without_frames_of_ours(script: Path) -> None:
+    script.write_text("import planted\n# preload: it\nthis is no Python\n")
+    done = run(launched(script, 2))
+    assert done.returncode == 1 and "SyntaxError" in done.stdout
+    assert "preload.py" not in done.stdout and "runpy" not in done.stdout, done.stdout
+
+
 def test_a_rank_that_ends_is_told(script: Path) -> None:
     script.write_text(
         "import os, planted\n# preload: it\nraise SystemExit(7 * int(os.environ['HOROVOD_RANK']))\n"

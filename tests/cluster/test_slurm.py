@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import subprocess
@@ -15,6 +16,7 @@ import pytest
 
 from cluster import testbed
 from cluster.slurm.hosts import hosts as allocation
+from runs.config import check
 from tests.cluster.conftest import made
 from tests.conftest import run
 
@@ -62,6 +64,11 @@ class TestAllocation:
     def test_is_read(self, nodes: str, tasks: str, expected: str) -> None:
         job = {"SLURM_JOB_NODELIST": nodes, "SLURM_TASKS_PER_NODE": tasks}
         assert allocation(job) == expected
+
+    def test_a_folder_may_have_any_name(self) -> None:
+        for script in Path(allocation.__code__.co_filename).parent.glob("*.sbatch"):
+            (override,) = re.findall(r'"(callbacks\.\S+)"', script.read_text())
+            check([override.replace("$PWD", "/home/jürgen/a=b, c").replace("$checkpoint", "x")])
 
     def test_outside_of_a_job(self) -> None:
         with pytest.raises(ValueError, match="run this in a job of Slurm"):

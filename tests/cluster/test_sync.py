@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +14,8 @@ import pytest
 
 from cluster import sync, testbed
 from cluster.hosts import Host
-from tests.cluster.conftest import made
+from tests.cluster.conftest import PYTHON, made
+from tests.conftest import ROOT
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -103,6 +107,22 @@ def test_a_path_with_blanks(
     assert "node2         the same" in done.stdout
     assert files(other) == {"thesis.tex": b"years of work"}
     assert files(tmp_path / "theirs" / "my project") == files(here)
+
+
+def test_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 20\n")
+    (tmp_path / "ssh").chmod(0o755)
+    process = subprocess.Popen(
+        ["env", "--default-signal=INT", PYTHON, "-m", "cluster.sync", "-H", "192.0.2.1"], cwd=ROOT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "asked").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
 
 
 def test_a_shared_file_system(on: On, hosts: list[testbed.Host], project: Path) -> None:

@@ -13,10 +13,10 @@ ifdef HOSTS
   override HOSTS := $(subst $(COMMA) ,$(COMMA),$(HOSTS))
 endif
 # Sizes and hosts of make bench: as given, before they get their defaults.
-SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile $(HOSTFILE)) $(if $(HOSTS),-H $(HOSTS))
+SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile "$(HOSTFILE)") $(if $(HOSTS),-H $(HOSTS))
 ONE_SIZE = $(if $(word 2,$(NP)),$(error NP="$(NP)": give one number of processes; several are for make bench))
 ifdef HOSTFILE
-  WHERE = $(ONE_SIZE) $(if $(NP),-np $(NP)) --hostfile $(HOSTFILE) $(if $(HOSTS),-H $(HOSTS))
+  WHERE = $(ONE_SIZE) $(if $(NP),-np $(NP)) --hostfile "$(HOSTFILE)" $(if $(HOSTS),-H $(HOSTS))
 else
   WHERE = $(ONE_SIZE)-np $(NP) -H $(HOSTS)
 ifdef HOSTS
@@ -35,6 +35,9 @@ STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 # Variables of these names in the environment mean other things there.
 $(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
+# KILL=0 is no.
+$(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name))),$(eval override $(name) :=)))
+
 # Before anything is installed. make takes model.lr=0.1 for a variable of its own, which nothing reads.
 $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),\
   $(if $(or $(filter ARG,$(name)),$(shell echo '$(name)' | grep '[a-z]')),\
@@ -42,8 +45,15 @@ $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name))
 ifneq ($(filter train launch sweep profile,$(MAKECMDGOALS)),)
   $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it is of make bench; here ARGS="strategy=$(STRATEGY)"))
 endif
+ifneq ($(filter command,$(origin LAUNCHER)),)
+  $(if $(filter-out mpi,$(LAUNCHER)),$(error LAUNCHER=$(LAUNCHER): there is mpi; leave it out for our own))
+  $(if $(filter-out train sweep,$(MAKECMDGOALS)),$(error LAUNCHER=$(LAUNCHER): it is of make train and make sweep))
+endif
 ifneq ($(filter export,$(MAKECMDGOALS)),)
   $(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
+endif
+ifneq ($(filter bench-step,$(MAKECMDGOALS)),)
+  $(if $(HOSTFILE),$(error HOSTFILE=$(HOSTFILE): this takes HOSTS=node1:1,node2:1))
 endif
 ifneq ($(filter bench-check,$(MAKECMDGOALS)),)
   $(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
@@ -109,10 +119,10 @@ status: ## list launched runs
 	@$(PYTHON) -m cluster.jobs status $(if $(JSON),--json)
 
 logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
-	@$(PYTHON) -m cluster.jobs logs $(RUN) $(if $(RANK),--rank $(RANK)) $(if $(FOLLOW),--follow)
+	@$(PYTHON) -m cluster.jobs logs $(if $(RUN),"$(RUN)") $(if $(RANK),--rank $(RANK)) $(if $(FOLLOW),--follow)
 
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
-	@$(PYTHON) -m cluster.jobs stop $(RUN) $(if $(KILL),--kill)
+	@$(PYTHON) -m cluster.jobs stop $(if $(RUN),"$(RUN)") $(if $(KILL),--kill)
 
 profile: dev-environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
@@ -150,7 +160,6 @@ bench-readme: dev-environment ## write the README's table from the newest result
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
-	@$(if $(HOSTFILE),$(error HOSTFILE=$(HOSTFILE): this takes HOSTS=node1:1,node2:1))
 	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(ARGS)
 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)

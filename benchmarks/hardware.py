@@ -131,12 +131,17 @@ def host() -> dict[str, Any]:
 
 
 def nics() -> dict[str, int | None]:
-    """Rate in Mbit/s (None: not told) of each interface that is up, without loopback."""
+    """Rate in Mbit/s (None: not told) of each interface that is up, without loopback and those of
+    containers, which come and go."""
     found = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         state = folder / "operstate"
-        if name != "lo" and state.exists() and state.read_text().strip() == "up":
+        if (
+            not name.startswith(("lo", "veth", "docker", "br-", "virbr"))
+            and state.exists()
+            and state.read_text().strip() == "up"
+        ):
             found[name] = _number(folder / "speed")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
         rate = _number(port)  # in Gbit/s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -96,7 +97,7 @@ def length(results: Results, np: int, batch: int) -> list[str]:
     """Overrides that say how long a run is, and how much of it is warm-up."""
     settings, trial = results["settings"], results["trial"]
     if not settings["epochs"]:
-        return steps_of(settings["warmup"], trial["steps"])
+        return steps_of(settings["warmup"], trial["steps"], windows(results))
     if not trial["train_samples"]:
         raise Refusal(f"EPOCHS={settings['epochs']}: this data set does not tell its size; STEPS=")
     steps = steps_per_epoch(trial, np, batch)
@@ -108,12 +109,18 @@ def length(results: Results, np: int, batch: int) -> list[str]:
     ]  # fmt: skip
 
 
-def steps_of(warmup: int, steps: int) -> list[str]:
+def steps_of(warmup: int, steps: int, windows: int = 1) -> list[str]:
+    """Of a batch each; the Trainer counts those of the optimizer, one in so many `windows`."""
     return [
         "trainer.max_epochs=-1",
-        f"trainer.max_steps={warmup + steps}",
+        f"trainer.max_steps={math.ceil((warmup + steps) / windows)}",
         f"callbacks.anatomy.warmup={warmup}",
     ]
+
+
+def windows(results: Results) -> int:
+    """Batches that are accumulated for a step of the optimizer."""
+    return results["config"].get("trainer", {}).get("accumulate_grad_batches", 1)
 
 
 def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.efficiency import Results
 from benchmarks.predict import predictions
 from benchmarks.predict_inputs import ALL_REDUCE_KEYS, job_of, networks, read
+from benchmarks.scaling_plan import windows
 from cluster.hosts import Refusal
 
 
@@ -43,8 +44,7 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
     step = {"p10": middle, "p90": middle, **(run.get("quantiles_ms") or {}), "median": middle}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}
-    windows = results["config"].get("trainer", {}).get("accumulate_grad_batches", 1)
-    summary["accumulate_grad_batches"] = windows
+    summary["accumulate_grad_batches"] = windows(results)
     slots = max(host["slots"] for host in settings["hosts"].values())
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     try:

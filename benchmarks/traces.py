@@ -112,7 +112,8 @@ def _content(file: Path) -> Any:
 
 
 def timeline(events: list[Event], zero_ns: int) -> Timeline:
-    """Begins and ends of Horovod's events made ranges; those without the other are left out."""
+    """Begins and ends of Horovod's events made ranges; those without the other are left out. But an
+    operation that was going on at the end lasts as long as what is in it."""
     found = Timeline()
     names: dict[int, str] = {}
     begun: dict[int, list[Event]] = {}
@@ -137,6 +138,18 @@ def timeline(events: list[Event], zero_ns: int) -> Timeline:
                 {"ph": "i", "s": "t", "name": name, "tensor": names[tensor],
                  "ts": event["ts"] + start_us}
             )  # fmt: skip
+    for tensor, left in begun.items():
+        for first in reversed(left):
+            begin = first["ts"] + start_us
+            ends = [
+                each["ts"] + each["dur"] for each in found.ranges
+                if each["tensor"] == names[tensor] and each["ts"] >= begin
+            ]  # fmt: skip
+            if ends:
+                found.ranges.append({
+                    "ph": "X", "name": first["name"], "tensor": names[tensor],
+                    "args": {"end": "cut off"}, "ts": begin, "dur": max(ends) - begin,
+                })  # fmt: skip
     return found
 
 

@@ -52,6 +52,8 @@ def main() -> None:
         install(args.python, args.dev, args.mpi)
     except InstallError as error:
         sys.exit(f"install: {error}")
+    except OSError as error:
+        sys.exit(f"install: {error.filename}: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit("install: interrupted; run it again to go on")
 

@@ -212,7 +212,10 @@ def stop(arguments: argparse.Namespace) -> int:
         raise Refusal(f"run {state['id']} was launched on {state['launcher']}: stop it there")
     pid, told = state["pid"], time.monotonic()
     if birth(pid) == state["birth"]:
-        os.kill(pid, signal.SIGTERM)
+        try:
+            os.kill(pid, signal.SIGTERM)
+        except PermissionError:
+            raise Refusal(f"run {state['id']} is another user's: they can stop it") from None
         if arguments.kill and state["state"] != "waiting":
             time.sleep(0.2)  # two signals at once may be taken for one
             with contextlib.suppress(ProcessLookupError):

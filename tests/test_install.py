@@ -167,6 +167,19 @@ class TestMissing:
         with pytest.raises(InstallError, match="no Python from 3.10 to 3.13 on the PATH"):
             environment.make_environment(tmp_path / "another")
 
+    def test_a_folder_that_cannot_be_made(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "file").write_text("")
+
+        def fails(*_: Any) -> None:
+            (tmp_path / "file" / "wheels").mkdir()
+
+        monkeypatch.setattr(install, "install", fails)
+        monkeypatch.setattr(sys, "argv", ["install"])
+        with pytest.raises(SystemExit, match="install: .*/file/wheels: Not a directory"):
+            install.main()
+
     def test_disk(self, tmp_path: Path) -> None:
         with pytest.raises(InstallError, match="GB free for .*1000000.0 GB needed: why"):
             environment.check_disk(tmp_path, 1e6, "why")

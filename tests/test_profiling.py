@@ -109,6 +109,24 @@ def end(event: dict[str, Any]) -> float:
     return event["ts"] + event["dur"]
 
 
+def test_an_operation_that_the_end_cut_off_lasts_as_long_as_what_is_in_it() -> None:
+    """Of another that has nothing in it, nobody knows how long."""
+    events: list[dict[str, Any]] = [
+        {"name": "process_name", "ph": "M", "pid": tensor, "args": {"name": f"t{tensor}"}}
+        for tensor in (4, 5)
+    ]
+    events += [
+        {"ph": "B", "name": "ALLREDUCE", "ts": 100, "pid": 4},
+        {"ph": "B", "name": "GLOO_ALLREDUCE", "ts": 103, "pid": 4},
+        {"ph": "B", "name": "ALLREDUCE", "ts": 110, "pid": 5},
+        {"ph": "E", "ts": 150, "pid": 4},
+    ]
+    ranges = traces.timeline(events, 0).ranges
+    assert [(e["name"], e["ts"], e["dur"]) for e in ranges] == [
+        ("GLOO_ALLREDUCE", 103, 47), ("ALLREDUCE", 100, 50)
+    ]  # fmt: skip
+
+
 def test_clocks_are_aligned(planted: tuple[list[traces.Trace], traces.Timeline]) -> None:
     """Both ranks' waits ended at the same true time, 138 ms; zero is rank 0's first step."""
     found, timeline = planted

@@ -221,6 +221,14 @@ def test_a_run_has_enough_steps_for_some_seconds() -> None:
     assert made["trial"]["steps"] == scaling.MIN_STEPS
 
 
+def test_steps_are_batches_also_where_they_are_accumulated() -> None:
+    made = results(steps=100) | {"config": {"trainer": {"accumulate_grad_batches": 4}}}
+    source = Source(lambda job, _: 10.0)
+    measured(source, {**made, "config": made["config"] | results()["config"]})
+    assert {length[1] for _, length in source.asked[1:]} == {"trainer.max_steps=28"}  # of 112
+    assert source.asked[0][1][1] == "trainer.max_steps=8"
+
+
 def test_whole_epochs_leave_the_first_one_out() -> None:
     made = results(epochs=2, batch_size=8)
     made["trial"] = {"train_samples": 100}

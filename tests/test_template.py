@@ -420,6 +420,13 @@ class TestMistakes:
         done = run([*where, "-n", "hello"])
         assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
 
+    def test_make_takes_0_for_no(self) -> None:
+        for value, flags in (("0", 0), ("1", 2)):
+            asked = [f"{name}={value}" for name in ("ENV", "DRY")]
+            done = run(["make", "-n", "sync", *asked, "HOSTFILE=my hosts.yaml", "RUN="])
+            assert done.stdout.count(" --env") + done.stdout.count(" --dry-run") == flags
+            assert ' --hostfile "my hosts.yaml" ' in done.stdout
+
     @pytest.mark.parametrize(
         ("gpus", "visible", "ranks"),
         [(0, None, 2), (1, None, 1), (4, None, 2), (4, "1", 1), (4, "0,1", 2), (4, "", 2)],
@@ -455,6 +462,9 @@ class TestMistakes:
             (["train", "np=4"], "np=4: no variable of this Makefile"),
             (["launch", "STRATEGY=ddp"], 'here ARGS="strategy=ddp"'),
             (["export"], "CKPT=: give a checkpoint"),
+            (["train", "LAUNCHER=openmpi"], "LAUNCHER=openmpi: there is mpi"),
+            (["launch", "LAUNCHER=mpi"], "it is of make train and make sweep"),
+            (["bench-step", "HOSTFILE=x.yaml"], "HOSTFILE=x.yaml: this takes HOSTS="),
             (["bench-check", "OLD=a"], "OLD=a NEW=: give two files"),
         ],
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from cluster import jobs, testbed
+from cluster.hosts import Refusal
 from cluster.record import birth
 from tests.cluster.conftest import NICS, PYTHON, made
 from tests.conftest import HOROVODRUN, ROOT, run
@@ -485,6 +487,18 @@ class TestDetached:
         for at, words in (("25:00", "write a time as 02:00"), ("2001-01-01 02:00", "is past")):
             done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
             assert done.returncode == 2 and words in done.stdout
+
+    def test_a_run_of_another_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(),
+                 "birth": birth(os.getpid()), "state": "running", "detached": True}  # fmt: skip
+
+        def denied(*_: int) -> None:
+            raise PermissionError
+
+        monkeypatch.setattr(jobs, "_named", lambda *_, **__: state)
+        monkeypatch.setattr(os, "kill", denied)
+        with pytest.raises(Refusal, match="run x is another user's"):
+            jobs.stop(argparse.Namespace(run="x", kill=False))
 
     def test_what_is_refused_when_its_time_comes_is_told(
         self, on: On, hosts: list[testbed.Host], project: Path

@@ -323,7 +323,10 @@ def verdict(
             "GPU of its own"
         )
     if name == "data":
-        return f"data: {part} is waiting for batches: try data.num_workers, or less work a sample"
+        return (
+            f"data: {part} is waiting for batches: try data.num_workers where it has them, or less "
+            "work a sample"
+        )
     if name == "straggler" and slow:
         return f"straggler: {slow}; ranks wait {part}: see its load, clock rate and data"
     if name == "straggler":

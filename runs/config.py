@@ -2,7 +2,7 @@
 
     python -m runs.config model=classifier data.batch_size=64
 
-Silent when all is well; else one line that names the key and what exists, and exit status 2. The
+Silent when all is well; else a line that names the key and what exists, and exit status 2. The
 type of a key is that of its value in conf/; where that is null, the type hint in the constructor.
 """
 
@@ -212,8 +212,13 @@ def _shown(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # by make, before it launches
     try:
+        if flag := next((word for word in sys.argv[1:] if word.startswith("-")), None):
+            raise Refusal(
+                f"ARGS={flag}: changes have the form key=value; an option of Hydra is for "
+                f"{sys.executable} template.py {flag}"
+            )
         check(sys.argv[1:])
     except Refusal as refusal:
         refuse(str(refusal))

@@ -449,6 +449,9 @@ class TestMistakes:
         assert done.returncode != 0 and time.monotonic() - started < 60
         assert "did you mean max_epochs?" in done.stdout
         assert "horovodrun" not in done.stdout
+        done = run([*make, "ARGS=--halp"])
+        assert done.returncode != 0 and "ARGS=--halp: changes have the form" in done.stdout
+        assert "usage" not in done.stdout
         done = run([*make, "NP=1 2", "INSTALL=true"])
         assert done.returncode != 0 and "give one number of processes" in done.stdout
 

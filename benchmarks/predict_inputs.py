@@ -118,8 +118,9 @@ def newest_run() -> Path:
         except (OSError, ValueError):
             continue
         overrides = file.parent / ".hydra" / "overrides.yaml"
-        traced = overrides.is_file() and "- profiler=trace" in overrides.read_text()
-        if (summary.get("anatomy") or {}).get("wire") and not traced:
+        asked = overrides.read_text() if overrides.is_file() else ""
+        slowed = re.search(r"^- (debug=profiler|profiler=(advanced|pytorch|trace))$", asked, re.M)
+        if (summary.get("anatomy") or {}).get("wire") and not slowed:
             return file
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 

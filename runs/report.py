@@ -33,6 +33,8 @@ from runs.refusal import Refusal
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
 
+SLOW = ("advanced", "pytorch", "trace")  # profilers that steps take longer with
+
 
 class Report(pl.Callback):
     """Tells what runs and how it ended, on rank 0; counts samples and the seconds they took.
@@ -295,7 +297,7 @@ class Report(pl.Callback):
                 f"{trainer.world_size} ranks",
                 flush=True,
             )
-        if anatomy and self.choices.get("profiler") != "trace":  # whose steps are others
+        if anatomy and self.choices.get("profiler") not in SLOW:
             parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
             milliseconds = anatomy["step_ms"]["median"]
             print(

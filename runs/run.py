@@ -73,6 +73,9 @@ class Run:
             logging.getLogger(name).setLevel(
                 logging.WARNING if not launched_rank() else logging.ERROR
             )
+        # Without a GPU, torch's profilers (profiler=pytorch) say so, as an error.
+        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        warnings.filterwarnings("ignore", ".*Profiler clears events.*")
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
         warnings.filterwarnings("ignore", ".*srun. command is available.*")  # others launch here

@@ -70,8 +70,6 @@ class StepTrace(Profiler):
         """All ranks come here before each batch, in the order of batches."""
         self._batches += 1
         if self._batches == 0:
-            # It would say on each rank of a host without a GPU that it found none, as an error.
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
             cuda = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
             steps = schedule(wait=self.warmup - 1, warmup=1, active=self.steps, repeat=1)
             self._profile = profile(

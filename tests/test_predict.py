@@ -376,6 +376,19 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
     assert found == [tmp_path / "allreduce_ours.json"]
 
 
+def test_the_newest_run_is_one_that_no_profiler_made_slower(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict_inputs, "ROOT", tmp_path)
+    asked = ["model.lr=1", "profiler=simple", "profiler=advanced", "debug=profiler"]
+    for number, override in enumerate(asked):
+        run = tmp_path / "logs" / "m" / "runs" / str(number)
+        (run / ".hydra").mkdir(parents=True)
+        (run / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- {override}\n")
+        (run / "summary.json").write_text(json.dumps(summary()))
+    assert predict_inputs.newest_run().parent.name == "1"
+
+
 def test_a_band_holds_what_is_likely() -> None:
     job = predict_inputs.job_of(summary(), Path("summary.json"))
     cases, _ = predict_inputs.networks([all_reduces()], {}, 1)

@@ -533,3 +533,20 @@ def test_too_little_to_validate_is_told_before_training() -> None:
     trainer.limit_val_batches = 0
     report.setup(trainer, LightningModule(), "fit")
     assert report.train_samples == 8
+
+
+@pytest.mark.parametrize("profiler, told", [("none", True), ("simple", True), ("pytorch", False)])
+def test_steps_that_a_profiler_made_longer_have_no_limit(
+    profiler: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anatomy = Anatomy()
+    anatomy.found = {"shares": {"forward": 1.0}, "step_ms": {"median": 5.0}, "verdict": "compute"}
+    trainer = SimpleNamespace(
+        is_global_zero=True, callbacks=[anatomy], world_size=1, strategy=None,
+        accumulate_grad_batches=1,
+    )  # fmt: skip
+    choices = {"model": "m", "data": "d", "strategy": "single", "profiler": profiler}
+    config = OmegaConf.create({"data": {}, "train": True, "run_dir": str(tmp_path)})
+    Report(config, choices).finish(trainer, None)
+    assert ("limit   compute\n" in capsys.readouterr().out) == told
+    assert json.loads((tmp_path / "summary.json").read_text())["anatomy"] == anatomy.found

@@ -17,6 +17,7 @@ model, every data set and every strategy.
 import sys
 
 import hydra
+import torch
 from omegaconf import DictConfig
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer, seed_everything
 
@@ -33,6 +34,7 @@ def main(config: DictConfig) -> None:
         # ------------------------------------------------------------------ where and how
         strategy = run.instantiate("strategy")  # Horovod gives this process its rank here
         seed_everything(config.seed, workers=True)
+        torch.set_float32_matmul_precision(config.matmul_precision)
         folder = run.open(strategy)  # logs/<task>/runs/<date>_<time>, checked and made by rank 0
 
         # ------------------------------------------------------------------ data, model, trainer

@@ -201,7 +201,7 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
         try:
             first_steps = []
             for variant in variants:
-                if groups:
+                if groups and arguments.device == "cpu":  # a GPU says by itself when it is full
                     _check_memory(model, len(variants), groups)
                 groups.append(start(variant, model, arguments, Path(folder)))
                 first_steps.append(statistics.median(groups[-1].run(3)))

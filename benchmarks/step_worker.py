@@ -203,6 +203,7 @@ def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
     import horovod.torch as hvd
 
     hvd.init()
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # no others
     hvd.broadcast_parameters(model.state_dict(), 0)
     names = model.named_parameters()
     loop(model, hvd.DistributedOptimizer(sgd(model), names), batch, pace)

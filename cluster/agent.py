@@ -88,8 +88,10 @@ class Agent:
             there = ", ".join(name for _, name in socket.if_nameindex())
             raise ValueError(f"no network interface {nic}; there are {there}: mend nic in HOSTFILE")
         names = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
-        interface = dict.fromkeys(names, nic)
-        environment = {**interface, **os.environ, **job["environment"]}
+        interface = dict.fromkeys(names, nic) | {"NCCL_SOCKET_IFNAME": f"={nic}"}  # not its prefix
+        # The numbers of GPUs are those of nvidia-smi; CUDA's own are by speed.
+        by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        environment = {**by_bus, **interface, **os.environ, **job["environment"]}
         return environment | interface if job["nic"] else environment
 
     def _take_gpus(self, job: dict[str, Any], visible: str | None) -> None:

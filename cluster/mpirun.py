@@ -48,8 +48,9 @@ def line(members: list[Rank], command: list[str]) -> list[str]:
         variables = dict(host.env)
         if host.gpus is not None:
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, host.gpus[:count]))
+            variables.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # as nvidia-smi counts
         if host.nic:
-            variables["NCCL_SOCKET_IFNAME"] = host.nic
+            variables["NCCL_SOCKET_IFNAME"] = f"={host.nic}"
         for name, value in variables.items():
             found += ["-x", f"{name}={value}"]
         found += command

@@ -14,6 +14,7 @@ deviation 1, and int64 of (batch,).
 
 from __future__ import annotations
 
+import functools
 import os
 import pickle
 import shutil
@@ -119,7 +120,7 @@ class Cifar10(LightningDataModule):
         """On the device: bytes of a batch to what the model sees."""
         images, labels = batch
         images = images.float()
-        mean, deviation = (images.new_tensor(of).view(3, 1, 1) for of in (MEAN, DEVIATION))
+        mean, deviation = (channels(of, images.device) for of in (MEAN, DEVIATION))
         images = (images - mean) / deviation
         training = self.trainer is not None and self.trainer.training
         if training and self.hparams["augment"]:
@@ -154,6 +155,13 @@ class Cifar10(LightningDataModule):
 def as_it_is(batch: Any) -> Any:
     """The dataset gave a whole batch already."""
     return batch
+
+
+@functools.cache
+@torch.inference_mode(False)
+def channels(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """A value for each channel of images, copied to the device once."""
+    return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def augmented(images: Tensor) -> Tensor:

@@ -35,7 +35,10 @@ LEAST = {
     "data.batch_size": 1, "model.lr": 0, "seed": 0, "trainer.accumulate_grad_batches": 1,
     "trainer.gradient_clip_val": 0,
 }  # fmt: skip
-CHOICES = {"lr_scaling": ["none", "linear", "sqrt"]}
+CHOICES = {
+    "lr_scaling": ["none", "linear", "sqrt"],
+    "matmul_precision": ["highest", "high", "medium"],
+}
 # ${rank:} in a file: for what each rank writes for itself.
 OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
 

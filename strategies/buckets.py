@@ -20,6 +20,7 @@ checkpointing), which is refused with an error.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -128,6 +129,7 @@ class GradientBuckets:
         self._last_batch = False
         self.exchanges: deque[Exchange] = deque(maxlen=100)
         self._first: Moment | None = None
+        self._one_at_a_time = threading.Lock()  # autograd has a thread for each GPU of the model
         self._watch()
 
     def prepare(self, loss: Tensor) -> None:
@@ -244,13 +246,14 @@ class GradientBuckets:
                 "a parameter got a second gradient in one backward, after its first was taken; "
                 "with activation checkpointing, pass use_reentrant=False"
             )
-        self._seen.add(parameter)
-        bucket = self._bucket[parameter]
-        bucket.missing -= 1
-        if not bucket.missing:
-            self._launch(bucket)
-        if self._in_steps:
-            advance(self.buckets)
+        with self._one_at_a_time:
+            self._seen.add(parameter)
+            bucket = self._bucket[parameter]
+            bucket.missing -= 1
+            if not bucket.missing:
+                self._launch(bucket)
+            if self._in_steps:
+                advance(self.buckets)
 
     def _launch(self, bucket: Bucket) -> None:
         """Gather the bucket's gradients in its buffer, of which they are views from then on."""
@@ -277,7 +280,8 @@ class GradientBuckets:
         if gradients:
             torch._foreach_copy_(views, gradients)
         bucket.flags[-1 if self._last_batch else -2] = 0
-        self._first = self._first or moment(bucket.buffer.device)
+        # Of one GPU, also for a model on several: times between those of two cannot be told.
+        self._first = self._first or moment(self.parameters[0].device)
         with shown_as(f"all-reduce {bucket.name}: start"):
             steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
             bucket.work = InFlight(steps)

@@ -67,7 +67,12 @@ def pack(obj: object) -> bytearray:
 
 
 def unpack(content: bytes | bytearray) -> Any:
-    return torch.load(io.BytesIO(content), weights_only=False)
+    return torch.load(io.BytesIO(content), map_location=on_own_gpu, weights_only=False)
+
+
+def on_own_gpu(storage: Any, location: str) -> Any:
+    """What another rank had on its GPU comes to this one's, not to the one of that number."""
+    return storage.cuda() if location.startswith("cuda") else storage
 
 
 class World:

@@ -102,8 +102,10 @@ class HorovodrunDDP(DDPStrategy):
 
     def __init__(self, accelerator: str = "auto", **arguments: Any) -> None:
         gpu = accelerator != "cpu" and torch.cuda.is_available()
+        # HOSTFILE's gpus: each process is shown a single one of its own.
+        shown = gpu and "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
         devices = [
-            torch.device("cuda", index) if gpu else torch.device("cpu")
+            torch.device("cuda", 0 if shown else index) if gpu else torch.device("cpu")
             for index in range(int(os.environ["HOROVOD_LOCAL_SIZE"]))
         ]
         environment = HorovodrunEnvironment()

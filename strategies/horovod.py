@@ -39,6 +39,7 @@ from strategies.refusals import (
     refuse_options,
     refuse_other_models,
     refuse_own_clock,
+    refuse_shared_gpus,
     refuse_strangers,
     refuse_unequal,
 )
@@ -213,6 +214,8 @@ class HorovodStrategy(ParallelStrategy):
                 "several times slower (horovod#2686). Build it again: make install; or use "
                 "accelerator=cpu"
             )
+        if cuda:
+            refuse_shared_gpus(self.root_device, self.world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -276,6 +279,8 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self.lightning_module.trainer
         if not isinstance(dataloader, DataLoader):
             return dataloader
+        if self.root_device.type == "cpu":
+            dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
         if trainer.state.stage == RunningStage.TRAINING:
             # Of the first, where there are several loaders.
             size = getattr(dataloader.batch_sampler, "batch_size", None) or 0

@@ -108,5 +108,6 @@ def _mix(a: Tensor, b: Tensor) -> Tensor:
     wide_a, wide_b = a.double(), b.double()
     dot = wide_a @ wide_b
     squares = wide_a @ wide_a, wide_b @ wide_b
-    of_a, of_b = (1 - dot / (2 * square) if square > 0 else 1 for square in squares)
+    # where: an `if` would wait for a GPU.
+    of_a, of_b = (torch.where(square > 0, 1 - dot / (2 * square), 1.0) for square in squares)
     return of_a * a + of_b * b

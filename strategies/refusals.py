@@ -67,6 +67,19 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
             )
 
 
+def refuse_shared_gpus(device: torch.device, world: World) -> None:
+    """NCCL wants one for each rank; its own message names none."""
+    mine = os.uname().nodename, str(torch.cuda.get_device_properties(device).uuid)
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, uuid) in enumerate(world.gather_objects(mine)):
+        other = first.setdefault((host, uuid), rank)
+        if other != rank:
+            raise MisconfigurationException(
+                f"ranks {other} and {rank} have the same GPU of {host}: a rank needs its own; use "
+                "fewer ranks there (NP=, -np, -H), or let CUDA_VISIBLE_DEVICES show more"
+            )
+
+
 def refuse_own_clock(trainer: pl.Trainer) -> None:
     """By its own clock each rank would validate after another batch."""
     if seconds := getattr(trainer, "_val_check_time_interval", None):  # Lightning 2.6

@@ -128,7 +128,7 @@ MUTATIONS = [
     ),
     Mutation(
         "Adasum only adds", "reductions.py",
-        "1 - dot / (2 * square) if square > 0 else 1", "1", "horovod-2 and adasum",
+        "torch.where(square > 0, 1 - dot / (2 * square), 1.0)", "1", "horovod-2 and adasum",
     ),
     Mutation(
         "a sum is an average", "horovod.py",

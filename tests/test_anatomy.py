@@ -134,7 +134,8 @@ class Event:
         assert enable_timing
         self.passed = False
 
-    def record(self) -> None:
+    def record(self, stream: str | None = None) -> None:
+        assert stream in (None, "stream of cuda:0")
         Event.made += 1
         self.time = Event.made
 
@@ -148,6 +149,7 @@ class Event:
 
 def test_on_a_gpu_moments_are_events_in_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     first, _, third = (clock.moment(torch.device("cuda", 0)) for _ in range(3))
     assert clock.seconds(first, third) == 0.002
     now = clock.moment(torch.device("cpu"))

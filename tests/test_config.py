@@ -41,6 +41,7 @@ from runs.refusal import Refusal
         ("data=null", "data=null: Hydra takes no null for a group"),
         ("data_dir=null", "data_dir=null: a value is needed there, like data"),
         ("trainer.fast_dev_run=1.5", "true or false is expected"),
+        ("matmul_precision=tf32", "there are: highest, high, medium"),
         ("lr_scaling=cubic", "there are: none, linear, sqrt"),
         ("data.batch_size=null", "a value is needed there, like 32"),
         ("seed=null", "a value is needed there, like 42"),

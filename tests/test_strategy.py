@@ -8,7 +8,9 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch as hvd
@@ -17,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -31,9 +34,11 @@ from torch.utils.data import (
 )
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
-from strategies import HorovodStrategy
-from strategies.collectives import longest_pause, wait_until
+from strategies import HorovodStrategy, buckets, ddp
+from strategies.buckets import GradientBuckets
+from strategies.collectives import longest_pause, on_own_gpu, wait_until
 from strategies.metrics import synchronize_metrics
+from strategies.reductions import adasum
 from tests.conftest import run
 from tests.matrix import (
     CLASSES,
@@ -513,6 +518,50 @@ class TestDevices:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
         assert strategy.root_device == torch.device("cuda", 0)
 
+    def test_so_does_ddp(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        for visible, gpus, expected in ((None, 2, [0, 1]), ("3", 1, [0, 0]), ("1,3", 2, [0, 1])):
+            monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+            if visible is not None:
+                monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+            monkeypatch.setattr(torch.cuda, "device_count", lambda gpus=gpus: gpus)
+            monkeypatch.setattr(ddp, "HorovodrunEnvironment", LightningEnvironment)
+            devices = ddp.HorovodrunDDP().parallel_devices
+            assert devices == [torch.device("cuda", index) for index in expected]
+
+    def test_what_comes_from_another_ranks_gpu_is_put_on_its_own(self) -> None:
+        storage = SimpleNamespace(cuda=lambda: "on mine")
+        assert on_own_gpu(storage, "cuda:3") == "on mine" and on_own_gpu(storage, "cpu") is storage
+
+    def test_a_model_on_several_has_one_gradient_at_a_time(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Autograd has a thread for each GPU, and both come to the same operations."""
+        now, most = [0], [0]
+
+        def advance(_: Any) -> None:
+            now[0] += 1
+            most[0] = max(most[0], now[0])
+            time.sleep(0.02)
+            now[0] -= 1
+
+        monkeypatch.setattr(buckets, "advance", advance)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        found = GradientBuckets(model, HorovodStrategy().world, adasum, 4, before=1, after=1)
+        monkeypatch.setattr(found, "_launch", lambda bucket: None)
+        found.start()
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(found._gradient_is_there, model.parameters()))
+        assert most == [1] and found._seen == set(model.parameters())
+
+    def test_a_training_on_cpus_pins_no_memory(self, tmp_path: Path) -> None:
+        """Which would make a context on the first GPU, in each rank."""
+        run = trainer("horovod", max_steps=1)
+        batches = DataLoader(samples(), batch_size=2, pin_memory=True)
+        run.fit(Net(), batches)
+        assert batches.pin_memory and not run.train_dataloader.pin_memory
+
     def test_and_is_told_when_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
         strategy = self.strategy(monkeypatch, 2, 2)
         monkeypatch.setattr(hvd, "local_size", lambda: 3)
@@ -527,9 +576,17 @@ class TestDevices:
         strategy.accelerator = CPUAccelerator()
         monkeypatch.setattr(strategy.accelerator, "setup_device", lambda device: None)
         monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
+        gpu = SimpleNamespace(uuid="GPU-a")
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
         if nccl:
             strategy.setup_environment()
             assert strategy.operations == "NCCL"
+            other = [("node1", "GPU-a"), ("node2", "GPU-a"), ("node1", "GPU-b")]
+            monkeypatch.setattr(strategy.world, "gather_objects", lambda mine: other)
+            strategy.setup_environment()
+            other.append(("node2", "GPU-a"))
+            with pytest.raises(MisconfigurationException, match="ranks 1 and 3 have the same GPU"):
+                strategy.setup_environment()
         else:
             with pytest.raises(MisconfigurationException, match="HOROVOD HAS NO NCCL"):
                 strategy.setup_environment()

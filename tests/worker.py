@@ -7,6 +7,7 @@ answers with {"size": hvd.size(), "result": ...} in FOLDER/n.r.pt. An order of n
 so do ten minutes without any: who ordered may be gone. The orders are those of conftest.py.
 """
 
+import faulthandler
 import importlib
 import itertools
 import json
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import horovod.torch as hvd
 import torch
 
+faulthandler.enable()  # where a crash of torch's or Horovod's own code was
 folder = Path(sys.argv[1])
 for number in itertools.count(1):
     file, began = folder / f"{number}.json", time.monotonic()

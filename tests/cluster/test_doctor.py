@@ -176,12 +176,12 @@ def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
               node6: {slots: 1, gpus: [3]}
         """, CUDA_VISIBLE_DEVICES="0,1")  # fmt: skip
         few = "hosts: {node3: 9}"
-        _, told = examined(on, hosts[0], project, few, CUDA_VISIBLE_DEVICES="0")
+        _, told = examined(on, hosts[0], project, few, CUDA_VISIBLE_DEVICES="1")
         _, hidden = examined(on, hosts[0], project, few, CUDA_VISIBLE_DEVICES="")
     assert status == 1
     (too_few,), (silent,) = ([f for f in x if f["check"] == "GPUs"] for x in (told, hidden))
     assert (too_few["level"], too_few["text"]) == (
-        "FAIL", "9 slots and 2 GPUs: a process needs its own"
+        "FAIL", "9 slots and 1 GPUs: a process needs its own"
     )  # fmt: skip
     assert silent["level"] == "ok" and "hidden by CUDA_VISIBLE_DEVICES" in silent["text"]
     bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]

@@ -129,8 +129,11 @@ class TestStart:
         assert [of["CUDA_VISIBLE_DEVICES"] for of in variables] == ["1", "2", "7", "1"]
         assert [of.get("COLOR") for of in variables] == ["red", "red", None, None]
         assert {of["NCCL_DEBUG"] for of in variables} == {"WARN"}
-        for name in ("HOROVOD_GLOO_IFACE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-            assert [of[name] for of in variables] == [NICS[0], NICS[0], NICS[1], NICS[1]]
+        nics = [NICS[0], NICS[0], NICS[1], NICS[1]]
+        for name in ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"):
+            assert [of[name] for of in variables] == nics
+        assert [of["NCCL_SOCKET_IFNAME"] for of in variables] == [f"={nic}" for nic in nics]
+        assert {of["CUDA_DEVICE_ORDER"] for of in variables} == {"PCI_BUS_ID"}
         assert {rank["cwd"] for rank in ranks} == {str(ROOT)}
 
     def test_as_many_files_as_may_be_open(self, hosts: list[testbed.Host]) -> None:

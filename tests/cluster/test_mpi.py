@@ -31,6 +31,7 @@ class TestLine:
         first, second = " ".join(words).split(" : ")
         assert "-np 2 -H 127.0.0.1:2" in first and "-x CUDA_VISIBLE_DEVICES=1,7" in first
         assert "-np 1 -H 127.0.0.1:1" in second and "-x CUDA_VISIBLE_DEVICES=0" in second
+        assert "-x CUDA_DEVICE_ORDER=PCI_BUS_ID" in first and "-x NCCL_SOCKET_IFNAME==eth1" in first
         assert "COLOR" not in first and "-x COLOR=red" in second
         assert "-x NCCL_DEBUG " in first and "dummy" not in first and "MY_TOKEN" not in first
         assert "btl_tcp_if_include eth1" in first

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
@@ -73,8 +74,8 @@ class Run:
             logging.getLogger(name).setLevel(
                 logging.WARNING if not launched_rank() else logging.ERROR
             )
-        # Without a GPU, torch's profilers (profiler=pytorch) say so, as an error.
-        os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        if not torch.cuda.is_available():  # torch's profilers would say so, as an error
+            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         warnings.filterwarnings("ignore", ".*Profiler clears events.*")
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")

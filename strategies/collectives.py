@@ -151,18 +151,24 @@ class World:
             header[0], header[1] = DTYPES.index(tensor.dtype), tensor.dim()
             header[2 : 2 + tensor.dim()] = torch.tensor(tensor.shape)
             headers = self._allgather(header.unsqueeze(0), "gather.header").tolist()
-            bytes_ = self._allgather(tensor.reshape(-1).view(torch.uint8), "gather.bytes")
+            kinds = [(DTYPES[head[0]], head[2 : 2 + head[1]]) for head in headers]
+            sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds]
 
-            gathered, start = [], 0
-            filled = next((head for head in headers if 0 not in head[2 : 2 + head[1]]), headers[0])
-            for head in headers:
-                dtype, shape = DTYPES[head[0]], head[2 : 2 + head[1]]
+            mine = tensor.reshape(-1).view(torch.uint8)
+            each = max(1, MOST_BYTES // self.size)
+            parts: list[list[Tensor]] = [[] for _ in sizes]
+            for start in range(0, max(*sizes, 1), each):
+                piece = self._allgather(mine[start : start + each], "gather.bytes")
+                counts = [min(each, max(0, size - start)) for size in sizes]
+                for part, of_rank in zip(parts, piece.split(counts)):
+                    part.append(of_rank)
+
+            filled = next(((dtype, shape) for dtype, shape in kinds if 0 not in shape), kinds[0])
+            gathered = []
+            for (dtype, shape), part in zip(kinds, parts):
                 if 0 in shape:
-                    dtype, shape = DTYPES[filled[0]], [0, *filled[3 : 2 + filled[1]]]
-                end = start + torch.Size(shape).numel() * dtype.itemsize
-                # clone: a dtype of 8 bytes cannot view memory that begins at an odd place
-                gathered.append(bytes_[start:end].clone().view(dtype).reshape(shape))
-                start = end
+                    dtype, shape = filled[0], [0, *filled[1][1:]]
+                gathered.append(torch.cat(part).view(dtype).reshape(shape))
             return gathered
 
     def _allgather(self, tensor: Tensor, name: str) -> Tensor:

@@ -14,7 +14,7 @@ from hypothesis import strategies as draw
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, SequentialSampler
 
-from strategies import HorovodStrategy
+from strategies import HorovodStrategy, collectives
 from strategies.buckets import MIB, GradientBuckets, split
 from strategies.collectives import DTYPES, World
 from strategies.reductions import add
@@ -152,10 +152,11 @@ class TestBuckets:
         buckets.remove()
 
 
-def gathers() -> int:
+def gathers(most_bytes: int) -> int:
     """On all ranks the same examples are drawn; each rank takes its part of them."""
     world = HorovodStrategy().world
     count = 0
+    collectives.MOST_BYTES, usual = most_bytes, collectives.MOST_BYTES
 
     @settings(max_examples=100, derandomize=True, database=None, deadline=None)
     @given(
@@ -178,10 +179,14 @@ def gathers() -> int:
         joined = torch.cat(gathered)
         assert len(joined) == sum(rows) or 0 in shape
 
-    rows_of_all_ranks_come_in_order()
+    try:
+        rows_of_all_ranks_come_in_order()
+    finally:
+        collectives.MOST_BYTES = usual
     return count
 
 
-def test_gathers_of_any_shape_and_dtype(launch: Callable) -> None:
-    first, second = launch(gathers, 2)
+@pytest.mark.parametrize("most_bytes", [2**30, 50])
+def test_gathers_of_any_shape_and_dtype(launch: Callable, most_bytes: int) -> None:
+    first, second = launch(gathers, 2, most_bytes=most_bytes)
     assert first == second >= 100

@@ -239,7 +239,7 @@ class TestEnd:
         ("line", "status", "words"),
         [
             # What a rank leaves behind keeps its pipe, and the agent, busy.
-            ("yes & exit 3", 3, "rank 0 on localhost ended with exit code 3"),
+            (f"yes {'y' * 30} & exit 3", 3, "rank 0 on localhost ended with exit code 3"),
             ("kill -40 $$", 128 + 40, "rank 0 on localhost was killed by signal 40"),
         ],
     )

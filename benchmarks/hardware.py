@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
+PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no machine's
 
 
 def write_json(results: dict[str, Any], file: Path) -> None:
@@ -137,11 +138,7 @@ def nics() -> dict[str, int | None]:
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         state = folder / "operstate"
-        if (
-            not name.startswith(("lo", "veth", "docker", "br-", "virbr"))
-            and state.exists()
-            and state.read_text().strip() == "up"
-        ):
+        if not PASSING.match(name) and state.exists() and state.read_text().strip() == "up":
             found[name] = _number(folder / "speed")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
         rate = _number(port)  # in Gbit/s

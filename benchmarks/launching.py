@@ -139,11 +139,9 @@ def train(command: list[str], what: object, log: Path, threads: int) -> None:
 
 def collect(host: Host, folder: str) -> list[dict[str, Any]]:
     """The summaries below a folder of a host, which is removed."""
-    place = shlex.quote(folder)
-    script = (
-        f"for f in {place}/*/runs/*/summary.json; do tr -d '\\n' < $f; echo; done; rm -r {place}"
-        + ("" if host.is_here else f"; rmdir {shlex.quote(str(Path(folder).parent))}")
-    )
+    place, above = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
+    script = f"for f in {place}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
+    script += f"; rm -r {place}" + ("" if host.is_here else f"; rmdir {above}")
     done = subprocess.run(host.command(script), capture_output=True, text=True)
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 

@@ -6,12 +6,13 @@ import importlib
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import hardware, step
+from benchmarks import hardware, launching, step
 from tests.conftest import run
 from tests.test_anatomy import Event
 
@@ -128,6 +129,29 @@ def test_what_cannot_be_timed_is_refused(wrong: list[str], told: str) -> None:
     done = run([sys.executable, "-m", "benchmarks.step", *wrong])
     assert done.returncode == 2
     assert told in done.stdout
+
+
+def test_interfaces_of_containers_are_none_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ["lo", "eth0", "lowest", "veth1a2b", "docker0", "br-12", "virbr0"]
+    for name in names:
+        (tmp_path / "sys/class/net" / name).mkdir(parents=True)
+        (tmp_path / "sys/class/net" / name / "operstate").write_text("up\n")
+        (tmp_path / "sys/class/net" / name / "speed").write_text("10000\n")
+    monkeypatch.setattr(hardware, "Path", lambda path: tmp_path / path.lstrip("/"))
+    monkeypatch.setattr(hardware.socket, "if_nameindex", lambda: list(enumerate(names)))
+    assert hardware.nics() == {"eth0": 10000, "lowest": 10000}
+
+
+def test_nothing_of_a_run_stays_on_another_host(tmp_path: Path) -> None:
+    folder = tmp_path / "my bench" / "runs"
+    summary = folder / "m" / "runs" / "1" / "summary.json"
+    summary.parent.mkdir(parents=True)
+    summary.write_text('{"steps":\n 3}\n')
+    host = SimpleNamespace(is_here=False, command=lambda script: ["sh", "-c", script])
+    assert launching.collect(host, str(folder)) == [{"steps": 3}]
+    assert not list(tmp_path.iterdir())
 
 
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def main() -> int:
     except Refusal as refusal:
         refuse(str(refusal))
     except OSError as error:
-        refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"{error.filename or 'writing'}: {error.strerror}")
     print(f"new     {folder}: {count} files, one commit")
     if untracked := _git("ls-files", "--others", "--exclude-standard", where=ROOT).splitlines():
         more = f" and {len(untracked) - 3} more" if len(untracked) > 3 else ""

@@ -1,4 +1,5 @@
 """Measuring: a step, and how training scales; tables and plots of it.
 
-Launches processes and reads their results; imports no model and no strategy.
+Launches processes and reads their results; what runs in them and imports the strategy is in
+`*_worker.py`.
 """

@@ -23,7 +23,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug, unused, write_json
+from benchmarks.hardware import RESULTS, ROOT, hardware, slug, unused, versions, write_json
 from cluster.hosts import Refusal, add_arguments, chosen, ranks
 from cluster.signals import interrupt_at_signals
 
@@ -109,24 +109,19 @@ def table(results: dict[str, Any]) -> str:
 def head(results: dict[str, Any]) -> str:
     """What was measured, on what."""
     hosts = ",".join(f"{host['name']}:{host['slots']}" for host in results["hosts"])
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
         f"{hosts}, {results['network']}: {results['device'] or results['cpu']}, "
-        f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
+        f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
         f"{results['repeats']} repetitions, each the time of its slowest rank."
     )
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
     """Both bandwidths over the size, logarithmic, with p10 to p90."""
-    import matplotlib
+    from benchmarks.figures import plt, save  # slow to import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "bench-allreduce"
-    figure, axes = pyplot.subplots(figsize=(5, 3.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
     rows = results["sizes"]
     sizes = [row["bytes"] for row in rows]
     # On 2 ranks they are the same: open squares, and what lies in them.
@@ -154,9 +149,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
     )  # fmt: skip
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
-    for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
-        figure.savefig(file.with_name(file.name + suffix), dpi=200, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def file_name(results: dict[str, Any]) -> str:

@@ -110,6 +110,11 @@ def software() -> dict[str, Any]:
     }
 
 
+def versions(results: dict[str, Any]) -> str:
+    """Those of the packages that results were measured with, in words."""
+    return ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+
+
 def _changes() -> str | None:
     """A digest of what differs from the commit in files that git knows; None if nothing does."""
     difference = _git("diff", "HEAD")

@@ -14,14 +14,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-from benchmarks.hardware import write_json
-from benchmarks.scaling_report import markdown
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from benchmarks.figures import FONTS, plt, save
+from benchmarks.hardware import versions, write_json
+from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
 EQUAL = 1e-8  # of a loss, in 64 bits: what 32 bits could not even tell apart
@@ -30,10 +27,6 @@ TICKS = [1e-16, 1e-12, 1e-8, 1e-4, 1]
 # Okabe and Ito, which the colour-blind can tell apart
 COLORS = {"single": "0.75", "horovod": "#0072B2", "ddp": "#D55E00"}
 DASHES = {1: "-", 2: "--", 4: ":"}
-FONTS = {
-    "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 7, "axes.spines.top": False,
-    "axes.spines.right": False, "svg.hashsalt": "losses", "legend.frameon": False,
-}  # fmt: skip
 
 
 def hardware_of(results: Results) -> str:
@@ -96,7 +89,6 @@ def table(results: Results) -> str:
 
 
 def description(results: Results) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     jobs = "\n".join(
         f"- {job['name']}: `{' '.join(job['arguments'])}` ({job['model']})"
         + (f"; expected to differ: {job['differs']}" if job["differs"] else "")
@@ -104,7 +96,7 @@ def description(results: Results) -> str:
         for job in results["jobs"]
     )
     return (
-        f"{hardware_of(results)}; Python {results['python']}, {versions}; commit "
+        f"{hardware_of(results)}; Python {results['python']}, {versions(results)}; commit "
         f"{results['commit']}, {results['date'][:10]}. {results['steps']} steps; val/loss over all "
         "ranks, and its difference from that of one process as a share of it. Equal: at most "
         f"{EQUAL:.0e} in 64 bits.\n\n{jobs}"
@@ -114,10 +106,10 @@ def description(results: Results) -> str:
 # ---------------------------------------------------------------------------- the plot
 
 
-def draw(results: Results, files: list[Path]) -> None:
-    """A column of two panels for each job, into each of the files."""
+def draw(results: Results, name: Path) -> None:
+    """A column of two panels for each job, as name.png and name.svg."""
     jobs = results["jobs"]
-    with plt.rc_context(FONTS):
+    with plt.rc_context({**FONTS, "legend.fontsize": 7}):
         figure, grid = plt.subplots(
             2, len(jobs), squeeze=False, sharex="col", layout="constrained",
             figsize=(max(5, 0.6 + 2.5 * len(jobs)), 4.6),
@@ -142,11 +134,7 @@ def draw(results: Results, files: list[Path]) -> None:
         lines.append(plt.Line2D([], [], color="0.4", linewidth=0.6))
         names += ["32 bits (thick)", "64 bits (thin)"]
         figure.legend(lines, names, loc="outside lower center", ncols=max(3, len(jobs) + 1))
-        for file in files:
-            # Without the date: the same results give the same file.
-            kind = {".svg": {"Date": None}, ".png": {"Software": None}}[file.suffix]
-            figure.savefig(file, dpi=200, metadata=kind)
-        plt.close(figure)
+        save(figure, name)
 
 
 def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> None:
@@ -174,7 +162,7 @@ def write(results: Results, name: Path) -> str:
 def report(results: Results, name: Path) -> str:
     body = f"{description(results)}\n\n{table(results)}\n"
     name.with_name(f"{name.name}.md").write_text(body)
-    draw(results, [name.with_name(name.name + suffix) for suffix in (".png", ".svg")])
+    draw(results, name)
     return f"{body}\nwritten to {name}.json, .md, .png and .svg"
 
 

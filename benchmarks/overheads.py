@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
 from cluster.signals import interrupt_at_signals
 
 LAWS: dict[str, Callable[[float], float]] = {
@@ -172,10 +172,9 @@ def main() -> None:
         raise SystemExit("\nstopped; the same command goes on") from None
     results["finished"] = True
     shown = table(results)
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     head = (
         f"What our own tools cost, all ranks on one host: {results['cpu']}, {results['cores']} "
-        f"cores; {versions}; commit {results['commit']}; medians of {results['repeats']} "
+        f"cores; {versions(results)}; commit {results['commit']}; medians of {results['repeats']} "
         "interleaved repeats.\n\n"
     )
     write_json(results, file)

@@ -183,11 +183,9 @@ def _ranked(title: str, spent: Amounts, calls: Amounts, most: int) -> list[str]:
 
 def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     """The step of rank 0 with the median time as a PNG: a row a rank, Horovod's tensors below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
     from matplotlib.patches import Patch
+
+    from benchmarks.figures import plt  # slow to import
 
     plain = sorted(plain_steps(traces[0]), key=lambda step: step["dur"])
     chosen = plain[len(plain) // 2]
@@ -204,7 +202,7 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     rows = [(f"rank {trace.rank} on {trace.host}", trace) for trace in traces]
     tensors = list(dict.fromkeys(e["tensor"] for e in sorted(outer, key=lambda e: e["ts"])))
     height = 0.32 * (len(rows) + len(tensors)) + 1.3
-    figure, axes = pyplot.subplots(figsize=(9, height), dpi=110)
+    figure, axes = plt.subplots(figsize=(9, height), dpi=110)
     for number, (_, trace) in enumerate(rows):
         for step in trace.steps:
             if step["ts"] >= end or step["ts"] + step["dur"] <= begin:
@@ -232,4 +230,4 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
         loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8,
     )  # fmt: skip
     figure.savefig(file, bbox_inches="tight")
-    pyplot.close(figure)
+    plt.close(figure)

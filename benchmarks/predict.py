@@ -88,15 +88,9 @@ def table(found: list[Prediction], measured: dict[int, float]) -> str:
 def plot(
     found: list[Prediction], measured: dict[int, float], job: Job, title: str, file: Path
 ) -> None:
-    import matplotlib
+    from benchmarks.figures import plt, save  # slow to import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "predict"
-    figure, (above, below) = pyplot.subplots(
-        2, 1, figsize=(5, 5), sharex=True, layout="constrained"
-    )
+    figure, (above, below) = plt.subplots(2, 1, figsize=(5, 5), sharex=True, layout="constrained")
     ranks = [row.ranks for row in found]
     above.fill_between(
         ranks, [100 * r.worst.efficiency for r in found], [100 * r.best.efficiency for r in found],
@@ -127,9 +121,7 @@ def plot(
     above.legend(frameon=False, fontsize=8, loc="lower left")
     for axes in (above, below):
         axes.grid(True, alpha=0.3)
-    for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
-        figure.savefig(file.with_name(file.name + suffix), dpi=200, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def numbers(text: str) -> list[int]:

@@ -25,7 +25,7 @@ from typing import Any
 from benchmarks import published
 from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
-from benchmarks.hardware import RESULTS, hardware, slug, unused, write_json
+from benchmarks.hardware import RESULTS, hardware, slug, unused, versions, write_json
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 from cluster.testbed import BURST, Testbed, missing
@@ -139,10 +139,9 @@ def table(results: dict[str, Any]) -> str:
 
 def head(results: dict[str, Any]) -> str:
     found, job, stub = results["fit"], results["job"], results["stub"]
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return (
         f"# The cost model, tried\n\n{results['cpu']}, {results['cores']} cores, hosts of "
-        f"cluster/testbed.py with a rank each; {versions}; commit {results['commit']}; "
+        f"cluster/testbed.py with a rank each; {versions(results)}; commit {results['commit']}; "
         f"{results['date']}. A stub with sleeping compute, {stub['layers']} layers of "
         f"{stub['layer_bytes'] / 2**20:.3g} MiB of gradients; alone it takes "
         f"{(job['forward'] + job['backward'] + job['rest']) * 1e3:.1f} ms a step, standard "
@@ -158,13 +157,9 @@ def head(results: dict[str, Any]) -> str:
 
 def plot(results: dict[str, Any], file: Path) -> None:
     """Predicted over measured; what lies on the diagonal is right."""
-    import matplotlib
+    from benchmarks.figures import plt, save  # slow to import
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    matplotlib.rcParams["svg.hashsalt"] = "predict-proof"
-    figure, axes = pyplot.subplots(figsize=(4.4, 4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(4.4, 4), layout="constrained")
     rows = results["rows"]
     ends = [0.9 * min(r["measured"] for r in rows), 1.15 * max(r["measured"] for r in rows)]
     ends = [end * 1e3 for end in ends]
@@ -194,9 +189,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
     axes.set_xlabel("measured step, ms (p10 to p90)")
     axes.set_ylabel("predicted step, ms")
     axes.legend(frameon=False, fontsize=8)
-    for suffix, metadata in ((".png", {}), (".svg", {"Date": None})):
-        figure.savefig(file.with_name(file.name + suffix), dpi=200, metadata=metadata)
-    pyplot.close(figure)
+    save(figure, file)
 
 
 def main() -> int:

@@ -20,8 +20,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import itertools
-import json
 import math
 import sys
 import time
@@ -31,7 +29,7 @@ from typing import Any
 
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, runs_of
-from benchmarks.hardware import RESULTS, slug, write_json
+from benchmarks.hardware import RESULTS, continued, slug, write_json
 from benchmarks.launching import Failed, Job
 from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns, windows
 from cluster.hosts import Refusal, add_arguments
@@ -89,28 +87,13 @@ def say(text: str) -> None:
 # ---------------------------------------------------------------------------- the file
 
 
-def identity(results: Results) -> dict[str, Any]:
-    """What must be equal for runs to stand in one file."""
-    keys = ("settings", "config", "hosts", "oversubscribed", "python", "versions", "commit",
-            "changes", "environment")  # fmt: skip
-    return {key: results[key] for key in keys}
-
-
 def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
     """The unfinished file of the same measurement with what is in it, or a new name."""
     model = slug(results["config"]["task"] or results["config"]["model"]["_target_"].split(".")[-1])
     network = results["settings"]["network"] or ""
     hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
-    for file in sorted(folder.glob(f"scaling_{model}_{hardware}_*.json")):
-        found = json.loads(file.read_text())
-        if not found["finished"] and identity(found) == json.loads(json.dumps(identity(results))):
-            return file, found
-    name = f"scaling_{model}_{hardware}_{results['date'][:10]}"
-    for number in itertools.count(1):
-        file = folder / (f"{name}_{number}.json" if number > 1 else f"{name}.json")
-        if not file.exists():
-            return file, results
-    raise AssertionError("unreachable")
+    file = folder / f"scaling_{model}_{hardware}_{results['date'][:10]}.json"
+    return continued(results, file, "runs", "trial")
 
 
 # ---------------------------------------------------------------------------- the command
@@ -154,8 +137,6 @@ def main() -> int:
     try:
         results, launcher = plan(arguments)
         file, results = open_file(results, arguments.out)
-        if results["runs"]:
-            say(f"going on with {file}: {len(results['runs'])} runs are there")
         run(results, launcher.run, functools.partial(write_json, results, file))
         print(scaling_report.write(results, file))
     except Refusal as refusal:

@@ -12,23 +12,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
-
-from benchmarks.efficiency import Results, Row, batch_of, rows
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from benchmarks.efficiency import Results, Row, batch_of, rows
+from benchmarks.figures import FONTS, plt, save
+
 STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
-FONTS = {
-    "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.spines.top": False,
-    "axes.spines.right": False, "svg.hashsalt": "scaling", "legend.frameon": False,
-}  # fmt: skip
 
 
-def draw(results: Results, hardware: str, files: list[Path]) -> None:
-    """A line of two panels for each mode, into each of the files."""
+def draw(results: Results, hardware: str, name: Path) -> None:
+    """A line of two panels for each mode, as name.png and name.svg."""
     settings = results["settings"]
     with plt.rc_context(FONTS):
         figure, grid = plt.subplots(
@@ -38,11 +31,7 @@ def draw(results: Results, hardware: str, files: list[Path]) -> None:
         figure.suptitle(f"{results['trial']['model']}, {hardware}", fontsize=9)
         for mode, (left, right) in zip(settings["modes"], grid):
             _panels(results, mode, left, right)
-        for file in files:
-            # Without the date: the same results give the same file.
-            kind = {".svg": {"Date": None}, ".png": {"Software": None}}[file.suffix]
-            figure.savefig(file, dpi=200, metadata=kind)
-        plt.close(figure)
+        save(figure, name)
 
 
 def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> None:

@@ -22,9 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks import scaling_plot
 from benchmarks.efficiency import Results, Row, noise, rows
-from benchmarks.hardware import RESULTS, ROOT, write_json
+from benchmarks.hardware import RESULTS, ROOT, versions, write_json
 from benchmarks.scaling_predicted import predicted
 
 README = ROOT / "README.md"
@@ -122,7 +121,6 @@ def description(results: Results) -> str:
     machines = {host["machine"] for host in results["hosts"].values()}
     made = " made of one machine" if len(machines) < len(results["hosts"]) else ""
     network = settings["network"] or ("loopback" if len(results["hosts"]) == 1 else _nics(results))
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     measured = (
         f"{settings['epochs']} whole epochs" if settings["epochs"] else f"{trial['steps']} steps"
     )
@@ -132,7 +130,7 @@ def description(results: Results) -> str:
         f"`{changed}` ({trial['model']}) on {hosts}{made}: {hardware_of(results)}; {network}, "
         f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
         f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
-        f"{versions}; commit {results['commit']}, {results['date'][:10]}. Medians of "
+        f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
         f"{settings['repeats']} interleaved repeats of {measured} after a warm-up, ± half their "
         "range"
     )
@@ -179,15 +177,16 @@ def as_csv(results: Results) -> str:
 
 def write(results: Results, file: Path) -> str:
     """The tables and the plot beside a result file; what to print of them."""
+    # Here: not all that makes tables by this module has matplotlib.
+    from benchmarks import scaling_plot
+
     found = predicted(results, RESULTS.glob("allreduce_*.json"))
     results["predicted"] = found or results.get("predicted", [])
     write_json(results, file)
     body = f"{description(results)}\n\n{table(results)}\n"
     file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
     file.with_suffix(".csv").write_text(as_csv(results))
-    scaling_plot.draw(
-        results, hardware_of(results), [file.with_suffix(s) for s in (".png", ".svg")]
-    )
+    scaling_plot.draw(results, hardware_of(results), file.with_suffix(""))
     settings = results["settings"]
     if (
         not results["predicted"]

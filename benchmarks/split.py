@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks.efficiency import noise
-from benchmarks.hardware import RESULTS, continued, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, continued, hardware, slug, versions, write_json
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_plan import configuration, steps_of
 from benchmarks.scaling_report import markdown
@@ -126,12 +126,11 @@ def device(results: dict[str, Any]) -> str:
 
 
 def description(results: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     same = ", where both halves compute in turns" if "cpu" in results["devices"] else ""
     job = " ".join([EXPERIMENT, *results["arguments"]])
     return (
         f"`{job}`, global batch {results['batch']}: {device(results)}, a thread a process, devices "
-        f"{', '.join(results['devices'])}{same}. {versions}; commit {results['commit']}, "
+        f"{', '.join(results['devices'])}{same}. {versions(results)}; commit {results['commit']}, "
         f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
         f"{results['steps']} steps, ± half their range."
     )

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.efficiency import noise
-from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
 from benchmarks.launching import Failed
 from benchmarks.scaling_report import markdown
 from cluster.signals import interrupt_at_signals
@@ -135,11 +135,10 @@ def table(results: dict[str, Any]) -> str:
 
 
 def description(results: dict[str, Any]) -> str:
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     job = " ".join(["template.py", *results["arguments"]])
     return (
         f"From the launch of `{job}` to its first step, all ranks on one host: {results['cpu']}, "
-        f"{results['cores']} cores. {versions}; commit {results['commit']}, "
+        f"{results['cores']} cores. {versions(results)}; commit {results['commit']}, "
         f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats, ± half "
         "their range; ratios within a repeat; look-ups of one run."
     )

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load
-from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, write_json
+from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
 from cluster.signals import interrupt_at_signals
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
@@ -368,13 +368,12 @@ def main() -> None:
 
 def write(results: dict[str, Any], file: Path) -> None:
     write_json(results, file.with_name(f"{file.name}.json"))
-    versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     batch = f", {results['batch']} images" if results["batch"] else ""
     on_gpu = results["device"] == "cuda"
     gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
     head = (
         f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
-        f"{results['cores']} cores; {versions}; commit {results['commit']}; medians of "
+        f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
         f"{results['repeats']} interleaved blocks, one thread{batch} a rank.\n\n"
     )
     file.with_name(f"{file.name}.md").write_text(head + table(results) + wire(results) + "\n")

@@ -216,43 +216,45 @@ class Agent:
                     return
                 if self._preloading and pid not in self._ranks:
                     self._adopt(pid, status)
-                if pid not in self._ranks:
-                    continue
-                rank = self._ranks[pid]
-                # What it printed last comes before its end. That is what the pipe holds, which is
-                # read at once, and its end; children that hold the pipe may print for ever.
-                for key in list(selector.get_map().values()):
-                    for _ in range(2):
-                        if key.data[0] != rank or not _readable(key.fd):
-                            break
-                        if not self._pass_on(key, selector):
-                            break
-                del self._ranks[pid]
-                self._say(rank=rank, exit=os.waitstatus_to_exitcode(status))
+                # Forgotten before its last words are told, which may take long: from now on its
+                # number may be another process's, which _listen shall not signal.
+                rank = self._ranks.pop(pid, None)
+                if rank is not None:
+                    self._empty(rank, selector)
+                    self._say(rank=rank, exit=os.waitstatus_to_exitcode(status))
+
+    def _empty(self, rank: int, selector: selectors.BaseSelector) -> None:
+        """Pass on what a rank that has ended printed last: what its pipes hold, which is read at
+        once, and their ends. Children that hold a pipe may print for ever."""
+        for key in list(selector.get_map().values()):
+            for _ in range(2):
+                if key.data[0] != rank or not _readable(key.fd):
+                    break
+                if not self._pass_on(key, selector):
+                    break
 
     def _listen(self) -> None:
-        """Signs of life and signals of the launcher; when they stop, all ends."""
+        """Signs of life and signals of the launcher; when they stop, or are no such, all ends."""
         waiting = selectors.DefaultSelector()
         waiting.register(0, selectors.EVENT_READ)
         begun = b""
-        while True:
-            if not waiting.select(timeout=SILENCE_SECONDS):
-                break
-            data = os.read(0, 1 << 16)
-            if not data:
-                break
-            *lines, begun = (begun + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                if "signal" in order:
-                    preloading = self._preloading
-                    for pid in [*self._ranks, *([preloading[0].pid] if preloading else [])]:
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, getattr(signal, order["signal"]))
-                if "end" in order:
-                    threading.Thread(target=self._end_all, args=[order["end"]], daemon=True).start()
-        self._end_all(3)
-        os._exit(1)  # also out of a write that nobody reads
+        try:
+            while waiting.select(timeout=SILENCE_SECONDS) and (data := os.read(0, 1 << 16)):
+                *lines, begun = (begun + data).split(b"\n")
+                for line in lines:
+                    self._obey(json.loads(line))
+        finally:
+            self._end_all(3)
+            os._exit(1)  # also out of a write that nobody reads
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if "signal" in order:
+            preloading = self._preloading
+            for pid in [*self._ranks, *([preloading[0].pid] if preloading else [])]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, getattr(signal, order["signal"]))
+        if "end" in order:
+            threading.Thread(target=self._end_all, args=[order["end"]], daemon=True).start()
 
     def _end_all(self, grace: float) -> None:
         """Tell all descendants to end, and kill those that have not after `grace` seconds."""

@@ -53,7 +53,7 @@ def main() -> None:
     except InstallError as error:
         sys.exit(f"install: {error}")
     except OSError as error:
-        sys.exit(f"install: {error.filename}: {error.strerror}")
+        sys.exit(f"install: {error.filename or 'writing'}: {error.strerror}")
     except KeyboardInterrupt:
         sys.exit("install: interrupted; run it again to go on")
 

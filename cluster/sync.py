@@ -110,7 +110,7 @@ def _environment(host: Host, dry_run: bool) -> list[str]:
 def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[str, list[str]]:
     """What changed, by its kind; the folder is made if it is missing."""
     target = f"{host.user}@{host.name}" if host.user else host.name
-    ssh = shlex.join(["ssh", *host.ssh_options()[1:]])
+    ssh = shlex.join(host.ssh_options())
     path = shlex.quote(str(folder))
     there = "rsync" if dry_run else f"mkdir -p {path} && rsync"
     # -s: rsync before 3.2.4 has the path split at its blanks there, and deletes in a part of it.

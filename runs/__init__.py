@@ -1,4 +1,4 @@
 """A run of the template: its configuration checked, its folder, what it prints and leaves; sweeps.
 
-Knows Hydra and Lightning, and no model, no data set and no strategy.
+Knows Hydra and Lightning, the clock of `strategies/`, and no model and no data set.
 """

@@ -22,12 +22,10 @@ are those of the GPU, not of the program that runs ahead.
 
 from __future__ import annotations
 
-import json
-import math
 import os
 import random
 import socket
-from collections import Counter, deque
+from collections import deque
 from itertools import compress, pairwise
 from typing import Any
 
@@ -38,21 +36,14 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runs.folders import ROOT
+from runs.bottleneck import PHASES, crowded, measured, named, phases, shares, straggler, verdict
 from runs.ranks import gather_texts
 from strategies.clock import Moment, moment, seconds
 
-PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
-ALL_REDUCE = PHASES.index("all_reduce")
 WINDOW = 200  # steps between two looks at all ranks
 KEPT = 1000  # timed steps, the last ones, that medians are made of
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
 SHORT = 10e-3  # seconds: of shorter steps only a share is timed
-# A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
-SLOWER, PERSISTENT = 1.15, 0.75
-# The share of a step from which on a phase is what the verdict names.
-BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}
-LATENCY_BOUND = 2**20  # bytes of gradients: fewer take the time of negotiation, not of the wire
 
 
 class Anatomy(Callback):
@@ -195,7 +186,7 @@ class Anatomy(Callback):
         if slow and slow["rank"] not in self._told:
             self._told.add(slow["rank"])
             if trainer.is_global_zero:
-                print(f"slow    {_name(slow, self._hosts)}", flush=True)
+                print(f"slow    {named(slow, self._hosts)}", flush=True)
 
     def _time_fewer(self) -> None:
         """From now on; of what was timed keep as large a share, so that all steps count alike."""
@@ -231,7 +222,7 @@ class Anatomy(Callback):
             "straggler": slow,
             "wire": wire,
             "verdict": verdict(
-                share, median, wire, _name(slow, self._hosts) if slow else "",
+                share, median, wire, named(slow, self._hosts) if slow else "",
                 str(trainer.precision), self._crowd,
             ),
         }  # fmt: skip
@@ -250,136 +241,3 @@ class Anatomy(Callback):
             "bus_bandwidth_mb_s": round(of_all, 3), "allreduce_mb_s": known,
             "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
         }  # fmt: skip
-
-
-def phases(steps: Tensor) -> dict[str, Tensor]:
-    """Seconds of each phase in each step, the mean over ranks; waiting for a slower rank apart.
-
-    Args:
-        steps: seconds, of shape (ranks, steps, phases).
-    """
-    found = dict(zip(PHASES, steps.mean(0).unbind(1)))
-    found["all_reduce"] = steps[:, :, ALL_REDUCE].min(0).values
-    found["straggler"] = steps[:, :, ALL_REDUCE].mean(0) - found["all_reduce"]
-    return found
-
-
-def shares(steps: Tensor) -> dict[str, float]:
-    """Of the whole time of all steps; they add up to 1. Of means, as a loader's waits are rare."""
-    found = {phase: float(spent.sum()) for phase, spent in phases(steps).items()}
-    return {phase: spent / sum(found.values()) for phase, spent in found.items()}
-
-
-def straggler(steps: Tensor) -> dict[str, Any] | None:
-    """The rank whose own work takes SLOWER times that of the others in PERSISTENT of the steps.
-
-    Args:
-        steps: seconds, of shape (ranks, steps, phases).
-    """
-    if len(steps) < 2:
-        return None
-    work = steps.sum(2) - steps[:, :, ALL_REDUCE]
-    slow = int(work.median(1).values.argmax())
-    others = [rank for rank in range(len(steps)) if rank != slow]
-    times = work[slow] / work[others].quantile(0.5, dim=0)
-    if times.median() < SLOWER or (times > SLOWER).float().mean() < PERSISTENT:
-        return None
-    more = (steps[slow] - steps[others].mean(0)).median(0).values
-    more[ALL_REDUCE] = -math.inf
-    phase = PHASES[int(more.argmax())]
-    return {"rank": slow, "times": round(float(times.median()), 2), "phase": phase}
-
-
-def _name(slow: dict[str, Any], hosts: list[str]) -> str:
-    return (
-        f"rank {slow['rank']} on {hosts[slow['rank']]} works {slow['times']} times as long as the "
-        f"others, most of it more in {slow['phase']}"
-    )
-
-
-def verdict(
-    share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
-    precision: str = "32-true", crowd: str = "",
-) -> str:  # fmt: skip
-    """What limits the speed, and what to try: the largest of the phases that take too much.
-
-    Args:
-        share: of the step, by phase, as `shares` gives it.
-        step_ms: how long it takes.
-        wire: as in summary.json.
-        slow: the straggler, in words.
-        precision: the Trainer's.
-        crowd: the host with too few cores, in words.
-    """
-    much = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
-    name = max(much, key=lambda phase: much[phase], default="compute")
-    part = f"{much.get(name, share['forward'] + share['backward']):.0%} of the step"
-    if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
-        return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
-    if name == "compute":
-        lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
-        return (
-            f"compute: forward and backward are {part}: try {lower}more ranks, each on a core or "
-            "GPU of its own"
-        )
-    if name == "data":
-        return (
-            f"data: {part} is waiting for batches: try data.num_workers where it has them, or less "
-            "work a sample"
-        )
-    if name == "straggler" and slow:
-        return f"straggler: {slow}; ranks wait {part}: see its load, clock rate and data"
-    if name == "straggler":
-        return (
-            f"uneven: ranks wait {part} for now one, now another: look for other load on the "
-            "hosts, more ranks than cores, batches of unequal cost"
-        )
-    if name == "optimizer":
-        return f"optimizer: {part}: try a fused one, or a larger data.batch_size"
-    if name == "rest":
-        return (
-            f"overhead: {part} of {step_ms:.1f} ms is hooks and logging: try a larger "
-            "data.batch_size, a larger trainer.log_every_n_steps"
-        )
-    rate, less = "", ""
-    if wire:
-        large = wire["payload_bytes"] > LATENCY_BOUND
-        known, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
-        of = f", {reached / known:.0%} of what bench-allreduce measured" if known and large else ""
-        rate = f" at {reached:,.0f} MB/s{of}" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
-        less = "strategy.compression=bf16, " if large and wire["compressible"] else ""
-    return (
-        f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
-        "data.batch_size or trainer.accumulate_grad_batches"
-    )
-
-
-def crowded(ranks: list[tuple[str, int]]) -> str:
-    """The first host with more ranks than cores, in words; empty if each rank has one.
-
-    Args:
-        ranks: of each its host and the cores that it may use, a bit each.
-    """
-    for host, count in Counter(host for host, _ in ranks).items():
-        cores = 0
-        for other, usable in ranks:
-            cores |= usable if other == host else 0
-        if count > cores.bit_count():
-            return f"{count} ranks share the {cores.bit_count()} cores of {host}"
-    return ""
-
-
-def measured(hosts: list[str], operations: str, size: float) -> float | None:
-    """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
-    was run: the newest result's, at the size nearest to `size` bytes."""
-    newest, bandwidth = "", None
-    for file in (ROOT / "benchmarks" / "results").glob("allreduce_*.json"):
-        try:
-            found = json.loads(file.read_text())
-            same = found["ranks"] == hosts and found["operations"] == operations
-            if same and found["date"] > newest:
-                nearest = min(found["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
-                newest, bandwidth = found["date"], float(nearest["bus_mb_s"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # half copied, or a forker's own: no reason to lose a training's summary
-    return bandwidth

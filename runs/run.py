@@ -1,6 +1,6 @@
 """One run: its folder, made by rank 0 for all, and an end that leaves nothing half done.
 
-    with Run(config, strategy) as run: ...
+    with Run(config) as run: ...
 
 Mistakes that show before the first training step end it with one line and no folder; an error in
 the middle of training keeps the folder, its traceback and what was saved.
@@ -136,7 +136,7 @@ class Run:
             key = "run_dir" if asked else "log_dir"
             return (
                 f"{key}={config[key]}: the run's folder cannot be written: "
-                f"{error.strerror} ({error.filename}); give another"
+                f"{error.strerror} ({error.filename or 'writing'}); give another"
             )
         return None
 

@@ -251,7 +251,7 @@ def main() -> int:
     except Refusal as refusal:
         refuse(str(refusal))
     except OSError as error:
-        refuse(f"{error.filename}: {error.strerror}")
+        refuse(f"{error.filename or 'writing'}: {error.strerror}")
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 2

@@ -1,11 +1,13 @@
 """Train Lightning modules under Horovod: `Trainer(strategy=HorovodStrategy())`, or "horovod".
 
-Self-contained: needs torch, Lightning, torchmetrics and Horovod and nothing else of this
-repository, so the folder can be copied into another project as it is.
+Self-contained: needs torch, Lightning, torchmetrics and Horovod (with cloudpickle, which comes with
+it) and nothing else of this repository, so the folder can be copied into another project as it is.
 """
 
+import pytorch_lightning as pl
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 try:
     import horovod.torch as hvd
@@ -23,6 +25,12 @@ from strategies.horovod import HorovodStrategy
 
 __all__ = ["HorovodStrategy"]
 
+LIGHTNING = "2.6"  # whose loops, loaders and results are used in parts that are private there
+if not pl.__version__.startswith(f"{LIGHTNING}."):
+    rank_zero_warn(
+        f"HorovodStrategy is tested with Lightning {LIGHTNING}, and this is {pl.__version__}: "
+        "compare what it trains with one process before you rely on it"
+    )
 if "horovod" not in StrategyRegistry:
     StrategyRegistry.register(
         "horovod", HorovodStrategy, description="Data parallel training over Horovod"

@@ -85,7 +85,7 @@ class GradientBuckets:
         world: the ranks.
         reduction: how a bucket is combined.
         bucket_mib: size of a bucket in MiB; a larger one has fewer negotiations, a smaller one
-            starts earlier. The first are of 1, 2, ... MiB. 0: each parameter by itself.
+            starts earlier. The first are of 1, 2, ... MiB.
         before: what the loss is multiplied with in `prepare`, and so its gradients.
         after: what they are multiplied with after the reduction.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 from collections.abc import Sequence
 
 import horovod.torch as hvd
@@ -113,7 +114,8 @@ class HorovodEnvironment(LaunchedEnvironment):
     @property
     @override
     def main_address(self) -> str:
-        return os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1")
+        # Our rendezvous has what it may be asked for behind its name (cluster/rendezvous.py).
+        return re.split("[:/]", os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1"))[0]
 
     @property
     @override

@@ -11,9 +11,10 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import horovod.torch as hvd
 import pytorch_lightning as pl
@@ -34,6 +35,7 @@ from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
 from strategies.metrics import keep_wide, leave_metrics, synchronize_metrics, warn_of_own_values
+from strategies.randomness import OwnDraws
 from strategies.reductions import COMPRESSIONS, Reduction, adasum
 from strategies.refusals import (
     refuse_options,
@@ -74,7 +76,9 @@ class HorovodStrategy(ParallelStrategy):
             independent runs under one horovodrun. Rank and world size are then those in the group.
             End the script with hvd.barrier(): when one rank ends, Horovod ends for all.
 
-    Gradients are views in buffers that the next backward fills again: clone those that you keep.
+    What steps draw from torch (dropout, noise, augmentation after the transfer) each rank draws for
+    itself, whatever was seeded; what samplers draw is the same on all. Gradients are views in
+    buffers that the next backward fills again: clone those that you keep.
 
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
@@ -106,8 +110,9 @@ class HorovodStrategy(ParallelStrategy):
         self.gradient_predivide_factor = gradient_predivide_factor
         self._num_nodes = 1
         self._buckets: GradientBuckets | None = None
+        self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
-        self._fewest_batches: dict[int, int] = {}
+        self._fewest_batches: WeakKeyDictionary[DataLoader, int] = WeakKeyDictionary()
         self._groups: dict[int, int] = {}  # of each optimizer, when it was last looked at
         self._resumed: dict[str, Any] = {}
         self._global_batch_size = 0
@@ -156,6 +161,11 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @property
     def operations(self) -> str:
@@ -235,6 +245,7 @@ class HorovodStrategy(ParallelStrategy):
             refuse_other_models(module, self.world)
             self.world.broadcast([*module.parameters(), *module.buffers()])
             synchronize_metrics(module, self.world)
+            self._draws = OwnDraws(self.world.rank, self.root_device)
         if fitting:
             self.setup_optimizers(trainer)
             if self.world.size > 1:
@@ -275,8 +286,7 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Evaluation visits each sample once, and a resumed epoch none that was trained."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        trainer = self._trainer
         if not isinstance(dataloader, DataLoader):
             return dataloader
         if self.root_device.type == "cpu":
@@ -291,14 +301,16 @@ class HorovodStrategy(ParallelStrategy):
             dataloader = each_sample_once(dataloader, self.world, stage)
         if (length := sized_len(dataloader)) is not None:
             fewest = self.reduce(torch.tensor(length), reduce_op="min")
-            self._fewest_batches[id(dataloader)] = int(fewest)
+            self._fewest_batches[dataloader] = int(fewest)
         return dataloader
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        assert self.lightning_module is not None
-        loop = self.lightning_module.trainer.fit_loop
+        trainer = self._trainer
+        loop = trainer.fit_loop
+        if isinstance(self._draws, OwnDraws):
+            self._draws.seed(trainer.global_step)
         if self._buckets is not None and loop._data_fetcher is not None:
             # Of an unsized dataset the first batch is fetched by now.
             refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)
@@ -326,12 +338,23 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def on_validation_end(self) -> None:
-        assert self.lightning_module is not None
-        warn_of_own_values(self.lightning_module.trainer, self.world)
+        warn_of_own_values(self._trainer, self.world)
 
     @override
     def on_test_end(self) -> None:
         self.on_validation_end()
+
+    @override
+    def batch_to_device(
+        self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
+    ) -> Any:
+        with self._draws():  # on_after_batch_transfer may augment it
+            return super().batch_to_device(batch, device, dataloader_idx)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._draws():
+            return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -352,19 +375,20 @@ class HorovodStrategy(ParallelStrategy):
     def _evaluation_batch(
         self, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
     ) -> Generator[None, None, None]:
-        """Inside, a collective is refused in batches that not all ranks have."""
-        assert self.lightning_module is not None
-        trainer = self.lightning_module.trainer
+        """Inside, a rank has its own draws, and no collective in batches that not all have."""
+        trainer = self._trainer
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         assert loop._combined_loader is not None
         loader = loop._combined_loader.flattened[dataloader_idx]
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = loop.batch_progress.current.ready - 1
-        if batch_idx >= self._fewest_batches.get(id(loader), batch_idx + 1):
+        known = isinstance(loader, DataLoader) and loader in self._fewest_batches
+        if known and batch_idx >= self._fewest_batches[loader]:
             what = "prediction" if trainer.predicting else "evaluation"
             self.world.alone = f"batch {batch_idx} of the {what}"
         try:
-            yield
+            with self._draws():
+                yield
         finally:
             self.world.alone = ""
 
@@ -372,9 +396,7 @@ class HorovodStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Ranks with unequal numbers of batches are found before the epoch, if they are known."""
         if batch_idx == 0 and self._buckets is not None:
-            assert self.lightning_module is not None
-            batches = self.lightning_module.trainer.num_training_batches
-            refuse_unequal(batches, self.optimizers, self.world)
+            refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -382,8 +404,7 @@ class HorovodStrategy(ParallelStrategy):
             return
         self._buckets.prepare(closure_loss)
         if self._average:
-            assert self.lightning_module is not None
-            progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
             self._buckets.start(last_batch=progress.is_last_batch)
 
     @override
@@ -406,8 +427,7 @@ class HorovodStrategy(ParallelStrategy):
         if not self._average:
             self._buckets.leave()
         elif not self._buckets.finish():
-            assert self.lightning_module is not None
-            progress = self.lightning_module.trainer.fit_loop.epoch_loop.batch_progress
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
             seen = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
             refuse_unequal(seen, self.optimizers, self.world)
             raise MisconfigurationException(
@@ -519,7 +539,8 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
-        self._fewest_batches, self._groups = {}, {}
+        self._fewest_batches.clear()
+        self._groups.clear()
         if self.lightning_module is not None:
             leave_metrics(self.lightning_module, self.world)
         if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:

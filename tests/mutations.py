@@ -35,7 +35,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "gradients are not averaged", "horovod.py",
-        "        if self._average:\n            assert", "        if False:\n            assert",
+        "        if self._average:\n            pro", "        if False:\n            pro",
         "horovod-2 and plain",
     ),
     Mutation(
@@ -51,6 +51,19 @@ MUTATIONS = [
         "the model is not broadcast", "horovod.py",
         "self.world.broadcast([*module.parameters(), *module.buffers()])", "pass",
         "horovod-2 and plain",
+    ),
+    Mutation(
+        "all ranks draw the same in their steps", "randomness.py",
+        "{self.rank} {step}", "{step}", "draws_for_itself", "test_strategy",
+    ),
+    Mutation(
+        "what a rank draws in its steps moves what it draws outside", "randomness.py",
+        "torch.set_rng_state(of_all)", "pass", "draws_for_itself", "test_strategy",
+    ),
+    Mutation(
+        "a resumed training draws what was drawn before", "horovod.py",
+        "self._draws.seed(trainer.global_step)", "self._draws.seed(0)",
+        "draws_for_itself", "test_strategy",
     ),
     Mutation(
         "buffers are not broadcast before an evaluation", "horovod.py",
@@ -268,7 +281,7 @@ MUTATIONS = [
         "    second.synchronize()\n", "", "moments_are_events", "test_anatomy",
     ),
     Mutation(
-        "what the slowest rank waits is the network's", "anatomy.py",
+        "what the slowest rank waits is the network's", "bottleneck.py",
         "steps[:, :, ALL_REDUCE].min(0).values", "steps[:, :, ALL_REDUCE].max(0).values",
         "waits_least", "test_anatomy", "runs",
     ),
@@ -324,7 +337,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an agent outlives its launcher", "agent.py",
-        "        self._end_all(3)\n        os._exit(1)", "        time.sleep(600)",
+        "            self._end_all(3)\n            os._exit(1)", "            time.sleep(600)",
         "host_is_cut_off", "cluster/test_jobs", "cluster",
     ),
     Mutation(

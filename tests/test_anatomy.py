@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from cluster import testbed
-from runs import anatomy
-from runs.anatomy import PHASES, Anatomy, phases, shares, straggler, verdict
+from runs import anatomy, bottleneck
+from runs.anatomy import Anatomy
+from runs.bottleneck import PHASES, phases, shares, straggler, verdict
 from runs.curves import Curves
 from strategies import clock
 from tests.conftest import HOROVODRUN, ROOT, run
@@ -95,8 +96,8 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
 
 def test_ranks_that_share_cores_are_named() -> None:
     one_each = [("a", 0b01), ("a", 0b10), ("b", 0b11), ("b", 0b11)]
-    assert anatomy.crowded(one_each) == ""
-    crowd = anatomy.crowded([*one_each, ("b", 0b11), ("a", 0b01)])
+    assert bottleneck.crowded(one_each) == ""
+    crowd = bottleneck.crowded([*one_each, ("b", 0b11), ("a", 0b01)])
     assert crowd == "3 ranks share the 2 cores of a"
     for spent in ({"forward": 9}, {"all_reduce": 9}, {"straggler": 9}, {"rest": 9}):
         told = said(crowd=crowd, **spent)
@@ -108,8 +109,8 @@ def test_ranks_that_share_cores_are_named() -> None:
 def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(anatomy, "ROOT", tmp_path)
-    assert anatomy.measured(["a", "b"], "Gloo", 1e6) is None
+    monkeypatch.setattr(bottleneck, "ROOT", tmp_path)
+    assert bottleneck.measured(["a", "b"], "Gloo", 1e6) is None
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     sizes = [{"bytes": size, "bus_mb_s": size / 1e4} for size in (2**12, 2**20, 2**26)]
@@ -120,9 +121,9 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     (folder / "allreduce_c.json").write_text(json.dumps(older))
     (folder / "allreduce_d.json").write_text(json.dumps(found)[:40])
     (folder / "allreduce_e.json").write_text("[]")
-    assert anatomy.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
-    assert anatomy.measured(["a", "b"], "NCCL", 3e6) is None
-    assert anatomy.measured(["a", "a"], "Gloo", 3e6) is None
+    assert bottleneck.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
+    assert bottleneck.measured(["a", "b"], "NCCL", 3e6) is None
+    assert bottleneck.measured(["a", "a"], "Gloo", 3e6) is None
 
 
 class Event:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,6 +33,18 @@ def result(**variants: list[float]) -> dict[str, Any]:
             for name, blocks in variants.items()
         },
     }  # fmt: skip
+
+
+def test_what_make_install_brings_is_enough_where_the_makefile_says_so() -> None:
+    """Targets that want `environment`, not `dev-environment`, do without matplotlib."""
+    makefile = (hardware.ROOT / "Makefile").read_text()
+    recipes = re.findall(r"^[a-z-]+: environment ##.*\n((?:\t.*\n)+)", makefile, re.MULTILINE)
+    modules = re.findall(r"-m (benchmarks\.\w+)", "".join(recipes))
+    assert {"benchmarks.split", "benchmarks.start", "benchmarks.step"} < set(modules)
+    # torchmetrics looks for it too, and goes without.
+    hidden = "import pytorch_lightning, sys; sys.modules['matplotlib'] = None"
+    done = run([sys.executable, "-c", f"{hidden}; import {', '.join(modules)}"])
+    assert done.returncode == 0, done.stdout
 
 
 def test_ratios_are_of_neighbouring_blocks() -> None:

@@ -7,6 +7,7 @@ import re
 import sys
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -494,6 +495,70 @@ def test_data_is_prepared_once_and_workers_draw_apart(launch: Callable, tmp_path
     assert first["seen"] == second["seen"] == ["0"]
     assert first["drawn"].shape == second["drawn"].shape == (4, FEATURES)
     assert not torch.equal(first["drawn"], second["drawn"])
+
+
+class Noisy(Net):
+    """Keeps what its steps drew, what was drawn outside of them, and the labels it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[str, list[Tensor]] = defaultdict(list)
+
+    def draw(self, where: str) -> None:
+        self.drawn[where].append(torch.rand(1))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.draw("transfer")
+        return batch
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.draw("train")
+        self.drawn["seen"].append(batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.draw("val")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.draw("outside")
+
+
+def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
+    """In a first epoch, and in a second one of another Trainer, which goes on."""
+    told, path = [], None
+    for epochs in (1, 2):
+        model = Noisy()  # seeds torch by its rank
+        torch.manual_seed(3)
+        run = trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0)
+        drawing = DataLoader(samples(16), 2, sampler=SubsetRandomSampler(range(16)))
+        run.fit(model, drawing, DataLoader(samples(7), batch_size=1), ckpt_path=path)
+        path = f"{folder}/one.ckpt"
+        run.save_checkpoint(path)
+        told.append({where: torch.cat(drawn).tolist() for where, drawn in model.drawn.items()})
+    return told
+
+
+def test_each_rank_draws_for_itself_in_its_steps(launch: Callable, tmp_path: Path) -> None:
+    """But not outside of them, also where ranks have unequally many batches to evaluate."""
+    ranks = launch(draw_in_steps, 2, strategy="horovod", folder=str(tmp_path))
+    first, second = (rank[0] for rank in ranks)
+    assert len(first["val"]) - len(second["val"]) == 1
+    for where in ("transfer", "train", "val"):
+        drawn = first[where] + second[where] + ranks[0][1][where] + ranks[1][1][where]
+        assert len(set(drawn)) == len(drawn) > 12
+    for epoch, other in zip(*ranks):
+        assert epoch["outside"] == other["outside"]
+        assert len(set(epoch["outside"])) == 4
+        assert len(set(epoch["seen"] + other["seen"])) == 16
+
+
+def test_one_process_draws_as_without_horovod(launch: Callable, tmp_path: Path) -> None:
+    (ours,), (single,) = (
+        launch(draw_in_steps, 1, strategy=strategy, folder=str(tmp_path))
+        for strategy in ("horovod", "single")
+    )
+    for where in ("transfer", "train", "val", "outside"):
+        assert ours[0][where] == single[0][where]
 
 
 class TestDevices:

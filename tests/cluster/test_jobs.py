@@ -315,9 +315,9 @@ class TestEnd:
             hosts[0].command(*command), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT
         )
         assert process.stdout is not None
-        assert {process.stdout.readline() for _ in range(9)} == {
-            f"[{rank}]<stdout>:ready\n".encode() for rank in range(2)
-        }
+        ready = {f"[{rank}]<stdout>:ready\n".encode() for rank in range(2)}
+        while ready:  # one rank may be far ahead of the other
+            ready.discard(process.stdout.readline())
         process.stdout.close()
         time.sleep(0.5)
         process.send_signal(signal.SIGTERM)

@@ -148,8 +148,9 @@ def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -
     """Two tasks on each of two nodes, without any ssh."""
     host, environment = slurm
     (project / "logs").mkdir()
-    sbatch = ["sbatch", "--parsable", f"--chdir={project}", f"cluster/slurm/{strategy}.sbatch"]
-    submit = host.command("env", "-C", str(project), *sbatch, "trainer.max_epochs=2")
+    sbatch = ["sbatch", "--parsable", f"--chdir={project}", "cluster/slurm/horovod.sbatch"]
+    asked = [f"strategy={strategy}", "trainer.max_epochs=2"]
+    submit = host.command("env", "-C", str(project), *sbatch, *asked)
     done = run(submit, **environment, PYTHON=sys.executable)
     assert done.returncode == 0, done.stdout
     output = project / "logs" / f"slurm-{done.stdout.strip()}.out"

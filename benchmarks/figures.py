@@ -1,0 +1,26 @@
+"""What the plots of all benchmarks share: no display, one look, and a PNG and an SVG of each."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+# For print.
+FONTS = {
+    "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.spines.top": False,
+    "axes.spines.right": False, "legend.frameon": False,
+}  # fmt: skip
+
+
+def save(figure: Figure, name: Path) -> None:
+    """As name.png and name.svg. The same results give the same files: without date and version,
+    and names within the SVG come from a fixed salt."""
+    with plt.rc_context({"svg.hashsalt": "results"}):
+        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+            figure.savefig(name.with_name(name.name + suffix), dpi=200, metadata=metadata)
+    plt.close(figure)

@@ -1,0 +1,50 @@
+"""Random numbers that a rank draws for itself in its steps, though all are seeded alike."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+
+class OwnDraws:
+    """Inside `with draws():`, torch's generators give this rank numbers of its own.
+
+    Where all ranks draw the same, the global batch has a world size-th of the noise it should
+    have: of a diffusion model's noise levels, a GAN's latents, dropout's masks, augmentation on the
+    device. But samplers draw from the generator of the CPU too, and must draw the same everywhere;
+    so outside, it is as if nothing had been drawn inside. From that of a GPU only steps draw.
+    Python's and NumPy's generators stay alike.
+
+    Args:
+        rank: among those that train together.
+        device: on which it trains.
+    """
+
+    def __init__(self, rank: int, device: torch.device) -> None:
+        self.rank, self.device = rank, device
+        self.seed(0)
+
+    def seed(self, step: int) -> None:
+        """Start anew from what torch was seeded with; a resumed training repeats no draws.
+
+        Args:
+            step: how many were made before.
+        """
+        # Mixed, lest rank 1 of one run draws as rank 0 of another, whose seed is one more.
+        mixed = random.Random(f"{torch.initial_seed()} {self.rank} {step}").getrandbits(63)
+        self._own = torch.Generator().manual_seed(mixed).get_state()
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(mixed)
+
+    @contextmanager
+    def __call__(self) -> Generator[None, None, None]:
+        of_all = torch.get_rng_state()
+        torch.set_rng_state(self._own)
+        try:
+            yield
+        finally:
+            self._own = torch.get_rng_state()
+            torch.set_rng_state(of_all)

@@ -26,7 +26,8 @@ backward and the last bucket have ended, and the optimizer after them.
 
 Stragglers. A bucket is ready when the slowest rank has it. Ranks take normally distributed times,
 of standard deviation sigma from step to step; the slowest of p takes sigma Phi^-1((p - 3/8) /
-(p + 1/4)) more than the mean (Blom 1958, Statistical Estimates and Transformed Beta-Variables).
+(p + 1/4)) more than the mean (Blom 1958, Statistical Estimates and Transformed Beta-Variables). One
+rank that is always the slowest keeps the others as long on any number of ranks.
 
 Not in it: congestion between hosts (a full bisection is taken for granted), ranks that take their
 cores or memory bandwidth from each other beyond what was measured, the reading of data.
@@ -83,6 +84,7 @@ class Job:
         forward, backward, rest: seconds; `rest` is the optimizer, data and what else is not hidden.
         buckets: bytes of each, in the order in which backward fills them.
         deviation: standard deviation of forward + backward, from step to step.
+        slowest: seconds that a rank which is always the slowest takes more than the mean.
         ready: share of backward after which each bucket is full; None: as its bytes are.
     """
 
@@ -92,6 +94,7 @@ class Job:
     buckets: tuple[float, ...]
     deviation: float = 0.0
     ready: tuple[float, ...] | None = None
+    slowest: float = 0.0
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -117,12 +120,25 @@ class Step:
 
 @dataclass(frozen=True)
 class Measurement:
-    """An all-reduce that was timed, over links of a known rate (bytes per second) or not (1)."""
+    """An all-reduce that was timed.
+
+    Attributes:
+        rate: bytes per second of its links, where it is known.
+        hops: how often it pays the latency that is to be fitted, with the agreement before it;
+            None: as over Gloo on hosts of one rank, 4 (p - 1).
+        known: seconds of latency that are known already, as that inside hosts.
+    """
 
     ranks: int
     bytes: float
     seconds: float
     rate: float = 1.0
+    hops: float | None = None
+    known: float = 0.0
+
+    @property
+    def latencies(self) -> float:
+        return 4 * (self.ranks - 1) if self.hops is None else self.hops
 
 
 @dataclass(frozen=True)
@@ -143,17 +159,21 @@ def wire_bytes(bytes_: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * bytes_
 
 
+def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
+    """How often an all-reduce pays the latency between hosts, and that inside one."""
+    if algorithm == "tree":
+        inside = math.ceil(ranks / hosts)
+        return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
+    if hosts == 1:
+        return 0, 2 * (ranks - 1)
+    return 2 * (ranks - 1) / ranks * hosts, 2 * (ranks - 1) / ranks * (ranks - hosts)
+
+
 def latencies(network: Network, ranks: int, algorithm: str) -> float:
     """The alpha term of an all-reduce."""
-    inside = min(ranks, network.ranks_per_host)
-    hosts = math.ceil(ranks / inside)
-    if algorithm == "tree":
-        between_hosts = math.ceil(math.log2(hosts)) * network.latency
-        return 2 * (between_hosts + math.ceil(math.log2(inside)) * network.inside_latency)
-    if hosts == 1:
-        return 2 * (ranks - 1) * network.inside_latency
-    around = hosts * network.latency + (ranks - hosts) * network.inside_latency
-    return 2 * (ranks - 1) / ranks * around
+    hosts = math.ceil(ranks / min(ranks, network.ranks_per_host))
+    between, inside = hops(ranks, hosts, algorithm)
+    return between * network.latency + inside * network.inside_latency
 
 
 def slowest_bandwidth(ranks: int, network: Network) -> float:
@@ -183,7 +203,7 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     """A step on `ranks` ranks."""
     if ranks == 1:
         return Step(job.compute, 0.0, 0.0, 1.0)
-    straggler = job.deviation * expected_maximum(ranks)
+    straggler = job.slowest + job.deviation * expected_maximum(ranks)
     begun = straggler + job.forward
     ready = [begun + share * job.backward for share in job.shares]
     agreement = agreement_seconds(ranks, network)
@@ -231,11 +251,11 @@ def as_many_buckets(bytes_: float, count: int) -> list[float]:
 def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     """The least squares of relative errors, over constants that are not negative, of
 
-        seconds = fixed + 4 (p - 1) alpha + (2 (p - 1) / p bytes - burst) / (share rate)
+        seconds - known = fixed + hops alpha + (2 (p - 1) / p bytes - burst) / (share rate)
 
-    which is an operation by itself over Gloo: agreement and transfer. `burst` is of links that are
-    known to have one, and had rested. With one number of ranks,
-    `fixed` and alpha cannot be told apart: then fixed is 0, and alpha at its highest.
+    which is an operation by itself: agreement and transfer. `burst` is of links that are known to
+    have one, and had rested. With one number of ranks, `fixed` and alpha cannot be told apart: then
+    fixed is 0, and alpha at its highest.
 
     Raises:
         ValueError: with fewer than two sizes.
@@ -244,10 +264,12 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
         raise ValueError("a fit needs all-reduces of two sizes at least")
     several = float(len({m.ranks for m in measurements}) > 1)
     table = np.array([
-        [several, 4 * (m.ranks - 1), max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
+        [several, m.latencies, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
         for m in measurements
     ])  # fmt: skip
-    table /= np.array([[m.seconds] for m in measurements])
+    seconds = np.array([m.seconds for m in measurements])
+    table /= seconds[:, None]
+    wanted = 1 - np.array([m.known for m in measurements]) / seconds
     # In units in which all columns are alike; with three unknowns, all sets of them can be tried.
     scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
     best: tuple[float, np.ndarray] | None = None
@@ -255,12 +277,12 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
         columns = [index for index, keep in enumerate((*kept, True)) if keep]
         found = np.zeros(3)
         part = table[:, columns] / scale[columns]
-        found[columns] = np.linalg.lstsq(part, np.ones(len(table)), rcond=None)[0] / scale[columns]
-        left = float(((table @ found - 1) ** 2).sum())
+        found[columns] = np.linalg.lstsq(part, wanted, rcond=None)[0] / scale[columns]
+        left = float(((table @ found - wanted) ** 2).sum())
         if (found >= 0).all() and (best is None or left < best[0] - 1e-15):
             best = left, found
     if best is None or best[1][2] <= 0:
         raise ValueError("times do not grow with bytes: no bandwidth can be fitted")
     fixed, latency, inverse = (float(value) for value in best[1])
-    error = float(np.median(np.abs(table @ best[1] - 1)))
+    error = float(np.median(np.abs(table @ best[1] - wanted)))
     return Fit(fixed, latency, 1 / inverse, error)

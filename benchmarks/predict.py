@@ -29,6 +29,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.predict_inputs import (
@@ -124,6 +125,18 @@ def plot(
     save(figure, file)
 
 
+def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
+    """A line of a rank that is always the slowest, which no number of ranks explains."""
+    if not job.slowest:
+        return []
+    slow = summary["anatomy"]["straggler"]
+    return [
+        f"take care rank {slow['rank']} takes {slow['times']} times as long as the others in each "
+        f"step: its {job.slowest * 1e3:.1f} ms are kept as they are for any number of ranks; mend "
+        "it, and measure again"
+    ]
+
+
 def numbers(text: str) -> list[int]:
     """Raises Refusal for what are no numbers of ranks."""
     if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
@@ -159,13 +172,13 @@ def main() -> int:
         return 2
     # What was measured belongs beside the prediction where that is for the hosts at hand.
     median = summary["anatomy"]["step_ms"]["median"] / 1e3
-    elsewhere = "rate" in asked or "inside" in asked
-    measured = {} if elsewhere else {summary["world_size"]: median}
+    measured = {} if described(arguments.network) else {summary["world_size"]: median}
     found = predictions(job, sorted({*ranks, *measured}), cases)
     head = [
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
         f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
         f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
+        *slowest_rank(summary, job),
         *(f"network   {line}" for line in sources),
         *(f"measured  {file}" for file in files),
     ]

@@ -22,6 +22,7 @@ from benchmarks.cost_model import (
     as_many_buckets,
     expected_maximum,
     fit,
+    hops,
 )
 from benchmarks.hardware import RESULTS, ROOT, machine
 from cluster.hosts import Refusal
@@ -164,13 +165,18 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
     phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
     wire, ranks = anatomy["wire"], summary["world_size"]
     buckets = as_many_buckets(_on_a_ring(wire, ranks, file), round(wire["calls"]))
-    if ranks > 1:  # the slowest is expected that many standard deviations behind the mean
+    slowest = phases["straggler"] if anatomy.get("straggler") else 0.0
+    if slowest:
+        deviation = 0.0
+    elif ranks > 1:  # the slowest is expected that many standard deviations behind the mean
         deviation = phases["straggler"] / expected_maximum(ranks)
     else:
         tail = NormalDist().inv_cdf(0.9)
         deviation = (anatomy["step_ms"]["p90"] - anatomy["step_ms"]["p10"]) / (2e3 * tail)
     rest = phases["data"] + phases["optimizer"] + phases["rest"]
-    return Job(phases["forward"], phases["backward"], rest, tuple(buckets), deviation)
+    return Job(
+        phases["forward"], phases["backward"], rest, tuple(buckets), deviation, slowest=slowest
+    )
 
 
 def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
@@ -184,18 +190,42 @@ def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
     return sent
 
 
-def fits(results: list[dict[str, Any]], times: str, part: float) -> Fit | None:
+def algorithms(operations: str) -> tuple[str, ...]:
+    """Of all-reduces over "gloo", "nccl" or "mpi"."""
+    return ("ring",) if operations == "gloo" else ("ring", "tree")
+
+
+def measurements_of(result: dict[str, Any], times: str, inside: float | None) -> list[Measurement]:
+    """The all-reduces of a file, with the agreement of its ranks before each.
+
+    Args:
+        times: the key of the times that count.
+        inside: latency inside its hosts, if it is known; None: as that between them.
+    """
+    count, hosts = len(result["ranks"]), len(result["hosts"])
+    operations = result["operations"].lower()
+    controller = "tree" if operations == "mpi" else "ring"
+    transfer = min(hops(count, hosts, algorithm) for algorithm in algorithms(operations))
+    between, within = (sum(both) for both in zip(transfer, hops(count, hosts, controller)))
+    known = 0.0 if inside is None or hosts == 1 else within * inside
+    paid = between if known else between + within
+    return [
+        Measurement(count, row["bytes"], row[times], hops=paid, known=known)
+        for row in result["sizes"]
+    ]
+
+
+def fits(
+    results: list[dict[str, Any]], times: str, part: float, inside: float | None = None
+) -> Fit | None:
     """The constants of what these files measured; None without any.
 
     Args:
         times: the key of the times that count.
         part: of what no bytes explain that is latency, where it cannot be told.
+        inside: latency inside their hosts, where it is known.
     """
-    measurements = [
-        Measurement(len(result["ranks"]), row["bytes"], row[times])
-        for result in results
-        for row in result["sizes"]
-    ]
+    measurements = [m for result in results for m in measurements_of(result, times, inside)]
     try:
         found = fit(measurements) if measurements else None
     except ValueError as error:
@@ -203,7 +233,7 @@ def fits(results: list[dict[str, Any]], times: str, part: float) -> Fit | None:
     counts = {measurement.ranks for measurement in measurements}
     if found is None or len(counts) > 1:
         return found
-    fixed = (1 - part) * 4 * (counts.pop() - 1) * found.latency
+    fixed = (1 - part) * measurements[0].latencies * found.latency
     return replace(found, fixed=fixed, latency=part * found.latency)
 
 
@@ -224,7 +254,12 @@ def networks(
     found, sources = [], [f"operations {kind}, agreement over {controller}"]
     for times, share, slower, part in CASES:
         inside = None if "inside" in asked else fits(one_host, times, part)
+        known = inside.latency if inside else asked["inside"][1] if "inside" in asked else None
         between = None if "rate" in asked else fits(several, times, part)
+        if between and known is not None and known < between.latency:
+            between = fits(several, times, part, known)
+        elif between and inside:  # fixed time that was taken for latency, at one number of ranks
+            inside = replace(inside, latency=between.latency)
         if between:
             latency, bandwidth = between.latency, between.share
         else:
@@ -236,7 +271,7 @@ def networks(
         fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
         found.append(Network(
             latency, bandwidth, ranks_per_host, within[1], within[0], fixed,
-            algorithms=("ring",) if kind == "gloo" else ("ring", "tree"),
+            algorithms=algorithms(kind),
             controller="ring" if controller == "gloo" else "tree",
             asynchronous=kind == "nccl",
         ))  # fmt: skip

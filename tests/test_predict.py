@@ -92,6 +92,45 @@ def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
     assert fit(times).share > 1.05 * bandwidth
 
 
+@pytest.mark.parametrize("operations", ["Gloo", "NCCL", "MPI"])
+def test_latencies_between_and_inside_hosts_are_told_apart(operations: str) -> None:
+    """Of 2 hosts with 4 ranks and of 4 with 8, and of one of them alone: what made the times."""
+    kind = operations.lower()
+    truth = Network(
+        5e-5, 3e9, 4, 2e-6, 1e10, fixed=1e-3, algorithms=predict_inputs.algorithms(kind),
+        controller="tree" if kind == "mpi" else "ring",
+    )  # fmt: skip
+
+    def file(hosts: int, slots: int) -> dict[str, Any]:
+        network, ranks = replace(truth, ranks_per_host=slots), hosts * slots
+        rows = [
+            {
+                "bytes": m.bytes,
+                **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), m.seconds),
+            }
+            for m in measured(network, [ranks])
+        ]
+        return {
+            "operations": operations, "hosts": [{"name": f"node{n}"} for n in range(hosts)],
+            "ranks": [f"node{rank // slots}" for rank in range(ranks)], "sizes": rows,
+        }  # fmt: skip
+
+    files = [file(1, 2), file(1, 4), file(2, 4), file(4, 8)]
+    found, sources = predict_inputs.networks(files, {}, slots=4)
+    for network in found:
+        assert network.latency == pytest.approx(truth.latency, rel=1e-6)
+        assert network.inside_latency == pytest.approx(truth.inside_latency, rel=1e-6)
+        assert network.fixed == pytest.approx(truth.fixed, rel=1e-6)
+    assert not any("does not tell latency" in line for line in sources)
+    # Of one size of each kind the fixed time is not known; what was measured comes out as it was.
+    for network in predict_inputs.networks([files[1], files[2]], {}, slots=4)[0]:
+        found, true = (
+            agreement_seconds(8, each) + all_reduce_seconds(4096, 8, each)
+            for each in (network, truth)
+        )
+        assert found == pytest.approx(true, rel=0.1)
+
+
 def test_times_without_bandwidth_are_refused() -> None:
     with pytest.raises(ValueError, match="two sizes"):
         fit([Measurement(2, 4096, 1e-3)])

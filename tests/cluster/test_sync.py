@@ -78,6 +78,25 @@ def test_a_stale_checkout(on: On, apart: list[testbed.Host], project: Path, tmp_
     assert (tmp_path / "theirs" / "beside").read_text() == "not ours"
 
 
+def test_what_is_a_link_or_a_file_here_stays_there(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """Logs and data on a scratch disk, the .git of a worktree."""
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    for name in ("logs", "data", ".venv", "multirun"):
+        (project / name).symlink_to(tmp_path)
+        (theirs / name).mkdir()
+        (theirs / name / "own").write_text("years of work")
+    (project / ".git").write_text("gitdir: elsewhere")
+    (theirs / ".git").mkdir()
+    (theirs / ".git" / "own").write_text("years of work")
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    assert done.returncode == 0 and "node2         the same" in done.stdout, done.stdout
+    kept = {path.parent.name for path in theirs.glob("*/own")}
+    assert kept == {"logs", "data", ".venv", ".git", "multirun"}
+
+
 def test_what_is_no_checkout_is_left_alone(
     on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:

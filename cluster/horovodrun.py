@@ -64,10 +64,9 @@ class Connection:
         self._sending = threading.Lock()
         self.listening_since = time.monotonic()
         self._words = b""
-        self._threads = [threading.Thread(target=self._hear, daemon=True)]
-        self._threads.append(threading.Thread(target=self._hear_ssh, daemon=True))
-        for thread in self._threads:
-            thread.start()
+        self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
+        self._hearing_ssh.start()  # before the other, which waits for it at the end
+        threading.Thread(target=self._hear, daemon=True).start()
 
     def send(self, **what: Any) -> None:
         """A line for the agent; not waited for by more than its own thread."""
@@ -94,7 +93,7 @@ class Connection:
                 with contextlib.suppress(ValueError):
                     self._events.put((self, json.loads(line)))
             self.listening_since = time.monotonic()
-        self._threads[1].join(timeout=2)
+        self._hearing_ssh.join(timeout=2)
         said = self._words.decode(errors="replace")
         self._events.put((self, {"gone": self.process.wait(), "said": said}))
 

@@ -53,6 +53,12 @@ def processes(text: str) -> list[str]:
     return found
 
 
+def fake_ssh(folder: Path, script: str) -> None:
+    """In place of ssh where the folder is the first of PATH; -G knows no alias."""
+    (folder / "ssh").write_text(f"#!/bin/sh\ncase $* in *' -G '*) exit;; esac\n{script}\n")
+    (folder / "ssh").chmod(0o755)
+
+
 def horovodrun(*arguments: str) -> list[str]:
     return [PYTHON, "-m", "cluster.horovodrun", *arguments]
 
@@ -218,6 +224,15 @@ class TestStart:
         done = run(hosts[0].command(*horovodrun(*arguments)))
         assert done.returncode == 2 and words in done.stdout
         assert len(done.stdout.splitlines()) == 1
+
+    def test_hosts_that_refuse_us_end_it(self, tmp_path: Path) -> None:
+        """At once, each of them: before our threads have started to listen."""
+        fake_ssh(tmp_path, "echo 'ssh: connect to host: Connection refused' >&2; exit 255")
+        names = ",".join(f"192.0.2.{number}" for number in range(1, 17))
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        done = run(horovodrun("-H", names, "true"), timeout=60, PATH=path)
+        assert done.returncode == 1 and "no sshd listens there" in done.stdout, done.stdout
+        assert len(done.stdout.splitlines()) == 1, done.stdout
 
     def test_a_program_that_is_not_there(self, hosts: list[testbed.Host]) -> None:
         done = run(hosts[0].command(*horovodrun("-H", "node1,node2", "nosuchprogram")))

@@ -20,22 +20,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from cluster.hosts import Rank
+from cluster.hosts import Rank, Refusal
 
 FOLDER = Path("logs/launches")
 ALIVE = ("waiting", "starting", "running")
 
 
 def new_folder() -> Path:
-    """A folder named after this second, with a number behind it where another run took it."""
+    """A folder named after this second, with a number behind it where another run took it.
+
+    Raises:
+        Refusal: when logs, or the folder in it, is something else.
+    """
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count():
         folder = FOLDER / (f"{now}_{number}" if number else now)
         try:
-            folder.mkdir(parents=True)
+            FOLDER.mkdir(parents=True, exist_ok=True)
+            folder.mkdir()
             return folder
-        except FileExistsError:
-            continue
+        except FileExistsError as error:
+            if (there := Path(error.filename)) != folder:
+                what = f"a link to {os.readlink(there)}" if there.is_symlink() else "no folder"
+                mend = "make that folder" if there.is_symlink() else "move it away"
+                raise Refusal(f"{there} is {what}: {mend}") from None
         except FileNotFoundError:  # another run's end took the folder of all with it
             Path.cwd()  # is not what is gone
     raise AssertionError("unreachable")

@@ -234,6 +234,15 @@ class TestStart:
         assert done.returncode == 1 and "no sshd listens there" in done.stdout, done.stdout
         assert len(done.stdout.splitlines()) == 1, done.stdout
 
+    def test_logs_that_lead_nowhere_are_refused(self, project: Path) -> None:
+        """As a link to a scratch disk that is not there."""
+        (project / "logs").symlink_to("/nowhere/at/all")
+        for module in ("cluster.horovodrun", "cluster.jobs"):
+            line = [PYTHON, "-m", module, *["launch"] * (module == "cluster.jobs"), "true"]
+            done = run(line, cwd=project, timeout=20)
+            assert done.returncode == 2, done.stdout
+            assert done.stdout == "error: logs is a link to /nowhere/at/all: make that folder\n"
+
     def test_a_program_that_is_not_there(self, hosts: list[testbed.Host]) -> None:
         done = run(hosts[0].command(*horovodrun("-H", "node1,node2", "nosuchprogram")))
         assert done.returncode == 2 and "nosuchprogram: No such file" in done.stdout

@@ -103,7 +103,10 @@ class Host:
     def ssh_options(self) -> list[str]:
         """ssh and its options for this host, without its name."""
         # BatchMode: to fail rather than to ask. Host keys are checked as ssh is configured to.
-        options = ["BatchMode=yes", f"ConnectTimeout={SSH_SECONDS}", *self.ssh]
+        # ControlMaster: a master that is there is used; ours would end the jobs that went through
+        # it with its own. RemoteCommand (since OpenSSH 7.6) and forwardings are for a login.
+        ours = ["ControlMaster=no", "RemoteCommand=none", "ClearAllForwardings=yes"]
+        options = ["BatchMode=yes", f"ConnectTimeout={SSH_SECONDS}", *ours, *self.ssh]
         command = ["ssh", *(f"-o{option}" for option in options)]
         command += ["-l", self.user] if self.user else []
         return command + (["-p", str(self.port)] if self.port else [])

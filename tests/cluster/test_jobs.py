@@ -225,6 +225,28 @@ class TestStart:
         assert done.returncode == 2 and words in done.stdout
         assert len(done.stdout.splitlines()) == 1
 
+    def test_what_else_ssh_is_configured_to(self, tmp_path: Path) -> None:
+        """A shared connection, a command and a tunnel of the user's own; jobs do not end together.
+
+        The first ssh would be the master, and the second go through it.
+        """
+        for hosts in made(2):
+            config = tmp_path / "config"
+            config.write_text(
+                run(hosts[0].command("cat", "/etc/ssh/ssh_config")).stdout
+                + f"  ControlMaster auto\n  ControlPath {tmp_path}/%n\n  RemoteCommand true\n"
+                + "  LocalForward 127.0.0.1:22220 127.0.0.1:22\n  ExitOnForwardFailure yes\n"
+            )
+            hosts[0].shows(config, Path("/etc/ssh/ssh_config"))
+            line = hosts[0].command(*horovodrun("-H", "node2", PYTHON, "-c", SLEEP))
+            first, second = (started(line, tmp_path / name, 1) for name in ("first", "second"))
+            first.terminate()
+            assert first.wait(timeout=30) == 143
+            time.sleep(1)
+            assert second.poll() is None, (tmp_path / "second").read_text()
+            second.terminate()
+            assert second.wait(timeout=30) == 143
+
     def test_hosts_that_refuse_us_end_it(self, tmp_path: Path) -> None:
         """At once, each of them: before our threads have started to listen."""
         fake_ssh(tmp_path, "echo 'ssh: connect to host: Connection refused' >&2; exit 255")

@@ -14,14 +14,17 @@ All is checked before any ssh is started. One source for sync, doctor, launch an
 from __future__ import annotations
 
 import argparse
+import array
 import base64
 import contextlib
+import fcntl
 import functools
 import os
 import re
 import shlex
 import shutil
 import socket
+import struct
 import subprocess
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
@@ -32,6 +35,7 @@ import yaml
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+SIOCGIFCONF = 0x8912  # netdevice(7)
 SSH_SECONDS = 10  # to wait for a host that does not answer
 
 
@@ -71,20 +75,29 @@ class Host:
         return f"{change}HOSTFILE={self.file}"
 
     @functools.cached_property
+    def _known_to_ssh(self) -> tuple[str, int]:
+        """Its name and port by ssh's own configuration, where it has an alias."""
+        name, port = self.name, 22
+        with contextlib.suppress(FileNotFoundError):  # this host alone needs no ssh
+            # ssh -G only prints what it would do.
+            asked = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
+            said = asked.stdout.decode(errors="replace")
+            if found := re.search(r"^hostname (.+)$", said, re.MULTILINE):
+                name = found.group(1).strip()
+            if found := re.search(r"^port (\d+)$", said, re.MULTILINE):
+                port = int(found.group(1))
+        return name, port
+
+    @functools.cached_property
     def address(self) -> str:
-        """IPv4 address, by ssh's own configuration where it has an alias.
+        """IPv4 address.
 
         Raises:
             Refusal: when the name is unknown.
         """
-        name = self.name
-        with contextlib.suppress(FileNotFoundError):  # this host alone needs no ssh
-            # ssh -G only prints what it would do.
-            asked = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
-            if found := re.search(rb"^hostname (.+)$", asked.stdout, re.MULTILINE):
-                name = found.group(1).decode().strip()
         try:
-            return str(socket.getaddrinfo(name, 22, socket.AF_INET)[0][4][0])
+            found = socket.getaddrinfo(self._known_to_ssh[0], 22, socket.AF_INET)
+            return str(found[0][4][0])
         except OSError:
             raise Refusal(
                 f"{self.name}: no such host: no address for it in DNS, /etc/hosts or ~/.ssh/config"
@@ -93,12 +106,13 @@ class Host:
     @functools.cached_property
     def is_here(self) -> bool:
         """Whether this is the host that we are on: then no ssh is needed."""
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            try:
-                probe.bind((self.address, 0))  # possible for one's own addresses only
-            except OSError:
-                return False
-        return self.user is None and self.port is None
+        if self.user is not None or self.port is not None:
+            return False
+        if not self.address.startswith("127."):
+            return self.address in own_addresses()
+        # `HostName localhost` and `Port 2222`: an alias for a host at the end of a tunnel.
+        name, port = self._known_to_ssh
+        return port == 22 or name == self.name.lower()
 
     def ssh_options(self) -> list[str]:
         """ssh and its options for this host, without its name."""
@@ -129,6 +143,17 @@ class Host:
         if "\n" in script:
             script = f'eval "$(echo {base64.b64encode(script.encode()).decode()} | base64 -d)"'
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
+
+
+def own_addresses() -> set[str]:
+    """IPv4 addresses of this host's network interfaces."""
+    entry, most = 40, 1024  # bytes of a struct ifreq, and how many we have room for
+    buffer = array.array("B", bytes(entry * most))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
+        # To bind to an address proves nothing where net.ipv4.ip_nonlocal_bind is set.
+        size, _ = struct.unpack("iL", fcntl.ioctl(asking.fileno(), SIOCGIFCONF, request))
+    return {socket.inet_ntoa(buffer[at + 20 : at + 24]) for at in range(0, size, entry)}
 
 
 def parse(text: str) -> list[Host]:

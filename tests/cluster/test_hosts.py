@@ -130,6 +130,28 @@ def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
         Host("192.0.2.1", 1).command("true")
 
 
+@pytest.mark.parametrize(
+    ("name", "told", "here"),
+    [
+        ("localhost", "hostname localhost\nport 22", True),
+        ("gpu1", "hostname localhost\nport 22", True),
+        ("gpu1", "hostname localhost\nport 2222", False),  # a tunnel to it
+        ("localhost", "hostname localhost\nport 2222", True),  # where all sshd listen there
+        ("gpu1", "hostname 127.0.1.1\nport 22", True),
+        ("gpu1", "hostname 192.0.2.1\nport 22", False),
+    ],
+)
+def test_which_host_is_this_one(
+    name: str, told: str, here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what ssh -G says of its name."""
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\nprintf '{told}\n'\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert Host(name, 1).is_here == here
+    assert not Host(name, 1, user="ada").is_here and not Host(name, 1, port=22).is_here
+
+
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
 def test_any_login_shell_runs_a_script_of_lines(
     shell: str, monkeypatch: pytest.MonkeyPatch

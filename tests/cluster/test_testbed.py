@@ -42,6 +42,17 @@ class TestHosts:
                 done = run(here.command("ssh", there.name, "hostname"))
                 assert (done.returncode, done.stdout.strip()) == (0, there.name)
 
+    def test_know_themselves(self, hosts: list[testbed.Host]) -> None:
+        """Also by a second address, and where the kernel lets everyone bind to any."""
+        names = ["localhost", "node1", "10.77.0.9", "node2"]
+        ask = f"from cluster.hosts import Host; print([n for n in {names} if Host(n, 1).is_here])"
+        allow, second = "/proc/sys/net/ipv4/ip_nonlocal_bind", "address {} 10.77.0.9/24 dev eth0"
+        change = f"echo {{}} > {allow}; ip {second}"
+        for number, what in ((1, "add"), (0, "delete")):
+            assert run(hosts[0].command("sh", "-c", change.format(number, what))).returncode == 0
+            done = run(hosts[0].command(PYTHON, "-c", ask))
+            assert done.stdout == f"{[n for n in names if n != 'node2'][: 2 + number]}\n"
+
     def test_leave_nothing(self) -> None:
         bed = testbed.Testbed(2, rate="500mbit")
         with bed as made:

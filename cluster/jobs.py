@@ -27,8 +27,9 @@ from typing import Any
 from cluster.doctor import quick
 from cluster.horovodrun import STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, ranks, used
-from cluster.record import ALIVE, FOLDER, birth, new_folder, write
+from cluster.record import ALIVE, FOLDER, birth, fail, new_folder, write
 
+NOTE_SECONDS = 30  # for `launch` to write run.json, with the id of the process that it started
 END_SECONDS = 7  # after the time for a checkpoint, until all processes on all hosts have ended
 
 
@@ -43,28 +44,35 @@ def launch(arguments: argparse.Namespace) -> int:
     folder = new_folder()
     run = [sys.executable, "-m", "cluster.jobs", "run", "--record", str(folder)]
     run += ["--at", start.isoformat()] if start else []
-    run += ["--", *_horovodrun(arguments, folder)]
+    run += _given(arguments)
     with open(folder / "launcher.log", "w") as log:
         process = subprocess.Popen(
             run, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    write(folder, {
+    state = {
         "id": folder.name, "command": shlex.join(arguments.command), "ranks": len(members),
         "hosts": {member.host.name: member.host.slots for member in members}, "detached": True,
         "launcher": os.uname().nodename, "stop_seconds": arguments.stop_seconds,
         "state": "waiting" if start else "starting", "pid": process.pid,
         "birth": birth(process.pid), "at": start.isoformat(" ", "minutes") if start else None,
         "began": datetime.datetime.now().isoformat(timespec="seconds"),
-    })  # fmt: skip
+    }  # fmt: skip
+    try:
+        write(folder, state)
+    except OSError:  # a full disk
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     print(f"run    {folder.name}" + (f", at {start.isoformat(' ', 'minutes')}" if start else ""))
     print(f"       {len(members)} processes; output in {folder}/")
     print("look   make status    make logs FOLLOW=1    make stop")
     return 0
 
 
-def _horovodrun(arguments: argparse.Namespace, folder: Path) -> list[str]:
-    line = [sys.executable, "-m", "cluster.horovodrun", "--record", str(folder)]
-    line += ["--stop-seconds", str(arguments.stop_seconds)]
+def _given(arguments: argparse.Namespace) -> list[str]:
+    """The arguments that `launch`, `run` and the launcher have in common."""
+    line = ["--stop-seconds", str(arguments.stop_seconds)]
     line += ["-np", str(arguments.np)] if arguments.np else []
     line += ["-H", arguments.hosts] if arguments.hosts else []
     line += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
@@ -73,15 +81,22 @@ def _horovodrun(arguments: argparse.Namespace, folder: Path) -> list[str]:
 
 def run(arguments: argparse.Namespace) -> int:
     """The detached process: wait for the time, then become the launcher."""
-    for _ in range(3000):  # `launch` writes it, with the id of this process
-        if (arguments.record / "run.json").exists():
-            break
+    deadline = time.monotonic() + NOTE_SECONDS
+    while not (arguments.record / "run.json").exists():
+        if time.monotonic() > deadline:
+            raise Refusal(f"nothing is noted of this run in {arguments.record}: it is not started")
         time.sleep(0.01)
     if arguments.at:
         start = datetime.datetime.fromisoformat(arguments.at)
         while (left := (start - datetime.datetime.now()).total_seconds()) > 0:
             time.sleep(min(left, 30))  # by the clock, which may be set meanwhile
-    os.execv(arguments.command[0], arguments.command)
+        try:  # again: code may have changed since
+            quick(used(chosen(arguments), arguments.np))
+        except (Refusal, OSError) as error:
+            fail(arguments.record, str(error))
+            raise
+    line = [sys.executable, "-m", "cluster.horovodrun", "--record", str(arguments.record)]
+    os.execv(sys.executable, [*line, *_given(arguments)])
 
 
 def _start(at: str) -> datetime.datetime | None:
@@ -243,11 +258,10 @@ def main() -> int:
     for name in ("launch", "run"):
         command = commands.add_parser(name)
         command.add_argument("--at", default="", help="start at this time, as 02:00")
-        if name == "launch":
-            command.add_argument("-np", type=int)
-            command.add_argument("--stop-seconds", type=seconds, default=STOP_SECONDS)
-            add_arguments(command)
-        else:
+        command.add_argument("-np", type=int)
+        command.add_argument("--stop-seconds", type=seconds, default=STOP_SECONDS)
+        add_arguments(command)
+        if name == "run":
             command.add_argument("--record", type=Path)
         command.add_argument("command", nargs=argparse.REMAINDER)
     commands.add_parser("status").add_argument("--json", action="store_true")
@@ -264,14 +278,14 @@ def main() -> int:
     try:
         tasks = {"launch": launch, "run": run, "status": status, "logs": logs, "stop": stop}
         return tasks[arguments.what](arguments)
-    except Refusal as error:
+    except BrokenPipeError:  # make logs | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # make logs | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

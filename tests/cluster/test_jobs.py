@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import errno
 import json
 import os
 import resource
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from cluster import jobs, testbed
-from cluster.hosts import Refusal
-from cluster.record import birth
+from cluster.hosts import Host, Refusal
+from cluster.record import birth, write
 from tests.cluster.conftest import NICS, PYTHON, made
 from tests.conftest import HOROVODRUN, ROOT, run
 
@@ -565,6 +567,61 @@ class TestDetached:
             assert time.monotonic() < deadline
             time.sleep(0.5)
         assert state["state"] == "failed" and "No such file" in state["reason"], state
+
+    def test_code_that_changes_until_its_time_is_refused(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Hosts without a shared file system would train with what they have."""
+
+        def other(_: list[Host]) -> None:
+            raise Refusal("node2: code: other than here: template.py")
+
+        became: list[list[str]] = []
+        monkeypatch.setattr(jobs, "quick", other)
+        monkeypatch.setattr(os, "execv", lambda _, line: became.append(line))
+        write(tmp_path, {"state": "waiting"})
+        asked = {"record": tmp_path, "np": None, "hosts": "node1,node2", "hostfile": ""}
+        asked |= {"stop_seconds": 8, "command": ["true"], "at": "2001-01-01 02:00"}
+        with pytest.raises(Refusal):
+            jobs.run(argparse.Namespace(**asked))
+        assert not became
+        state = json.loads((tmp_path / "run.json").read_text())
+        assert (state["state"], state["reason"][:24]) == ("failed", "node2: code: other than ")
+        asked["at"] = ""  # just looked at
+        jobs.run(argparse.Namespace(**asked))
+        assert became[0][-3:] == ["-H", "node1,node2", "true"]
+
+    def test_a_run_that_cannot_be_noted_is_none(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """On a full disk: what was started for it ends, and so does what finds no note."""
+        real, made = subprocess.Popen, []
+
+        def start(_: list[str], **how: object) -> subprocess.Popen:
+            made.append(real(["sleep", "60"]))
+            return made[0]
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", "run.json")
+
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(subprocess, "Popen", start)
+        monkeypatch.setattr(jobs, "write", full)
+        monkeypatch.setattr(jobs, "quick", lambda _: None)
+        monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:1", "true"])
+        try:
+            assert jobs.main() == 2
+        finally:
+            if made[0].returncode is None:
+                made[0].kill()
+                made[0].wait()
+        told = capsys.readouterr().err
+        assert told == "error: [Errno 28] No space left on device: 'run.json'\n"
+        assert not list(tmp_path.glob("logs/launches/*"))
+        monkeypatch.setattr(jobs, "NOTE_SECONDS", 0)
+        monkeypatch.setattr(sys, "argv", ["jobs", "run", "--record", str(tmp_path), "true"])
+        monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it runs"))
+        assert jobs.main() == 2 and "nothing is noted of this run" in capsys.readouterr().err
 
     def test_a_killed_launcher_is_told(
         self, on: On, hosts: list[testbed.Host], project: Path

@@ -30,7 +30,9 @@ from pathlib import Path
 from typing import Any
 
 LIFE_SECONDS = 3  # between signs of life
-SILENCE_SECONDS = 25  # after which the other side is taken for gone
+# After which the other side is taken for gone. A link that was down is used again when TCP tries
+# again: 25 s after it went, or 51 (0.2 s, and each time twice as long).
+SILENCE_SECONDS = 60
 PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 SIOCGIFADDR = 0x8915  # netdevice(7)
@@ -77,7 +79,7 @@ class Agent:
             self._end_all(0)
             return
         # Only now: threads that exist while a process is started can leave it with their locks.
-        threading.Thread(target=self._listen, daemon=True).start()
+        threading.Thread(target=self._listen, args=[job["silence"]], daemon=True).start()
         self._watch(selector)
         self._end_all(0)  # what ranks left behind
 
@@ -233,16 +235,23 @@ class Agent:
                 if not self._pass_on(key, selector):
                     break
 
-    def _listen(self) -> None:
+    def _listen(self, silence: float) -> None:
         """Signs of life and signals of the launcher; when they stop, or are no such, all ends."""
         waiting = selectors.DefaultSelector()
         waiting.register(0, selectors.EVENT_READ)
         begun = b""
         try:
-            while waiting.select(timeout=SILENCE_SECONDS) and (data := os.read(0, 1 << 16)):
+            while waiting.select(timeout=silence):
+                if not (data := os.read(0, 1 << 16)):
+                    return
                 *lines, begun = (begun + data).split(b"\n")
                 for line in lines:
                     self._obey(json.loads(line))
+            # Not waited for: this too may be a write that nobody reads.
+            why = f"the launcher was not heard for {silence:g} s: all has ended here"
+            telling = threading.Thread(target=self._say, kwargs={"error": why}, daemon=True)
+            telling.start()
+            telling.join(timeout=1)
         finally:
             self._end_all(3)
             os._exit(1)  # also out of a write that nobody reads

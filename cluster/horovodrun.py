@@ -175,6 +175,7 @@ class Job:
             "nic": host.nic,
             "launcher": address,
             "gpus": [] if on_cpu else gpus,
+            "silence": SILENCE_SECONDS,
             "preload": os.environ.get("PRELOAD") != "0",
         }
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from cluster import jobs, testbed
+from cluster.agent import SILENCE_SECONDS
 from cluster.hosts import Host, Refusal
 from cluster.record import birth, write
 from tests.cluster.conftest import NICS, PYTHON, made
@@ -311,8 +312,13 @@ class TestEnd:
         assert "rank 1 on node2 was killed by SIGKILL" in (tmp_path / "log").read_text()
 
     def test_a_host_is_cut_off(self, tmp_path: Path) -> None:
+        sooner = (
+            "import sys; from cluster import horovodrun as h; h.SILENCE_SECONDS = 12; "
+            "sys.exit(h.main())"
+        )
         for hosts in made(2):
-            command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+            job = ["-H", "node1:1,node2:1", PYTHON, "-c", SLEEP]
+            command = hosts[0].command(PYTHON, "-c", sooner, *job)
             process = started(command, tmp_path / "log", 2)
             down = ["ip", "-n", hosts[1].namespace, "link", "set", "eth0", "down"]
             subprocess.run(down, check=True)
@@ -322,6 +328,27 @@ class TestEnd:
             while processes(SLEEP):  # those on node2 are ended by its own agent
                 assert time.monotonic() - begun < 60
                 time.sleep(0.2)
+
+    def test_a_launcher_that_falls_silent_is_told_of(self) -> None:
+        """Before the ranks end, and so before their ends: to whom may hear it again."""
+        job = {"run": "x", "command": ["sleep", "60"], "environment": {}, "ranks": {"0": {}},
+               "nic": "lo", "launcher": "127.0.0.1", "gpus": [], "preload": False,
+               "silence": 0.5}  # fmt: skip
+        agent = subprocess.Popen(
+            [PYTHON, "-m", "cluster.agent"], cwd=ROOT, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        assert agent.stdin is not None and agent.stdout is not None
+        agent.stdin.write(json.dumps(job) + "\n")
+        agent.stdin.flush()
+        said = [json.loads(line) for line in agent.stdout if line.startswith("{")]
+        assert agent.wait(timeout=10) == 1
+        said = [what for what in said if what]
+        assert said[0] == {"error": "the launcher was not heard for 0.5 s: all has ended here"}
+
+    def test_a_gap_in_the_network_ends_nothing(self) -> None:
+        """TCP tries again after 0.2, 0.4, ... seconds: 25 after the link went, and then 51."""
+        assert SILENCE_SECONDS > 0.2 * (2**8 - 1)
 
     def test_an_agent_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))

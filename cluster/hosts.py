@@ -173,6 +173,12 @@ def parse(text: str) -> list[Host]:
     return _checked(hosts, f"HOSTS={text}")
 
 
+class _AsWritten(yaml.SafeLoader):
+    """The same with all as text: "on" and "010", not true and 8."""
+
+    yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}  # noqa: RUF012
+
+
 def read(file: Path) -> list[Host]:
     """Hosts of a host file (see above).
 
@@ -182,7 +188,7 @@ def read(file: Path) -> list[Host]:
     where = f"HOSTFILE={file}"
     try:
         content = yaml.safe_load(file.read_text())
-        written = yaml.load(file.read_text(), yaml.BaseLoader)  # "on" and "010", not true and 8
+        written = yaml.load(file.read_text(), _AsWritten)
     except OSError as error:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -194,8 +200,8 @@ def read(file: Path) -> list[Host]:
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
     _refuse_twice(file, where)
-    found = zip(hosts.items(), written["hosts"].values())
-    return _checked([_host(str(name), of, words, file) for (name, of), words in found], where)
+    found = zip(hosts.values(), written["hosts"].items())
+    return _checked([_host(name, of, words, file) for of, (name, words) in found], where)
 
 
 def _refuse_twice(file: Path, where: str) -> None:

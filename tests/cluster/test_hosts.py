@@ -69,6 +69,16 @@ class TestFile:
         written = {"A": "on", "B": "", "C": "010", "E": "1_000", "F": "12:30"}
         assert host.env == {**written, "G": "x y", "H": "1.50"}
 
+    def test_what_is_merged_counts(self, tmp_path: Path) -> None:
+        """`<<: *name`, of hosts and of what they lend."""
+        small = "small: &small {slots: 2, env: {A: on}}\nrack: &rack {node1: 4, node2: *small}\n"
+        hosts = "hosts:\n  <<: *rack\n  node3: {<<: *small, slots: 1}\n  no: 4\n"
+        found = read(self.file(tmp_path, small + hosts))
+        assert {host.name: host.slots for host in found} == {
+            "node1": 4, "node2": 2, "node3": 1, "no": 4,
+        }  # fmt: skip
+        assert [host.env for host in found].count({"A": "on"}) == 2
+
     @pytest.mark.parametrize(
         ("text", "words"),
         [

@@ -28,7 +28,16 @@ from typing import Any
 import yaml
 
 from cluster.horovodrun import addresses
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, entry, used
+from cluster.hosts import (
+    SSH_SECONDS,
+    Host,
+    Refusal,
+    add_arguments,
+    chosen,
+    entry,
+    refuse_one_twice,
+    used,
+)
 from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import diagnose
@@ -138,7 +147,12 @@ class Probe:
 
 
 def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
-    """All findings, good ones too, in the order in which they are to be mended."""
+    """All findings, good ones too, in the order in which they are to be mended.
+
+    Raises:
+        Refusal: where two names lead to one host.
+    """
+    refuse_one_twice(hosts)
     with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
         # A name of this host may lead to its loopback: it is the one that the others reach.
         reached: dict[Host, str] = {}
@@ -428,7 +442,7 @@ def quick(hosts: list[Host]) -> None:
     Raises:
         Refusal: with what does not fit.
     """
-    if all(host.is_here for host in hosts):
+    if len(hosts) == 1 and hosts[0].is_here:
         return
     wrong = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
     if wrong:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files
-from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks
+from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks, refuse_one_twice
 from cluster.record import Record, fail
 from cluster.rendezvous import Rendezvous, own_address
 from cluster.ssh import NO_FOLDER, explain
@@ -130,6 +130,7 @@ class Job:
     def run(self) -> int:
         """The exit status: 0, that of the first process that failed, or 128 + a signal."""
         hosts = list(dict.fromkeys(member.host for member in self.members))
+        refuse_one_twice(hosts)
         reached = addresses(hosts)
         allow_files()  # a connection to each rank that waits for others
         rendezvous = Rendezvous(sorted(set(reached.values())))

@@ -111,8 +111,11 @@ class Host:
         if not self.address.startswith("127."):
             return self.address in own_addresses()
         # `HostName localhost` and `Port 2222`: an alias for a host at the end of a tunnel.
-        name, port = self._known_to_ssh
-        return port == 22 or name == self.name.lower()
+        return self.ssh_port == 22 or self._known_to_ssh[0] == self.name.lower()
+
+    @property
+    def ssh_port(self) -> int:
+        return self._known_to_ssh[1]
 
     def ssh_options(self) -> list[str]:
         """ssh and its options for this host, without its name."""
@@ -273,6 +276,23 @@ def _checked(hosts: list[Host], where: str) -> list[Host]:
         if names.count(name) > 1:
             raise Refusal(f"{where}: {name} is there twice: add up its slots")
     return hosts
+
+
+def refuse_one_twice(hosts: list[Host]) -> None:
+    """Horovod would take what is one host for two.
+
+    Raises:
+        Refusal: where two names lead to one host; one that leads nowhere is passed over.
+    """
+    known: dict[object, Host] = {}
+    for host in hosts:
+        try:
+            place = host.is_here or (host.address, host.ssh_port)
+        except Refusal:
+            continue
+        if (first := known.setdefault(place, host)) is not host:
+            slots = f"{first.name}:{first.slots + host.slots}"
+            raise Refusal(f"{host.name} is {first.name}: name it once, as {slots}")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from cluster.doctor import quick
 from cluster.horovodrun import forwarded
 from cluster.hosts import Host, Refusal, entry, parse, ranks, read, used
 from cluster.record import birth
@@ -323,3 +324,9 @@ def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
 
 def test_a_process_is_known_by_its_birth() -> None:
     assert birth(os.getpid()) is not None and birth(2**22 + 1) is None
+
+
+def test_one_host_under_two_names_is_refused() -> None:
+    """Before it is asked anything."""
+    with pytest.raises(Refusal, match="127.0.0.1 is localhost: name it once, as localhost:3"):
+        quick([Host("localhost", 1), Host("127.0.0.1", 2)])

@@ -218,6 +218,8 @@ class TestStart:
             (["-np", "5", "-H", "node1:2,node2:2", "true"], "NP=5 processes on 4 slots"),
             (["-H", "node1:2,node1:2", "true"], "node1 is there twice"),
             (["-H", "node9:2", "true"], "node9: no such host"),
+            (["-H", "node1:1,localhost:1", "true"], "localhost is node1: name it once, as node1:2"),
+            (["-H", "10.77.0.2,node2", "true"], "node2 is 10.77.0.2: name it once, as 10.77.0.2:2"),
             (["-H", "node1", "--hostfile", "hosts.yaml", "true"], "give one of them"),
         ],
     )

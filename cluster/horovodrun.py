@@ -30,10 +30,19 @@ from pathlib import Path
 from typing import Any
 
 from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files
-from cluster.hosts import Host, Rank, Refusal, add_arguments, chosen, ranks, refuse_one_twice
+from cluster.hosts import (
+    SSH_SECONDS,
+    Host,
+    Rank,
+    Refusal,
+    add_arguments,
+    chosen,
+    ranks,
+    refuse_one_twice,
+)
 from cluster.record import Record, fail
 from cluster.rendezvous import Rendezvous, own_address
-from cluster.ssh import NO_FOLDER, explain
+from cluster.ssh import NO_FOLDER, connecting, explain
 
 # What leaves this host: variables with these names or beginnings, and those that FORWARD adds.
 FORWARDED = (
@@ -52,11 +61,13 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class Connection:
     """The agent on a host, and the thread that listens to it."""
 
-    def __init__(self, host: Host, members: list[Rank], events: queue.SimpleQueue) -> None:
+    def __init__(self, host: Host, members: list[Rank], events: queue.Queue) -> None:
         self.host, self.members = host, members
         self._events = events
         folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {python} -m cluster.agent"
+        script = f"echo; {script}"  # below what a login shell may say
+        self._connects = connecting.acquire(timeout=SSH_SECONDS + 2)  # or one hangs in its login
         self.process = subprocess.Popen(
             host.command(script), start_new_session=True,  # Ctrl-C is for us alone
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -87,6 +98,9 @@ class Connection:
 
     def _hear(self) -> None:
         assert self.process.stdout is not None
+        self.process.stdout.readline()  # the connection is made, or has ended
+        if self._connects:
+            connecting.release()
         for line in self.process.stdout:
             self.listening_since = float("inf")  # not listening: whoever prints takes his time
             if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
@@ -119,7 +133,8 @@ class Job:
         self.members, self.command, self.record = members, command, record
         self.stop_seconds = stop_seconds
         self.connections: list[Connection] = []
-        self._events: queue.SimpleQueue = queue.SimpleQueue()
+        # Bounded: ranks that print faster than it is taken wait, as behind a pipe.
+        self._events: queue.Queue = queue.Queue(maxsize=1000)
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
         self._cause: tuple[int, str] | None = None  # how telling, and what

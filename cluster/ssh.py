@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from dataclasses import dataclass
 
 from cluster.hosts import SSH_SECONDS, Host
 
 NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
+
+# To be had while connecting. An sshd, or the one that many hosts are behind, drops connections
+# when 10 have not logged in yet (MaxStartups 10:30:100).
+connecting = threading.Semaphore(8)
 
 
 @dataclass(frozen=True)

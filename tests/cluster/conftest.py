@@ -17,6 +17,14 @@ PYTHON = sys.executable
 NICS = ["enp2s0f1", "enp1s0f0", "ib0", "wan7"]  # no two hosts have one of the same name
 CODE = ["benchmarks", "cluster", "conf", "datamodules", "models", "runs", "strategies"]
 CODE += ["template.py", "Makefile", ".syncignore", ".gitignore"]
+# What some login shells say: a title for the terminal, without a newline and in no UTF-8.
+GREETING = "printf '\\033]0;Universit\\344t\\007';"
+
+
+def fake_ssh(folder: Path, script: str) -> None:
+    """In place of ssh where the folder is the first of PATH; -G knows no alias."""
+    (folder / "ssh").write_text(f"#!/bin/sh\ncase $* in *' -G '*) exit;; esac\n{script}\n")
+    (folder / "ssh").chmod(0o755)
 
 
 @pytest.fixture(scope="module")

@@ -149,14 +149,14 @@ def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpu1", "hostname localhost\nport 2222", False),  # a tunnel to it
         ("localhost", "hostname localhost\nport 2222", True),  # where all sshd listen there
         ("gpu1", "hostname 127.0.1.1\nport 22", True),
-        ("gpu1", "hostname 192.0.2.1\nport 22", False),
+        ("gpu1", "hostname 198.51.100.1\nport 22", False),
     ],
 )
 def test_which_host_is_this_one(
     name: str, told: str, here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By what ssh -G says of its name."""
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\nprintf '{told}\n'\n")
+    (tmp_path / "ssh").write_text(f"#!/bin/sh\nprintf '{told}\\n'\n")
     (tmp_path / "ssh").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     assert Host(name, 1).is_here == here

@@ -21,7 +21,7 @@ from cluster import jobs, testbed
 from cluster.agent import SILENCE_SECONDS
 from cluster.hosts import Host, Refusal
 from cluster.record import birth, write
-from tests.cluster.conftest import NICS, PYTHON, made
+from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
 from tests.conftest import HOROVODRUN, ROOT, run
 
 TELL = (
@@ -47,19 +47,18 @@ def processes(text: str) -> list[str]:
     """The ranks that run `text`, on all hosts: they are processes of this machine."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = entry.read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if words[1:2] == ["-c"] and words[2] in (text, STUBBORN):
+        line = command_line(entry)
+        if line[1:2] == ["-c"] and line[2] in (text, STUBBORN):
             found.append(entry.parent.name)
     return found
 
 
-def fake_ssh(folder: Path, script: str) -> None:
-    """In place of ssh where the folder is the first of PATH; -G knows no alias."""
-    (folder / "ssh").write_text(f"#!/bin/sh\ncase $* in *' -G '*) exit;; esac\n{script}\n")
-    (folder / "ssh").chmod(0o755)
+def command_line(entry: Path) -> list[str]:
+    """Of a command line; none of a process that has ended."""
+    try:
+        return entry.read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
 
 
 def horovodrun(*arguments: str) -> list[str]:
@@ -252,10 +251,26 @@ class TestStart:
             second.terminate()
             assert second.wait(timeout=30) == 143
 
+    def test_few_hosts_are_connected_to_at_the_same_time(self, tmp_path: Path) -> None:
+        """sshd drops connections beyond 10 that have not logged in (MaxStartups)."""
+        counted = f"cd {tmp_path}; touch ssh.$$; ls ssh.* | wc -l >> counts; sleep 0.3; rm ssh.$$"
+        fake_ssh(tmp_path, f"{counted}; echo hello; sleep 1; exit 255")
+        names = ",".join(f"198.51.100.{number}" for number in range(1, 25))
+        done = run(horovodrun("-H", names, "true"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+        assert done.returncode == 1, done.stdout
+        counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
+        assert len(counts) == 24 and 1 < max(counts) <= 8, counts
+
+    def test_a_login_shell_that_says_something(self, tmp_path: Path) -> None:
+        fake_ssh(tmp_path, GREETING + ' for last; do :; done; eval "$last"')
+        path = f"{tmp_path}:{os.environ['PATH']}"
+        done = run(horovodrun("-H", "198.51.100.1", "echo", "here"), PATH=path)
+        assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n")
+
     def test_hosts_that_refuse_us_end_it(self, tmp_path: Path) -> None:
         """At once, each of them: before our threads have started to listen."""
         fake_ssh(tmp_path, "echo 'ssh: connect to host: Connection refused' >&2; exit 255")
-        names = ",".join(f"192.0.2.{number}" for number in range(1, 17))
+        names = ",".join(f"198.51.100.{number}" for number in range(1, 17))
         path = f"{tmp_path}:{os.environ['PATH']}"
         done = run(horovodrun("-H", names, "true"), timeout=60, PATH=path)
         assert done.returncode == 1 and "no sshd listens there" in done.stdout, done.stdout
@@ -400,6 +415,30 @@ class TestEnd:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=15) == 143
         assert sorted(path.name for path in tmp_path.glob("told*")) == ["told0", "told1"]
+
+    def test_ranks_wait_for_who_takes_what_they_print(self) -> None:
+        """What nobody takes would fill the launcher's memory."""
+        endless = ["yes", f"of {os.getpid()}"]
+        command = horovodrun("-H", "localhost:1", *endless)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        try:
+            for _ in range(1000):
+                process.stdout.readline()
+            (rank,) = (entry.parent for entry in Path("/proc").glob("[0-9]*/cmdline")
+                       if command_line(entry) == endless)  # fmt: skip
+            written, before, deadline = 0, -1, time.monotonic() + 8
+            while written > before:
+                assert time.monotonic() < deadline, written
+                before = written
+                time.sleep(1)
+                written = int((rank / "io").read_text().split()[3])  # wchar
+            process.send_signal(signal.SIGTERM)
+            process.stdout.close()
+            assert process.wait(timeout=20) == 143
+        finally:
+            process.kill()
+            process.wait()
 
     def test_a_terminal_that_cannot_show_it(self, tmp_path: Path) -> None:
         """The job goes on, and what it keeps in files is as it was printed."""

@@ -40,7 +40,7 @@ from cluster.hosts import (
 )
 from cluster.probe import CONNECT_SECONDS
 from cluster.rendezvous import own_address
-from cluster.ssh import diagnose
+from cluster.ssh import connecting, diagnose
 from cluster.sync import synced
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -90,14 +90,19 @@ class Probe:
         except OSError as error:
             self._fail(f"no route to it: {error.strerror}", f"ip route get {host.address}")
             return
-        script = f"exec python3 -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(asked))}"
-        self.asked_at = time.time()
-        self.process = subprocess.Popen(
-            host.command(script), text=True, start_new_session=True,
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
+        # The host's own python3, which may be an old one, only where the environment's is not.
+        python = f"p={shlex.quote(sys.executable)}; \"$p\" -c '' 2>/dev/null || p=python3"
+        ask = f'exec "$p" -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(asked))}'
+        # We are in, told below what a login shell may say; what follows may take longer.
+        script = f"echo; echo '{{}}'; {python}; {ask}"
         limit = SSH_SECONDS + 2  # after ssh's own, which says more
-        answer = self._line(limit)
+        with connecting:
+            self.asked_at = time.time()
+            self.process = subprocess.Popen(
+                host.command(script), encoding="utf-8", errors="replace", start_new_session=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            )  # fmt: skip
+            answer = self._line(limit)
         if answer is not None:
             limit = QUICK_SECONDS if quick else ANSWER_SECONDS
             answer = self._line(limit)
@@ -153,7 +158,8 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
         Refusal: where two names lead to one host.
     """
     refuse_one_twice(hosts)
-    with ThreadPoolExecutor(max_workers=max(1, len(hosts))) as pool:
+    pool = ThreadPoolExecutor(max_workers=max(1, len(hosts)))
+    try:
         # A name of this host may lead to its loopback: it is the one that the others reach.
         reached: dict[Host, str] = {}
         with contextlib.suppress(Refusal):
@@ -176,6 +182,8 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
         finally:
             for probe in probes:
                 probe.close()
+    finally:
+        pool.shutdown(wait=False)  # Ctrl-C is not for hosts to be waited for
     if not quick and not any(finding.level == "FAIL" for finding in findings):
         findings += _exchanges(hosts)
     return sorted(findings, key=lambda finding: ORDER.index(finding.check))
@@ -401,8 +409,9 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
         command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", file.name]
         command += [sys.executable, "-m", "cluster.exchange"]
         process = subprocess.Popen(
-            command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-        )
+            command, cwd=ROOT, encoding="utf-8", errors="replace",
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
         try:
             printed, said_last = process.communicate(timeout=PAIR_SECONDS)
         except subprocess.TimeoutExpired:

@@ -285,7 +285,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        os._exit(130)  # not waiting for hosts that do not answer
 
 
 if __name__ == "__main__":

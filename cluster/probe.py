@@ -1,11 +1,10 @@
 """What a host has, told by the host itself; nothing but Python's own library, nothing is changed.
 
-cluster/doctor.py sends this file's text over ssh to `python3 -c`, so that a host without a checkout
-can answer too. It prints a line of JSON with facts; then it may be given the other hosts' addresses
-and prints which of them it reaches. What they mean is the doctor's to say.
+cluster/doctor.py sends this file's text over ssh to `python -c`, so that a host without a checkout
+can answer too: where there is no environment yet, by its own python3, which may be 3.6. It prints a
+line of JSON with facts; then it may be given the other hosts' addresses and prints which of them it
+reaches. What they mean is the doctor's to say.
 """
-
-from __future__ import annotations
 
 import fcntl
 import hashlib
@@ -38,7 +37,7 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
 """
 
 
-def code(root: str) -> dict[str, str]:
+def code(root: str) -> "dict[str, str]":
     """A digest a file of the checkout that decides what is run."""
     found = {}
     for folder, folders, files in os.walk(root):
@@ -57,23 +56,31 @@ def code(root: str) -> dict[str, str]:
     return found
 
 
-def identity(root: str) -> list[int]:
+def identity(root: str) -> "list[int]":
     """The same on two hosts only where they share the file system."""
     state = os.stat(os.path.join(root, "template.py"))
     return [state.st_ino, state.st_ctime_ns]
 
 
-def ask(python: str, script: str) -> dict | str:
+def run(command: "list[str]", seconds: int) -> "tuple[int, str, str]":
+    """Status and what it prints."""
+    pipe = subprocess.PIPE
+    done = subprocess.run(command, stdout=pipe, stderr=pipe, timeout=seconds)
+    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
+    return done.returncode, out, err
+
+
+def ask(python: str, script: str) -> "dict | str":
     """What a script prints in the environment's interpreter, or why it does not."""
     try:
-        done = subprocess.run([python, "-c", script], capture_output=True, text=True, timeout=60)
+        status, out, err = run([python, "-c", script], 60)
     except OSError as error:
         return error.strerror or str(error)
     except subprocess.TimeoutExpired:
         return "no answer within 60 s"
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
-    return json.loads(done.stdout.splitlines()[-1])
+    if status:
+        return (err.strip().splitlines() or [f"ended with {status}"])[-1]
+    return json.loads(out.splitlines()[-1])
 
 
 def mib(text: str) -> int:
@@ -87,18 +94,13 @@ def gpus() -> dict:
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
     line = ["nvidia-smi", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(
-            [*line, "--query-gpu=" + fields], capture_output=True, text=True, timeout=20
-        )
-        apps = subprocess.run(
-            [*line, "--query-compute-apps=pid,gpu_uuid,used_memory"],
-            capture_output=True, text=True, timeout=20,
-        )  # fmt: skip
+        status, out, err = run([*line, "--query-gpu=" + fields], 20)
+        _, apps, _ = run([*line, "--query-compute-apps=pid,gpu_uuid,used_memory"], 20)
     except subprocess.TimeoutExpired:
         return {"there": [], "error": "nvidia-smi does not answer", "processes": []}
-    if done.returncode:
-        return {"there": [], "error": done.stdout.strip() or done.stderr.strip(), "processes": []}
-    rows = [[cell.strip() for cell in row.split(",")] for row in done.stdout.splitlines()]
+    if status:
+        return {"there": [], "error": out.strip() or err.strip(), "processes": []}
+    rows = [[cell.strip() for cell in row.split(",")] for row in out.splitlines()]
     there = [
         {
             "index": int(index),
@@ -111,7 +113,7 @@ def gpus() -> dict:
     ]
     number = {row[1]: int(row[0]) for row in rows}
     processes = []
-    for row in apps.stdout.splitlines():
+    for row in apps.splitlines():
         pid, uuid, _ = (cell.strip() for cell in row.split(","))
         try:
             owner = os.stat("/proc/" + pid).st_uid
@@ -121,7 +123,7 @@ def gpus() -> dict:
     return {"there": there, "error": None, "processes": processes}
 
 
-def interfaces() -> dict[str, str]:
+def interfaces() -> "dict[str, str]":
     """IPv4 address by interface."""
     found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
@@ -136,7 +138,7 @@ def interfaces() -> dict[str, str]:
     return found
 
 
-def address_towards(host: str) -> str | None:
+def address_towards(host: str) -> "str | None":
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, 9))  # UDP: looks up the route, sends nothing
@@ -187,7 +189,7 @@ def facts(asked: dict) -> dict:
     return found
 
 
-def reach(peers: list) -> dict[str, str | None]:
+def reach(peers: list) -> "dict[str, str | None]":
     """Why each of the others is not reached; None where it is."""
     found: dict[str, str | None] = {}
     for name, address, port in peers:
@@ -201,12 +203,13 @@ def reach(peers: list) -> dict[str, str | None]:
 
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    print("{}", flush=True)  # we are in; what follows may take longer
     found = facts(asked)
     nic = asked["nic"] or found["towards"]
     if not asked["quick"] and nic in found["interfaces"]:
         # The kernel lets others connect; nobody has to accept them to be reached.
-        listener = socket.create_server((found["interfaces"][nic], 0), backlog=1024)
+        listener = socket.socket()
+        listener.bind((found["interfaces"][nic], 0))
+        listener.listen(1024)
         found["listens"] = listener.getsockname()
     print(json.dumps(found), flush=True)
     if not asked["quick"]:

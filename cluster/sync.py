@@ -28,6 +28,7 @@ SHOWN = 20  # changes of a host
 # Says what is at the path: shared (it has the file that we just made), checkout, empty, missing or
 # other.
 LOOK = """
+echo  # below what a login shell may say
 cd {root} 2>/dev/null || {{ [ -e {root} ] && echo other || echo missing; exit 0; }}
 if [ -e template.py ] && [ -d strategies ]; then
   [ -e {mark} ] && echo shared || echo checkout
@@ -76,8 +77,9 @@ def synced() -> set[str] | None:
     """The files that are copied; None where rsync is missing."""
     try:
         done = subprocess.run(
-            ["rsync", "-r", "--list-only", *LEFT, "./"], cwd=ROOT, capture_output=True, text=True
-        )
+            ["rsync", "-r", "--list-only", *LEFT, "./"],
+            cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
+        )  # fmt: skip
     except FileNotFoundError:
         return None
     # permissions, size, date, time, name
@@ -133,7 +135,9 @@ def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[
 
 
 def _run(command: list[str], host: Host) -> str:
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace"
+    )
     if done.returncode == 12 and "No such file" in done.stderr:
         raise Refusal(f"{host.name}: {done.stderr.strip().splitlines()[0]}")
     if done.returncode:
@@ -171,7 +175,7 @@ def main() -> int:
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with ThreadPoolExecutor(max_workers=16) as pool:
+    with ThreadPoolExecutor(max_workers=8) as pool:  # see cluster/ssh.py
         try:
             list(pool.map(one, hosts))
             for host in disturbed:

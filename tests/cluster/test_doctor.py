@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import json
+import os
+import re
 import shutil
+import signal
 import subprocess
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,7 +21,8 @@ import pytest
 
 from cluster import doctor, testbed
 from cluster.hosts import Host
-from tests.cluster.conftest import PYTHON, made
+from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
+from tests.conftest import ROOT
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -213,6 +219,63 @@ def test_hosts_that_do_not_reach_each_other(on: On, project: Path) -> None:
     assert "does not reach node3 at 10.77.0.3" in done.stdout
     assert "mend: on node3: sudo ufw allow from 10.77.0.2" in done.stdout
     assert done.stdout.endswith("not fit: mend what is marked FAIL\n")
+
+
+def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """RHEL 8 has 3.6: the environment's own is asked, and another only where there is none."""
+    old = tmp_path / "python3"
+    old.write_text("#!/bin/sh\necho SyntaxError >&2\nexit 1\n")
+    old.chmod(0o755)
+    path = os.environ["PATH"]
+    monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
+    for python in (sys.executable, "/nowhere/bin/python"):
+        monkeypatch.setattr(sys, "executable", python)
+        probe = doctor.Probe(Host("localhost", 1), "127.0.0.1", quick=True)
+        probe.close()
+        assert probe.facts, probe.trouble
+        monkeypatch.setenv("PATH", path)
+    assert probe.facts["versions"] == "No such file or directory"
+
+
+def test_the_probe_is_for_old_pythons_too() -> None:
+    """Where there is no environment yet, it is asked by the host's own."""
+    tree = ast.parse(doctor.PROBE, feature_version=(3, 6))
+    imported = [node.module for node in tree.body if isinstance(node, ast.ImportFrom)]
+    assert "__future__" not in imported
+    new = {"capture_output", "create_server", "removeprefix"}
+    assert not new & set(re.findall(r"\w+", doctor.PROBE))
+
+
+def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(tmp_path, GREETING + ' for last; do :; done; eval "$last"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    probe = doctor.Probe(Host("198.51.100.1", 1), "127.0.0.1", quick=True)
+    probe.close()
+    assert probe.facts, probe.trouble
+
+
+def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
+    """One that does not answer."""
+    fake_ssh(tmp_path, f"touch {tmp_path}/asked; exec sleep 29.{os.getpid()}")
+    sleeping = ["pgrep", "-fx", f"sleep 29.{os.getpid()}"]
+    for module, *arguments in (["cluster.doctor"], ["cluster.jobs", "launch"]):
+        process = subprocess.Popen(
+            ["env", "--default-signal=INT", PYTHON, "-m", module, *arguments]
+            + ["-H", "198.51.100.1:1", *["true"] * len(arguments)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        )  # fmt: skip
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "asked").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        (tmp_path / "asked").unlink()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=30)[0] == b"" and process.returncode == 130
+        left = subprocess.run(sleeping, capture_output=True, text=True).stdout.split()
+        for pid in left:
+            os.kill(int(pid), signal.SIGKILL)
+        assert left  # it would be killed after 12 s
 
 
 def test_a_clock_that_is_wrong() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from cluster import sync, testbed
 from cluster.hosts import Host
-from tests.cluster.conftest import PYTHON, made
+from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT
 
 On = Callable[..., subprocess.CompletedProcess[str]]
@@ -142,6 +142,13 @@ def test_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
+
+
+def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(tmp_path, GREETING + ' for last; do :; done; eval "$last"')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    told = sync.sync(Host("198.51.100.1", 1), dry_run=True, env=False)
+    assert told == ["shares this file system: nothing to copy"]
 
 
 def test_a_shared_file_system(on: On, hosts: list[testbed.Host], project: Path) -> None:

@@ -296,6 +296,6 @@ def test_a_launch_is_refused_where_hosts_do_not_fit(
     on: On, hosts: list[testbed.Host], project: Path
 ) -> None:
     done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1,node9:1", "true", cwd=project)
-    assert done.returncode == 2 and "node9: no such host" in done.stdout
+    assert done.returncode == 2 and "node9: ssh: no such host" in done.stdout
     assert len(done.stdout.splitlines()) == 1
     assert not (project / "logs").exists()

@@ -247,9 +247,9 @@ def test_the_probe_is_for_old_pythons_too() -> None:
 
 
 def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ssh(tmp_path, GREETING + ' for last; do :; done; eval "$last"')
+    fake_ssh(tmp_path, GREETING + ' eval "$last"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    probe = doctor.Probe(Host("198.51.100.1", 1), "127.0.0.1", quick=True)
+    probe = doctor.Probe(Host("h1", 1), "127.0.0.1", quick=True)
     probe.close()
     assert probe.facts, probe.trouble
 
@@ -261,7 +261,7 @@ def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
     for module, *arguments in (["cluster.doctor"], ["cluster.jobs", "launch"]):
         process = subprocess.Popen(
             ["env", "--default-signal=INT", PYTHON, "-m", module, *arguments]
-            + ["-H", "198.51.100.1:1", *["true"] * len(arguments)],
+            + ["-H", "h1:1", *["true"] * len(arguments)],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         )  # fmt: skip

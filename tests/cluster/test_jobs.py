@@ -666,7 +666,7 @@ class TestDetached:
         real, made = subprocess.Popen, []
 
         def start(_: list[str], **how: object) -> subprocess.Popen:
-            made.append(real(["sleep", "60"]))
+            made.append(real(["sleep", "30"]))
             return made[0]
 
         def full(*_: object) -> None:
@@ -679,10 +679,10 @@ class TestDetached:
         monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:1", "true"])
         try:
             assert jobs.main() == 2
+            assert made[0].returncode == -signal.SIGKILL
         finally:
-            if made[0].returncode is None:
-                made[0].kill()
-                made[0].wait()
+            made[0].kill()
+            made[0].wait()
         told = capsys.readouterr().err
         assert told == "error: [Errno 28] No space left on device: 'run.json'\n"
         assert not list(tmp_path.glob("logs/launches/*"))

@@ -31,7 +31,7 @@ from benchmarks import scaling_report
 from benchmarks.efficiency import Results, runs_of
 from benchmarks.hardware import RESULTS, continued, slug, write_json
 from benchmarks.launching import Failed, Job
-from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns, windows
+from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
 from cluster.hosts import Refusal, add_arguments
 from cluster.signals import interrupt_at_signals
 
@@ -48,7 +48,7 @@ def try_out(results: Results, measure: Measure) -> None:
     """A short run at the largest size; fills results["trial"]."""
     settings = results["settings"]
     job = jobs({**settings, "sizes": settings["sizes"][-1:]}, [])[0]
-    found = measure(job, steps_of(settings["warmup"], TRIAL_STEPS, windows(results)))
+    found = measure(job, steps_of(settings["warmup"], TRIAL_STEPS))
     steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / found["step_ms"]))
     results["trial"] = {
         "steps": settings["steps"] or steps,

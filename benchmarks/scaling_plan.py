@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import os
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from cluster.hosts import Host, Refusal, chosen, ranks
 OURS = {
     "strategy": "STRATEGY=", "trainer.max_steps": "STEPS=", "trainer.max_epochs": "EPOCHS=",
     "log_dir": "nothing", "callbacks.anatomy.warmup": "WARMUP=",
+    "callbacks.anatomy.batches": "STEPS=",
     **{setting.partition("=")[0]: "nothing" for setting in MEASURED},
 }  # fmt: skip
 
@@ -97,7 +97,7 @@ def length(results: Results, np: int, batch: int) -> list[str]:
     """Overrides that say how long a run is, and how much of it is warm-up."""
     settings, trial = results["settings"], results["trial"]
     if not settings["epochs"]:
-        return steps_of(settings["warmup"], trial["steps"], windows(results))
+        return steps_of(settings["warmup"], trial["steps"])
     if not trial["train_samples"]:
         raise Refusal(f"EPOCHS={settings['epochs']}: this data set does not tell its size; STEPS=")
     steps = steps_per_epoch(trial, np, batch)
@@ -109,11 +109,14 @@ def length(results: Results, np: int, batch: int) -> list[str]:
     ]  # fmt: skip
 
 
-def steps_of(warmup: int, steps: int, windows: int = 1) -> list[str]:
-    """Of a batch each; the Trainer counts those of the optimizer, one in so many `windows`."""
+def steps_of(warmup: int, steps: int) -> list[str]:
+    """Of a batch each, whatever that is to the optimizer."""
+    batches = warmup + steps
     return [
         "trainer.max_epochs=-1",
-        f"trainer.max_steps={math.ceil((warmup + steps) / windows)}",
+        # Never reached: schedules ask for an end, and a batch may be several steps to the Trainer.
+        f"trainer.max_steps={100 * batches}",
+        f"callbacks.anatomy.batches={batches}",
         f"callbacks.anatomy.warmup={warmup}",
     ]
 

@@ -52,14 +52,16 @@ class Anatomy(Callback):
     Args:
         warmup: so many steps at the start are left out.
         share: of steps shorter than 10 ms this share is timed; 1: all, as measurements want it.
+        batches: end training after so many. trainer.max_steps would count the optimizer's steps:
+            several a batch where a model has several, one in so many that accumulate.
 
     Attributes:
         found: what summary.json shows under "anatomy", of the steps that were timed; None until
             training has ended.
     """
 
-    def __init__(self, warmup: int = 10, share: float = 0.1) -> None:
-        self.warmup, self.share = warmup, share
+    def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
+        self.warmup, self.share, self.batches = warmup, share, batches
         self.found: dict[str, Any] | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -122,6 +124,8 @@ class Anatomy(Callback):
         if self._timed:
             self._note_step()
         self._batches += 1
+        if self._batches == self.batches:
+            trainer.should_stop = True  # on all ranks: they count alike
         if self._batches % WINDOW == 0:
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._steps:

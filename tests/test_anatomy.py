@@ -196,6 +196,35 @@ def found(model: Net, data: DataLoader | None = None, **arguments: Any) -> dict[
     return timed.found
 
 
+def test_training_ends_after_as_many_batches_as_asked() -> None:
+    """In the second epoch, whatever a batch is to the optimizer: two steps of it, or half of one."""
+
+    class Twice(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+                self.manual_backward(super().training_step(batch, batch_idx))
+                optimizer.step()
+            return torch.zeros(())
+
+        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+            return [torch.optim.SGD(self.parameters(), 0.01) for _ in range(2)]
+
+    batches = len(loader()) + 3
+    for model, windows in ((Twice(), 1), (Net(), 2)):
+        timed = Anatomy(warmup=2, batches=batches)
+        run = trainer(
+            "horovod", callbacks=[timed], max_epochs=-1, max_steps=100 * batches,
+            accumulate_grad_batches=windows,
+        )  # fmt: skip
+        run.fit(model, loader())
+        assert timed.found is not None and timed.found["steps"] == batches - 2
+
+
 def test_a_long_warmup_leaves_nothing_to_tell(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -203,8 +203,11 @@ def test_repeats_are_interleaved() -> None:
     assert [job.np for job, _ in source.asked] == [4, 1, 2, 4, 2, 4, 1, 4, 1, 2]
     steps = {tuple(length) for _, length in source.asked[1:]}
     assert steps == {
-        ("trainer.max_epochs=-1", "trainer.max_steps=110", "callbacks.anatomy.warmup=10")
-    }
+        (
+            "trainer.max_epochs=-1", "trainer.max_steps=11000", "callbacks.anatomy.batches=110",
+            "callbacks.anatomy.warmup=10",
+        )
+    }  # fmt: skip
 
 
 def test_what_weak_and_strong_scaling_share_is_measured_once() -> None:
@@ -222,11 +225,12 @@ def test_a_run_has_enough_steps_for_some_seconds() -> None:
 
 
 def test_steps_are_batches_also_where_they_are_accumulated() -> None:
-    made = results(steps=100) | {"config": {"trainer": {"accumulate_grad_batches": 4}}}
+    made = results(steps=100)
+    made["config"]["trainer"] = {"accumulate_grad_batches": 4}
     source = Source(lambda job, _: 10.0)
-    measured(source, {**made, "config": made["config"] | results()["config"]})
-    assert {length[1] for _, length in source.asked[1:]} == {"trainer.max_steps=28"}  # of 112
-    assert source.asked[0][1][1] == "trainer.max_steps=8"
+    measured(source, made)
+    assert {length[2] for _, length in source.asked[1:]} == {"callbacks.anatomy.batches=110"}
+    assert source.asked[0][1][2] == "callbacks.anatomy.batches=30"
 
 
 def test_whole_epochs_leave_the_first_one_out() -> None:
@@ -250,6 +254,7 @@ def test_sizes_by_default() -> None:
         ({"mode": "strong", "modes": ["strong"], "sizes": [1, 3, 5]}, "does not divide by NP=3 5"),
         ({"arguments": ["trainer.max_steps=5"]}, "STEPS="),
         ({"arguments": ["strategy=ddp"]}, "STRATEGY="),
+        ({"arguments": ["callbacks.anatomy.batches=5"]}, "STEPS="),
     ],
 )
 def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], words: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 from pathlib import Path
@@ -61,6 +62,8 @@ def compare(old: Results, new: Results) -> tuple[list[str], list[str]]:
     for name, before, after in _conditions(old, new):
         if before != after:
             raise Refusal(f"not comparable: {name} was {before} and is {after}")
+    if not rows(old):
+        raise Refusal("not comparable: OLD has no runs")
     after_of = {_name(row): row for row in rows(new)}
     told, regressed = [], []
     for before in rows(old):
@@ -86,10 +89,14 @@ def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
     slower = min(after.step_ms) - max(before.step_ms) > FLOOR * was or change > allowed
     faster = min(before.step_ms) - max(after.step_ms) > FLOOR * was or -change > allowed
     verdict = "slower" if slower else "faster" if faster else "as before"
-    marks = f"  (NEW: {', '.join(after.marks)})" if after.marks else ""
+    marks = "; ".join(
+        f"{which}: {', '.join(row.marks)}"
+        for which, row in (("OLD", before), ("NEW", after))
+        if row.marks
+    )
     line = (
         f"{name}: {was:.2f} -> {now:.2f} ms a step, {change / was:+.1%}; "
-        f"noise and floor {allowed / was:.1%}: {verdict}{marks}"
+        f"noise and floor {allowed / was:.1%}: {verdict}{f'  ({marks})' if marks else ''}"
     )
     return line, slower
 
@@ -132,13 +139,17 @@ def main() -> int:
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    except (KeyError, TypeError, AttributeError) as error:
-        print(f"error: a file lacks what make bench writes: {error}", file=sys.stderr)
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        print(f"error: a file lacks what make bench writes: {error!r}", file=sys.stderr)
         return 2
-    print("\n".join(told))
     if regressed:
-        print(f"\nregressed, {len(regressed)} of {len(told)} rows:")
-        print("\n".join(regressed))
+        told += ["", f"regressed, {len(regressed)} of {len(told)} rows:", *regressed]
+    try:
+        print("\n".join(told), flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
+        print("error: who reads this went away before its end", file=sys.stderr)
+        return 2
     return 1 if regressed else 0
 
 

@@ -6,7 +6,7 @@ epochs (runs/anatomy.py); a row has one for each repeat.
     samples/s    with d training samples, n processes and batches of b a process:
                  d / (steps an epoch x t), where an epoch has ceil(ceil(d / n) / b) steps;
                  n x b / t where the size of the data set is not known, or the last batch of an
-                 epoch is left out (drop_last) unless it is whole
+                 epoch is left out (drop_last, trainer.limit_train_batches)
     speed-up     samples/s on n processes / samples/s on n0, the smallest size measured
     efficiency   speed-up x n0 / n
 
@@ -72,8 +72,17 @@ def batch_of(mode: str, batch_size: int, np: int) -> int:
     return batch_size if mode == "weak" else batch_size // np
 
 
-def steps_per_epoch(trial: dict[str, Any], np: int, batch: int) -> int:
-    """Batches of each process, the last one perhaps smaller or, with drop_last, left out."""
+def steps_per_epoch(results: Results, np: int, batch: int) -> int:
+    """Batches of each process that an epoch has, as trainer.limit_train_batches allows."""
+    steps = _batches(results["trial"], np, batch)
+    limit = results["config"].get("trainer", {}).get("limit_train_batches")
+    if limit is None:
+        return steps
+    return min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+
+
+def _batches(trial: dict[str, Any], np: int, batch: int) -> int:
+    """Of each process's data, the last one perhaps smaller or, with drop_last, left out."""
     share = math.ceil(trial["train_samples"] / np)
     return share // batch if trial.get("drop_last") else math.ceil(share / batch)
 
@@ -93,7 +102,9 @@ def samples_per_second(results: Results, run: Run) -> float:
     np, batch, trial = run["np"], run["batch"], results["trial"]
     each = np * batch
     if trial["train_samples"] and not trial.get("drop_last"):
-        each = trial["train_samples"] / steps_per_epoch(trial, np, batch)
+        steps = steps_per_epoch(results, np, batch)
+        if steps == _batches(trial, np, batch):
+            each = trial["train_samples"] / steps
     return each / run["step_ms"] * 1e3
 
 
@@ -115,13 +126,14 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     if not runs:
         return None
     rates = {repeat: samples_per_second(results, run) for repeat, run in runs.items()}
-    trial, times = results["trial"], [run["step_ms"] for run in runs.values()]
+    times = [run["step_ms"] for run in runs.values()]
     row = Row(mode, strategy, np, batch, times, list(rates.values()), [])
-    if trial["train_samples"]:
-        row.epoch_seconds = [steps_per_epoch(trial, np, batch) * time / 1e3 for time in times]
+    if results["trial"]["train_samples"]:
+        row.epoch_seconds = [steps_per_epoch(results, np, batch) * time / 1e3 for time in times]
     for each in results.get("predicted", []):
         if (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np):
             row.predicted_ms = each["step_ms"] if np != settings["sizes"][0] else None
+    alone: dict[int, Run] = {}
     if np in results["oversubscribed"]:
         alone = runs_of(results, "horovod", np, batch, alone=True)
         row.over_alone = [runs[r]["median_ms"] / alone[r]["median_ms"] for r in runs if r in alone]
@@ -133,7 +145,8 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     first = settings["strategies"][0]
     other = _rates(results, first, np, batch) if strategy != first else {}
     against = [rates[repeat] / other[repeat] for repeat in rates if repeat in other]
-    row.marks = [*_marks(results, row, list(runs.values())), *_unclear(f"as {first}", against)]
+    marks = _marks(results, row, list(runs.values()), list(alone.values()))
+    row.marks = [*marks, *_unclear(f"as {first}", against)]
     return row
 
 
@@ -142,26 +155,24 @@ def _rates(results: Results, strategy: str, np: int, batch: int) -> dict[int, fl
     return {repeat: samples_per_second(results, run) for repeat, run in runs.items()}
 
 
-def _marks(results: Results, row: Row, runs: list[Run]) -> list[str]:
+def _marks(results: Results, row: Row, runs: list[Run], alone: list[Run]) -> list[str]:
+    """Of the runs of a row, and of those alone that they are set against."""
     marks = ["oversubscribed"] if row.np in results["oversubscribed"] else []
     if len(runs) < MIN_REPEATS:
         marks.append(f"{len(runs)} repeat" + "s" * (len(runs) > 1))
-    busy = max(max(host["busy"], host["gpu_busy"] or 0) for run in runs for host in _hosts(run))
+    hosts = [host for run in [*runs, *alone] for host in run["hosts"].values()]
+    busy = max(max(host["busy"], host["gpu_busy"] or 0) for host in hosts)
     if busy > BUSY_SHARE:
         marks.append(f"other load {busy:.0%}")
-    stolen = max(host["stolen"] for run in runs for host in _hosts(run))
+    stolen = max(host["stolen"] for host in hosts)
     if stolen > STEAL_SHARE:
         marks.append(f"stolen {stolen:.0%}")
-    slower = max(_drift(results, run) for run in runs)
+    slower = max(_drift(results, run) for run in [*runs, *alone])
     if slower > DRIFT:
         marks.append(f"cores {slower:.0%} slower")
     if row.np != results["settings"]["sizes"][0]:
         marks += _unclear("as ideal", row.efficiency)
     return marks + _unclear("as without communication", row.over_alone)
-
-
-def _hosts(run: Run) -> list[dict[str, Any]]:
-    return list(run["hosts"].values())
 
 
 def _drift(results: Results, run: Run) -> float:

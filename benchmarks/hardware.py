@@ -18,6 +18,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -52,10 +53,26 @@ def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path
             found = json.loads(place.read_text())
         except ValueError:
             continue  # half copied
+        if not isinstance(found, dict):
+            continue  # of something else
         if all(found.get(key) == results[key] for key in results.keys() - varies):
             print(f"going on with {place}, of {found['date']}", file=sys.stderr)
             return place, found
     return unused(file), results
+
+
+def leave_out_unfinished_repeat(results: dict[str, Any], jobs: int) -> None:
+    """Keep the runs of repeats that have all `jobs` runs: those of a repeat are set against each
+    other as neighbours in time, which they are not when an interrupted repeat goes on later."""
+    counts = Counter(run["repeat"] for run in results["runs"])
+    kept = [run for run in results["runs"] if counts[run["repeat"]] == jobs]
+    if left := len(results["runs"]) - len(kept):
+        runs = f"{left} run{'s' * (left > 1)}"
+        print(
+            f"measured again: {runs} of the repeat that was interrupted, so that all of it is "
+            "measured at one time", file=sys.stderr,
+        )  # fmt: skip
+    results["runs"] = kept
 
 
 def unused(file: Path) -> Path:

@@ -29,14 +29,20 @@ from typing import Any
 
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, runs_of
-from benchmarks.hardware import RESULTS, continued, slug, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    continued,
+    leave_out_unfinished_repeat,
+    slug,
+    write_json,
+)
 from benchmarks.launching import Failed, Job
 from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
 from cluster.hosts import Refusal, add_arguments
 from cluster.signals import interrupt_at_signals
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
-MIN_STEPS, TRIAL_STEPS = 30, 20
+MIN_STEPS, TRIAL_STEPS, WARMUP = 30, 20, 10
 ABOUT = ("model", "train_samples", "drop_last", "operations")  # what the first run tells of all
 Measure = Callable[[Job, list[str]], dict[str, Any]]
 
@@ -57,7 +63,10 @@ def try_out(results: Results, measure: Measure) -> None:
 
 
 def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
-    """All runs that are not there yet, in turns; `save` is called after each."""
+    """All runs that are not there yet, in turns; `save` is called after each.
+
+    The file is finished when its report is written: an interrupt before loses nothing.
+    """
     settings = results["settings"]
     if not results["trial"]:
         say(f"a short run first, which does not count: np={settings['sizes'][-1]}")
@@ -76,8 +85,6 @@ def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
         left = (len(planned) - number) * sum(took) / len(took)
         more = f", {scaling_report.duration(left)} left" if number < len(planned) else ""
         say(f"run {number}/{len(planned)}  {job}: {found['step_ms']:.2f} ms a step{more}")
-    results["finished"] = True
-    save()
 
 
 def say(text: str) -> None:
@@ -88,12 +95,15 @@ def say(text: str) -> None:
 
 
 def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
-    """The unfinished file of the same measurement with what is in it, or a new name."""
+    """The unfinished file of the same measurement with its whole repeats, or a new name."""
     model = slug(results["config"]["task"] or results["config"]["model"]["_target_"].split(".")[-1])
     network = results["settings"]["network"] or ""
     hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
     file = folder / f"scaling_{model}_{hardware}_{results['date'][:10]}.json"
-    return continued(results, file, "runs", "trial")
+    file, results = continued(results, file, "runs", "trial")
+    count = len(jobs(results["settings"], results["oversubscribed"]))
+    leave_out_unfinished_repeat(results, count)
+    return file, results
 
 
 # ---------------------------------------------------------------------------- the command
@@ -110,7 +120,7 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, help=f"of a run; by default {SECONDS} s of them")
     parser.add_argument("--epochs", type=int, help="whole epochs instead; the first is left out")
-    parser.add_argument("--warmup", type=int, default=10, help="steps that are left out")
+    parser.add_argument("--warmup", type=int, help=f"steps that are left out ({WARMUP})")
     parser.add_argument("--network", help="what to call it in the results, as 500mbit")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("overrides", nargs="*", help="of template.py, after --")
@@ -121,6 +131,15 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
             parser.error(f"{name.upper()}={value}: at least 1")
     if arguments.steps and arguments.epochs:
         parser.error("STEPS and EPOCHS both say how long a run is: give one of them")
+    if arguments.warmup is None:
+        arguments.warmup = WARMUP
+    elif arguments.warmup < 0:
+        parser.error(f"WARMUP={arguments.warmup}: at least 0")
+    elif arguments.epochs:
+        parser.error(
+            f"WARMUP={arguments.warmup}: with EPOCHS the first epoch is left out: give one of them"
+        )
+    arguments.strategy = list(dict.fromkeys(arguments.strategy))
     return arguments
 
 
@@ -138,6 +157,7 @@ def main() -> int:
         results, launcher = plan(arguments)
         file, results = open_file(results, arguments.out)
         run(results, launcher.run, functools.partial(write_json, results, file))
+        results["finished"] = True  # in the file when its tables and plot are there
         print(scaling_report.write(results, file))
     except Refusal as refusal:
         say(f"error: {refusal}")

@@ -100,9 +100,7 @@ def length(results: Results, np: int, batch: int) -> list[str]:
         return steps_of(settings["warmup"], trial["steps"])
     if not trial["train_samples"]:
         raise Refusal(f"EPOCHS={settings['epochs']}: this data set does not tell its size; STEPS=")
-    steps = steps_per_epoch(trial, np, batch)
-    limit = results["config"]["trainer"]["limit_train_batches"]
-    steps = min(steps, limit) if isinstance(limit, int) else int(steps * limit)
+    steps = steps_per_epoch(results, np, batch)
     epochs = settings["epochs"] + 1
     return [
         f"trainer.max_epochs={epochs}", "trainer.max_steps=-1", f"callbacks.anatomy.warmup={steps}"

@@ -19,6 +19,8 @@ from benchmarks.predict_inputs import ALL_REDUCE_KEYS, job_of, networks, read
 from benchmarks.scaling_plan import windows
 from cluster.hosts import Refusal
 
+UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
+
 
 def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, Any]]:
     """A step at each size, in ms: likely, and in the best and worst case; empty if nobody knows.
@@ -62,11 +64,20 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
     ]  # fmt: skip
 
 
+def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
+    """Whether `make bench-allreduce` on these hosts is all that a predicted curve needs."""
+    settings = results["settings"]
+    sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
+    could = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
+    return bool(could) and windows(results) == 1 and not _of_these_hosts(results, files)
+
+
 def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, Any]]:
     """The newest between all of these hosts, and the newest inside one of them; empty if there
     is none of what the largest size needs."""
     names = set(results["settings"]["hosts"])
     machines = [(host["cpu"], host["cores"]) for host in results["hosts"].values()]
+    network = results["settings"]["network"]
     newest: dict[bool, dict[str, Any]] = {}
     for file in files:
         try:
@@ -77,6 +88,8 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, A
         if (found.get("cpu"), found.get("cores")) not in machines:
             continue
         if found["operations"] != results["trial"]["operations"]:
+            continue
+        if network and found.get("network", network) not in (network, *UNNAMED):
             continue
         several = len(hosts) > 1
         if not hosts <= names or (several and hosts != names):

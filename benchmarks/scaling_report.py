@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.efficiency import Results, Row, noise, rows
 from benchmarks.hardware import RESULTS, ROOT, versions, write_json
-from benchmarks.scaling_predicted import predicted
+from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"
@@ -72,8 +72,8 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "processes": lambda row: str(row.np),
     "batch a process": lambda row: str(row.batch),
     "ms a step": lambda row: _spread(row.step_ms),
-    "predicted": lambda row: f"{row.predicted_ms:.4g}" if row.predicted_ms else "",
-    "samples/s": lambda row: f"{median(row.samples_per_second):,.0f}",
+    "predicted": lambda row: _spread([row.predicted_ms] if row.predicted_ms else []),
+    "samples/s": lambda row: _spread(row.samples_per_second),
     "s an epoch": lambda row: _spread(row.epoch_seconds),
     "speed-up": lambda row: _spread(row.speedup, 2),
     "efficiency": lambda row: _spread(row.efficiency, 1, 100, " %"),
@@ -176,23 +176,19 @@ def as_csv(results: Results) -> str:
 
 
 def write(results: Results, file: Path) -> str:
-    """The tables and the plot beside a result file; what to print of them."""
+    """The tables and the plot beside a result file, and then the file; what to print of them."""
     # Here: not all that makes tables by this module has matplotlib.
     from benchmarks import scaling_plot
 
-    found = predicted(results, RESULTS.glob("allreduce_*.json"))
+    all_reduces = list(RESULTS.glob("allreduce_*.json"))
+    found = predicted(results, all_reduces)
     results["predicted"] = found or results.get("predicted", [])
-    write_json(results, file)
     body = f"{description(results)}\n\n{table(results)}\n"
     file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
     file.with_suffix(".csv").write_text(as_csv(results))
     scaling_plot.draw(results, hardware_of(results), file.with_suffix(""))
-    settings = results["settings"]
-    if (
-        not results["predicted"]
-        and "weak" in settings["modes"]
-        and "horovod" in settings["strategies"]
-    ):
+    write_json(results, file)
+    if not results["predicted"] and lacks_all_reduces(results, all_reduces):
         body += "\nno predicted curve: it needs make bench-allreduce on these hosts\n"
     return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"
 
@@ -201,9 +197,13 @@ def newest(files: Iterable[Path]) -> Path | None:
     """The finished result that was begun last; None without any."""
     found = {}
     for file in files:
-        results = json.loads(file.read_text())
-        if results["finished"]:
-            found[results["date"], file.name] = file
+        try:
+            results = json.loads(file.read_text())
+            if results["finished"]:
+                description(results), table(results)
+                found[results["date"], file.name] = file
+        except (LookupError, TypeError, AttributeError, ValueError):
+            continue  # half copied, or of an older form
     return found[max(found)] if found else None
 
 

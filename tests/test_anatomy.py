@@ -197,7 +197,7 @@ def found(model: Net, data: DataLoader | None = None, **arguments: Any) -> dict[
 
 
 def test_training_ends_after_as_many_batches_as_asked() -> None:
-    """In the second epoch, whatever a batch is to the optimizer: two steps of it, or half of one."""
+    """In the second epoch, whether a batch is two steps to the optimizer or half of one."""
 
     class Twice(Net):
         def __init__(self) -> None:

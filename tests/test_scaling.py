@@ -15,14 +15,23 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks import check, hardware, load, scaling, scaling_plan, scaling_report
+from benchmarks import (
+    check,
+    hardware,
+    load,
+    scaling,
+    scaling_plan,
+    scaling_plot,
+    scaling_report,
+)
 from benchmarks.efficiency import Results, Row, rows, steps_per_epoch
 from benchmarks.launching import Failed, Job, Launcher
-from benchmarks.scaling_predicted import predicted
+from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal, parse
 from tests.conftest import ROOT, run
 
@@ -122,8 +131,9 @@ def test_a_machine_that_gets_slower_all_the_time_has_the_same_speedup() -> None:
 
 def test_seconds_an_epoch() -> None:
     """100 samples on 3 ranks: 34 each, 5 batches of 8."""
-    assert [steps_per_epoch({"train_samples": 100}, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
-    made = results(sizes=[1, 4], batch_size=8)
+    made = results(sizes=[1, 4], batch_size=8) | {"trial": {"train_samples": 100}}
+    assert [steps_per_epoch(made, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
+    made["trial"] = None
     row = by_size(measured(Source(lambda job, _: 50.0, samples=100), made))
     assert row[1].epoch_seconds == pytest.approx([0.65] * 3)
     assert row[4].epoch_seconds == pytest.approx([0.2] * 3)
@@ -133,6 +143,29 @@ def test_seconds_an_epoch() -> None:
     assert row[1].epoch_seconds == pytest.approx([0.6] * 3)
     assert row[4].epoch_seconds == pytest.approx([0.15] * 3)
     assert row[4].speedup == pytest.approx([4] * 3)
+
+
+def test_limit_train_batches_shortens_the_epoch() -> None:
+    """100 samples make 13 batches of 8, the last of 4; on 4 ranks each has 4, the last of 1."""
+    made = results(sizes=[1, 4], batch_size=8)
+    source = Source(lambda job, _: 50.0, samples=100)
+    for limit, steps in (
+        (1.0, (13, 4)),
+        (None, (13, 4)),
+        (5, (5, 4)),
+        (0.5, (6, 2)),
+        (99, (13, 4)),
+    ):
+        made["config"]["trainer"] = {"limit_train_batches": limit}
+        made["trial"], made["runs"] = None, []
+        row = by_size(measured(source, made))
+        for np, count in zip((1, 4), steps):
+            assert row[np].epoch_seconds == pytest.approx([count * 0.05] * 3)
+            # Batches are whole where the last one is cut off.
+            each = np * 8 if count < {1: 13, 4: 4}[np] else 100 / count
+            assert row[np].samples_per_second == pytest.approx([each / 0.05] * 3)
+    made["config"]["trainer"] = {"limit_train_batches": 2}
+    assert by_size(made)[4].speedup == pytest.approx([4] * 3)
 
 
 def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None:
@@ -166,6 +199,20 @@ def test_slower_cores_are_marked_where_they_were() -> None:
     made["runs"][-1]["hosts"]["localhost"]["arithmetic_ms"] = 10.0
     slow = made["runs"][-1]["np"]
     assert {row.np for row in rows(made) if row.marks == ["cores 25% slower"]} == {slow}
+
+
+def test_a_disturbance_of_the_processes_alone_is_marked_too() -> None:
+    """Their runs are a half of the ratio that the row shows; its repeats are counted once."""
+    disturbed = {"busy": 0.2, "stolen": 0.04, "arithmetic_ms": 10.0}
+    made = results() | {"oversubscribed": [4]}
+    source = Source(lambda job, _: 40.0 if job.alone else 50.0)
+    for each in measured(source, made)["runs"]:
+        each["hosts"]["localhost"] |= disturbed if each["alone"] else {}
+    row = by_size(made)
+    told = ["oversubscribed", "other load 20%", "stolen 4%", "cores 25% slower"]
+    assert row[4].marks == told and row[2].marks == []
+    made["runs"] = [each for each in made["runs"] if each["repeat"] < 2 or each["alone"]]
+    assert by_size(made)[4].marks[:2] == ["oversubscribed", "2 repeats"]
 
 
 def test_too_few_repeats_are_marked() -> None:
@@ -304,8 +351,11 @@ def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
 # ---------------------------------------------------------------------------- the file
 
 
-def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) -> None:
-    """Interrupted in the 5th run; the same command has 5 left, another one its own file."""
+def test_what_was_measured_is_kept_and_not_measured_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Interrupted in the 5th run of 9; the 4th, of the same repeat as the 5th, is measured again
+    with it, as they are set against each other. Another command writes its own file."""
     source = Source(lambda job, _: float(job.np))
 
     def interrupted(job: Job, length: list[str]) -> dict[str, Any]:
@@ -323,13 +373,38 @@ def test_what_was_measured_is_kept_and_not_measured_again(tmp_path: Path) -> Non
     other, _ = scaling.open_file(results(repeats=5), tmp_path)
     assert other.name == file.stem + "_2.json"
     again, found = scaling.open_file(results() | {"date": "2026-01-03T00:00:00"}, tmp_path)
-    assert again == file
+    assert again == file and len(found["runs"]) == 3
+    assert "1 run of the repeat that was interrupted" in capsys.readouterr().err
     rest = Source(lambda job, _: float(job.np))
     scaling.run(found, rest, lambda: hardware.write_json(found, file))
-    assert len(rest.asked) == 5 and found["finished"]
+    assert [job.np for job, _ in rest.asked] == [2, 4, 1, 4, 1, 2]
     done = {(each["np"], each["repeat"]) for each in json.loads(file.read_text())["runs"]}
     assert len(done) == 9
+    # All is there, but its report: the same command writes that.
+    again, found = scaling.open_file(results(), tmp_path)
+    assert again == file and len(found["runs"]) == 9
+    hardware.write_json(found | {"finished": True}, file)
     assert scaling.open_file(results(), tmp_path)[0] == other, "finished files are not overwritten"
+
+
+def test_an_interrupt_in_the_report_loses_no_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = results()
+    monkeypatch.setattr(sys, "argv", ["scaling", "--out", str(tmp_path)])
+    launcher = SimpleNamespace(run=Source(lambda job, _: float(job.np)))
+    monkeypatch.setattr(scaling, "plan", lambda _: (json.loads(json.dumps(made)), launcher))
+    monkeypatch.setattr(scaling_plot, "draw", SimpleNamespace)  # fails: no such arguments
+    with pytest.raises(TypeError):
+        scaling.main()
+    (file,) = tmp_path.glob("*.json")
+    found = json.loads(file.read_text())
+    assert len(found["runs"]) == 9 and not found["finished"]
+    monkeypatch.setattr(scaling_plot, "draw", lambda *_: None)
+    count = len(launcher.run.asked)
+    assert scaling.main() == 0 and len(launcher.run.asked) == count
+    assert json.loads(file.read_text())["finished"]
+    assert "not all runs" not in file.with_suffix(".md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -372,6 +447,7 @@ def both(tmp_path: Path) -> tuple[Results, Path]:
         }
         for np in (1, 2, 4)
     ]
+    made["finished"] = True
     hardware.write_json(made, file)
     return made, file
 
@@ -381,8 +457,8 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
     assert "scaling_toy_test-cpu-4-cores_2026-01-02" in scaling_report.write(made, file)
     text = file.with_suffix(".md").read_text()
     assert (
-        "| weak | horovod | 2 | 32 | 11.11 ± 0.11 | 11 | 5,761 | 0.1778 ± 0.0018 | 1.82 ± 0.00 |"
-        in text
+        "| weak | horovod | 2 | 32 | 11.11 ± 0.11 | 11.00 | 5,761 ± 57 | 0.1778 ± 0.0018 "
+        "| 1.82 ± 0.00 |" in text
     )
     assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
     with file.with_suffix(".csv").open() as lines:
@@ -393,6 +469,15 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
     drawn = file.with_suffix(".svg").read_text()
     scaling_report.write(made, file)
     assert file.with_suffix(".svg").read_text() == drawn
+
+
+def test_slow_jobs_have_as_many_digits_as_fast_ones() -> None:
+    made = measured(Source(lambda job, _: 12345.6 * job.np), results(batch_size=4, sizes=[2]))
+    (row,) = rows(made)
+    row.predicted_ms = 24691.2
+    shown = {name: show(row) for name, show in scaling_report.COLUMNS.items()}
+    assert shown["ms a step"] == shown["predicted"] == "24,691"
+    assert shown["samples/s"] == "0.3240"
 
 
 def all_reduce(folder: Path, name: str, date: str = "2026-01-01", **changed: Any) -> Path:
@@ -434,6 +519,23 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     assert found[2]["low_ms"] < 27 < found[2]["high_ms"]
     assert by_size(made | {"predicted": found})[4].predicted_ms == pytest.approx(27)
     assert predicted(made, wrong[1:]) == []
+    here = made["settings"]
+    named = made | {"settings": here | {"network": "10gbit"}}
+    slow = all_reduce(tmp_path, "slow", network="100mbit")
+    assert predicted(named, [slow]) == [] and predicted(made, [slow])
+    for unnamed in ("loopback", "network", "10gbit"):
+        assert predicted(named, [all_reduce(tmp_path, "same", network=unnamed)])
+    assert lacks_all_reduces(made, wrong[1:]) and not lacks_all_reduces(made, [right])
+    made["config"]["trainer"] = {"accumulate_grad_batches": 2}  # no all-reduce would help
+    assert not lacks_all_reduces(made, [])
+    del made["config"]["trainer"]
+    for other in (
+        {"sizes": [1]},
+        {"sizes": [1, 8]},
+        {"modes": ["strong"]},
+        {"strategies": ["ddp"]},
+    ):
+        assert not lacks_all_reduces(made | {"settings": here | other}, [])
     two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
     apart = made | {"settings": made["settings"] | {"hosts": two_hosts}}
     assert predicted(apart, [right]) == []  # nothing was measured between them
@@ -460,6 +562,10 @@ def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
     made, file = both(tmp_path)
     unfinished = {**made, "finished": False, "date": "2027-01-01T00:00:00"}
     (tmp_path / "scaling_later.json").write_text(json.dumps(unfinished))
+    for name, text in (("half", json.dumps(made)[:-300]), ("list", "[]"), ("empty", "")):
+        (tmp_path / f"scaling_{name}.json").write_text(text)
+    older = {"finished": True, "date": "2027-01-02T00:00:00"}  # of another form
+    (tmp_path / "scaling_older.json").write_text(json.dumps(older))
     assert scaling_report.newest(tmp_path.glob("*.json")) == file
     readme = f"before\n{scaling_report.BEGIN}\nold \\1\n{scaling_report.END}\nafter\n"
     changed = scaling_report.with_block(readme, "new \\1")
@@ -483,7 +589,7 @@ def noisy(factor: float = 1.0, spread: float = 0.02) -> Results:
     def time(job: Job, repeat: int) -> float:
         return 10 * (1 + spread * (repeat - 1)) * (factor if job.np == 4 else 1)
 
-    return measured(Source(time))
+    return measured(Source(time)) | {"finished": True}
 
 
 def test_a_regression_beyond_the_noise_fails_and_is_named(tmp_path: Path) -> None:
@@ -499,6 +605,18 @@ def test_a_regression_beyond_the_noise_fails_and_is_named(tmp_path: Path) -> Non
 def test_what_the_noise_or_the_floor_hides_is_no_regression(factor: float, spread: float) -> None:
     told, regressed = check.compare(noisy(1.0, spread), noisy(factor, spread))
     assert len(told) == 3 and regressed == []
+
+
+def test_marks_of_both_files_are_told() -> None:
+    old, new = noisy(), noisy(1.10)
+    assert [old["runs"][place]["np"] for place in (0, -1)] == [1, 2]
+    old["runs"][0]["hosts"]["localhost"]["stolen"] = 0.5
+    old["runs"][-1]["hosts"]["localhost"]["stolen"] = 0.4
+    new["runs"][-1]["hosts"]["localhost"]["busy"] = 0.3
+    told, _ = check.compare(old, new)
+    assert told[0].endswith("as before  (OLD: stolen 50%)")
+    assert told[1].endswith("as before  (OLD: stolen 40%; NEW: other load 30%)")
+    assert told[2].endswith("slower")
 
 
 def test_one_repeat_that_hung_hides_no_regression() -> None:
@@ -542,6 +660,42 @@ def test_what_is_no_result_is_told(tmp_path: Path, text: str | None, words: str)
         check.read(tmp_path / "result.json")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda made: made["runs"][0].update(hosts={}),
+        lambda made: made["runs"][0].update(step_ms=0.0),
+        lambda made: made.update(runs=[]),
+        lambda made: made.pop("trial"),
+        lambda made: made["runs"][0].pop("hosts"),
+    ],
+    ids=["hosts of a run: {}", "step_ms 0", "no rows", "no trial", "a run without hosts"],
+)
+def test_files_that_lack_something_have_not_regressed(
+    change: Callable[[Results], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Status 1 is that of a regression."""
+    made = noisy()
+    change(made)
+    (tmp_path / "a.json").write_text(json.dumps(made))
+    monkeypatch.setattr(sys, "argv", ["check", *[str(tmp_path / "a.json")] * 2])
+    capsys.readouterr()
+    assert check.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+
+
+def test_a_reader_that_goes_away_is_no_regression(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(json.dumps(noisy()))
+    command = [sys.executable, "-m", "benchmarks.check", *[str(tmp_path / "a.json")] * 2]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == 2 and re.fullmatch("error: .*\n", done.stderr)
+
+
 # ---------------------------------------------------------------------------- the command
 
 
@@ -554,6 +708,30 @@ def test_the_line_of_make() -> None:
     line = run(["make", "-n", "-s", "bench"]).stdout.replace("\\\n", " ").split()
     parsed = scaling.parse(line[line.index("benchmarks.scaling") + 1 :])
     assert (parsed.np, parsed.hosts, parsed.overrides) == (None, "", [])
+
+
+@pytest.mark.parametrize(
+    "line, words",
+    [
+        (["--warmup", "-1"], "WARMUP=-1: at least 0"),
+        (["--epochs", "2", "--warmup", "5"], "WARMUP=5: with EPOCHS the first epoch is left out"),
+        (["--steps", "2", "--epochs", "2"], "STEPS and EPOCHS"),
+        (["--repeats", "0"], "REPEATS=0: at least 1"),
+    ],
+)
+def test_a_line_that_contradicts_itself_is_refused(
+    line: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        scaling.parse(line)
+    assert words in capsys.readouterr().err
+
+
+def test_what_is_not_given_has_its_default() -> None:
+    assert scaling.parse([]).warmup == scaling.parse(["--epochs", "2"]).warmup == scaling.WARMUP
+    assert scaling.parse(["--warmup", "0"]).warmup == 0
+    twice = scaling.parse(["--strategy", "horovod", "ddp", "horovod"])
+    assert twice.strategy == ["horovod", "ddp"]
 
 
 def test_a_mistake_is_told_in_a_line_before_anything_runs() -> None:

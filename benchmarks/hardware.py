@@ -2,7 +2,7 @@
 
     python -m benchmarks.hardware            this host, as JSON
 
-benchmarks/scaling.py asks each host of a job so.
+benchmarks/scaling.py and allreduce.py ask each host of a job so.
 """
 
 from __future__ import annotations
@@ -61,18 +61,11 @@ def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path
     return unused(file), results
 
 
-def leave_out_unfinished_repeat(results: dict[str, Any], jobs: int) -> None:
-    """Keep the runs of repeats that have all `jobs` runs: those of a repeat are set against each
-    other as neighbours in time, which they are not when an interrupted repeat goes on later."""
-    counts = Counter(run["repeat"] for run in results["runs"])
-    kept = [run for run in results["runs"] if counts[run["repeat"]] == jobs]
-    if left := len(results["runs"]) - len(kept):
-        runs = f"{left} run{'s' * (left > 1)}"
-        print(
-            f"measured again: {runs} of the repeat that was interrupted, so that all of it is "
-            "measured at one time", file=sys.stderr,
-        )  # fmt: skip
-    results["runs"] = kept
+def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
+    """The runs of repeats that have one of each of so many jobs. They are set against each other as
+    neighbours in time, which those of an interrupted repeat are not when it goes on later."""
+    counts = Counter(run["repeat"] for run in runs)
+    return [run for run in runs if counts[run["repeat"]] == jobs]
 
 
 def unused(file: Path) -> Path:
@@ -148,9 +141,10 @@ def _git(*arguments: str) -> str:
 
 
 def host() -> dict[str, Any]:
-    """`machine`, the network interfaces, and a text that only hosts made of one machine share."""
+    """`machine`, the network interfaces, the load, and a text that only hosts made of one machine
+    share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {**machine(), "nics": nics(), "boot": boot}
+    return {**machine(), "nics": nics(), "load_before": os.getloadavg()[0], "boot": boot}
 
 
 def nics() -> dict[str, int | None]:

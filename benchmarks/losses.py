@@ -34,7 +34,7 @@ from benchmarks import losses_report
 from benchmarks.hardware import RESULTS, continued, hardware, machine, slug
 from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
-from benchmarks.scaling_plan import configuration
+from benchmarks.scaling_plan import batch_size_of, configuration
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 
@@ -166,11 +166,12 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
     """The global batch of each job.
 
     Raises:
-        Refusal: for one that template.py would refuse, or that the ranks do not divide.
+        Refusal: for one that template.py would refuse, that has none, or that the ranks do not
+            divide.
     """
     found = []
     for job in jobs:
-        batch = configuration(job.arguments, ["single"])["data"]["batch_size"]
+        batch = batch_size_of(configuration(job.arguments, ["single"]))
         wrong = [str(np) for np in sizes if batch % np]
         if wrong:
             raise Refusal(

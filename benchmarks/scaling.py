@@ -12,8 +12,9 @@ steps of each are left out. One run of a few steps at the largest size comes fir
 count: it shows that the job works, fills caches, and tells how many steps take `SECONDS`.
 
 After each run the results are written to benchmarks/results/scaling_<model>_<hardware>_<date>.json.
-Ctrl-C keeps them, and the same command goes on; one with other settings, code or hardware writes a
-file of its own. What the columns mean: benchmarks/efficiency.py; what makes a mark: load.py.
+Ctrl-C keeps all whole repeats, and the same command goes on; one with other settings, code or
+hardware writes a file of its own. What the columns mean: benchmarks/efficiency.py; what makes a
+mark: load.py.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling_report
-from benchmarks.efficiency import Results, runs_of
+from benchmarks.efficiency import Results, Run, runs_of
 from benchmarks.hardware import (
     RESULTS,
     continued,
-    leave_out_unfinished_repeat,
     slug,
+    whole_repeats,
     write_json,
 )
 from benchmarks.launching import Failed, Job
@@ -101,9 +102,16 @@ def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
     hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
     file = folder / f"scaling_{model}_{hardware}_{results['date'][:10]}.json"
     file, results = continued(results, file, "runs", "trial")
-    count = len(jobs(results["settings"], results["oversubscribed"]))
-    leave_out_unfinished_repeat(results, count)
-    return file, results
+    whole = _whole_repeats(results)
+    if left := len(results["runs"]) - len(whole):
+        runs = f"{left} run{'s' * (left > 1)}"
+        say(f"measured again: {runs} of the repeat that was interrupted, for all of it at one time")
+    return file, {**results, "runs": whole}
+
+
+def _whole_repeats(results: Results) -> list[Run]:
+    """The runs of repeats that have all: those of a repeat are set against each other."""
+    return whole_repeats(results["runs"], len(jobs(results["settings"], results["oversubscribed"])))
 
 
 # ---------------------------------------------------------------------------- the command
@@ -144,7 +152,7 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
 
 
 def _kept(results: Results, file: Path) -> str:
-    count = len(results.get("runs", []))
+    count = len(_whole_repeats(results)) if results else 0
     return f"; runs that are kept in {file}: {count}; the same command goes on" if count else ""
 
 

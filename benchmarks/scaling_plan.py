@@ -11,6 +11,8 @@ from collections import Counter
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from benchmarks.efficiency import Results, batch_of, steps_per_epoch
 from benchmarks.hardware import ROOT, gpus, software
@@ -24,6 +26,12 @@ OURS = {
     "callbacks.anatomy.batches": "STEPS=",
     **{setting.partition("=")[0]: "nothing" for setting in MEASURED},
 }  # fmt: skip
+
+# What is calculated with; it may be written as ${oc.decode:...} or ${another.key}.
+COUNTED = (
+    "data.batch_size", "trainer.limit_train_batches", "trainer.accumulate_grad_batches",
+    "trainer.accelerator",
+)  # fmt: skip
 
 
 def sizes_of(asked: list[int] | None, hosts: list[Host] | None) -> list[int]:
@@ -125,7 +133,8 @@ def windows(results: Results) -> int:
 
 
 def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]:
-    """The whole configuration of the job, as template.py has it.
+    """The whole configuration of the job, as template.py has it: of `COUNTED` the values, all else
+    as it is written, which is the same whenever it is read (${now:} and ${rank:} are not).
 
     Raises:
         Refusal: for overrides that it would refuse.
@@ -133,7 +142,31 @@ def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]
     for strategy in strategies:
         all_of_them = [*arguments, *MEASURED, f"strategy={strategy}"]
         _output([sys.executable, "-m", "runs.config", *all_of_them])
-    return yaml.safe_load(_output([sys.executable, "template.py", *arguments, "--cfg", "job"]))
+    config = yaml.safe_load(_output([sys.executable, "template.py", *arguments, "--cfg", "job"]))
+    written = OmegaConf.create(config)
+    for key in COUNTED:
+        group, name = key.split(".")
+        try:
+            if name in (config.get(group) or {}):
+                config[group][name] = OmegaConf.select(written, key)
+        except OmegaConfBaseException as error:
+            raise Refusal(f"{key}: {str(error).splitlines()[0]}") from None
+    return config
+
+
+def batch_size_of(config: dict[str, Any]) -> int:
+    """data.batch_size of a configuration.
+
+    Raises:
+        Refusal: where there is no such number.
+    """
+    batch = (config.get("data") or {}).get("batch_size")
+    if not isinstance(batch, int):
+        raise Refusal(
+            f"data.batch_size is {'not there' if batch is None else batch}: it is what is shared "
+            "and counted here: give conf/data/ that key, of a datamodule that takes it, as a number"
+        )
+    return batch
 
 
 def _output(command: list[str]) -> str:
@@ -158,7 +191,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
         "modes": ["weak", "strong"] if arguments.mode == "both" else [arguments.mode],
         "sizes": sizes, "repeats": arguments.repeats, "steps": arguments.steps,
         "epochs": arguments.epochs, "warmup": arguments.warmup, "network": arguments.network,
-        "batch_size": config["data"]["batch_size"],
+        "batch_size": batch_size_of(config),
         "hosts": {host.name: {"slots": host.slots, "gpus": host.gpus, "nic": host.nic}
                   for host in hosts},
     }  # fmt: skip
@@ -168,6 +201,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # from all ranks, as it goes to them
     on_cpu = hidden or config["trainer"]["accelerator"] == "cpu"
     for host, boot in zip(facts.values(), boots):
+        del host["load_before"]  # each run has its own
         host["machine"] = boots.index(boot)
         host["gpus"] = [] if on_cpu else host["gpus"]
     cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}

@@ -27,7 +27,15 @@ from typing import Any
 import torch
 
 from benchmarks.efficiency import noise
-from benchmarks.hardware import RESULTS, continued, hardware, slug, versions, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    continued,
+    hardware,
+    slug,
+    versions,
+    whole_repeats,
+    write_json,
+)
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_plan import configuration, steps_of
 from benchmarks.scaling_report import markdown
@@ -36,6 +44,10 @@ from cluster.signals import interrupt_at_signals
 from models.split import Split
 
 EXPERIMENT = "experiment=model_parallel"
+# What tells the ways apart; given by a user it would make all rows the same, or be lost.
+OURS = {
+    "model.devices": "nothing", "model.micro_batches": "nothing", "data.batch_size": "BATCH=",
+}  # fmt: skip
 BYTES_A_PARAMETER = 16  # float32: the weight, its gradient, two moments of Adam
 WARMUP = 5
 Measure = Callable[["Way", int], dict[str, Any]]
@@ -70,6 +82,16 @@ WAYS = [
     Way("split, 8 micro-batches", 1, 8, "they do not fit, and an eighth still fills a device"),
     Way("both: 4 micro-batches", 2, 4, "they do not fit, and there are more pairs of devices"),
 ]
+
+
+def check(arguments: list[str]) -> None:
+    """Raises Refusal for what is not the user's to change."""
+    for argument in arguments:
+        key = argument.partition("=")[0].lstrip("+~")
+        if key in OURS:
+            raise Refusal(
+                f"{argument}: make bench-split sets {key} itself ({OURS[key]} changes it)"
+            )
 
 
 def memory(model: dict[str, Any]) -> dict[bool, float]:
@@ -164,6 +186,7 @@ def main() -> int:
         return launcher.run(Job("horovod", way.ranks, batch // way.ranks), length)
 
     try:
+        check(arguments.overrides)
         model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
         weights = {str(split): mib for split, mib in memory(model).items()}
         results: dict[str, Any] = {
@@ -174,6 +197,7 @@ def main() -> int:
         name = f"split_{slug(device(results))}_{results['date'][:10]}.json"
         file = arguments.out / name
         file, results = continued(results, file, "runs")
+        results["runs"] = whole_repeats(results["runs"], len(WAYS))
         run(results, measure, lambda: write_json(results, file))
     except (Refusal, Failed, ValueError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)

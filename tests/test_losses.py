@@ -85,6 +85,12 @@ def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
         losses.batches([Job("toy", ["data.batch_size=10"])], [2, 4])
 
 
+def test_data_without_a_batch_size_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "configuration", lambda *_: {"data": {"_target_": "my.Data"}})
+    with pytest.raises(Refusal, match="data.batch_size"):
+        losses.batches([Job("toy")], [2])
+
+
 def test_losses_are_read_from_the_rows_that_have_them(tmp_path: Path) -> None:
     file = tmp_path / "metrics.csv"
     file.write_text("epoch,step,train/loss,val/loss\n0,4,,2.5\n0,9,1.5,\n0,9,,0.125\n")

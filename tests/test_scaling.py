@@ -309,6 +309,33 @@ def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], words: str
         scaling_plan.check(results(**settings)["settings"])
 
 
+@pytest.mark.parametrize("data", [{"_target_": "my.Data"}, None, {"batch_size": "${oc.env:HOME}"}])
+def test_data_without_a_number_for_its_batch_is_refused(data: dict[str, Any] | None) -> None:
+    with pytest.raises(Refusal, match="data.batch_size"):
+        scaling_plan.batch_size_of({"data": data})
+
+
+def test_numbers_of_the_configuration_may_be_interpolations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are resolved; all else is kept as it is written, as a time or a folder differs from run
+    to run, and whoever goes on or compares wants the same text."""
+    written = """
+task: x_${now:%H%M%S}
+size: 8
+data: {batch_size: "${oc.decode:'32'}", data_dir: "${data_dir}"}
+trainer: {limit_train_batches: "${size}", accumulate_grad_batches: 1}
+"""
+    monkeypatch.setattr(scaling_plan, "_output", lambda command: written)
+    found = scaling_plan.configuration([], ["horovod"])
+    assert found["data"] == {"batch_size": 32, "data_dir": "${data_dir}"}
+    assert found["trainer"] == {"limit_train_batches": 8, "accumulate_grad_batches": 1}
+    assert found["task"] == "x_${now:%H%M%S}"
+    written = "data: {batch_size: '${nothing}'}"
+    with pytest.raises(Refusal, match="data.batch_size: Interpolation key 'nothing' not found"):
+        scaling_plan.configuration([], ["horovod"])
+
+
 def test_cores_are_counted_on_machines_not_on_hosts() -> None:
     """Two hosts made of one machine share its 4 cores; on two machines there are 8."""
     hosts = parse("node1:4,node2:4")
@@ -367,6 +394,7 @@ def test_what_was_measured_is_kept_and_not_measured_again(
     with pytest.raises(KeyboardInterrupt):
         scaling.run(made, interrupted, lambda: hardware.write_json(made, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
+    assert "runs that are kept in" in (said := scaling._kept(made, file)) and ": 3; the" in said
 
     named, _ = scaling.open_file(results(network="10 Gbit/s"), tmp_path)
     assert named.name == "scaling_toy_test-cpu-4-cores-10-gbit-s_2026-01-02.json"
@@ -374,7 +402,7 @@ def test_what_was_measured_is_kept_and_not_measured_again(
     assert other.name == file.stem + "_2.json"
     again, found = scaling.open_file(results() | {"date": "2026-01-03T00:00:00"}, tmp_path)
     assert again == file and len(found["runs"]) == 3
-    assert "1 run of the repeat that was interrupted" in capsys.readouterr().err
+    assert "measured again: 1 run of the repeat that was interrupted" in capsys.readouterr().err
     rest = Source(lambda job, _: float(job.np))
     scaling.run(found, rest, lambda: hardware.write_json(found, file))
     assert [job.np for job, _ in rest.asked] == [2, 4, 1, 4, 1, 2]

@@ -52,6 +52,18 @@ def test_ways_say_how_the_network_is_placed() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("key", ["model.devices", "model.micro_batches", "data.batch_size"])
+def test_what_tells_the_ways_apart_is_refused(
+    key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With it all rows would be of one way, under the names of others."""
+    monkeypatch.setattr(sys, "argv", ["split", "--", "model.width=8", f"++{key}=4"])
+    monkeypatch.setattr(split, "configuration", lambda *_: pytest.fail("asked too late"))
+    assert split.main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: ++{key}=4: make bench-split sets {key} itself")
+
+
 def test_a_single_gpu_is_not_what_was_measured() -> None:
     results: dict[str, Any] = {"cpu": "A CPU", "cores": 2, "gpus": ["A GPU"]}
     assert split.device({**results, "devices": ["cpu", "cpu"]}) == "A CPU, 2 cores"

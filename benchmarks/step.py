@@ -36,6 +36,7 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
+from cluster.hosts import Refusal, parse
 from cluster.signals import interrupt_at_signals
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
@@ -185,7 +186,8 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
 
 
 def slots(hosts: str) -> list[int]:
-    return [int(host.partition(":")[2] or 1) for host in hosts.split(",")]
+    """Raises Refusal for what is no list of hosts."""
+    return [host.slots for host in parse(hosts)]
 
 
 def _free_port() -> int:
@@ -328,11 +330,16 @@ def main() -> None:
         parser.error(f"--batch {arguments.batch}: give a number of images, 1 or more")
     if arguments.repeats < 1 or arguments.block_seconds <= 0:
         parser.error("--repeats is at least 1, --block-seconds more than 0")
+    try:
+        ranks = sum(slots(arguments.hosts))
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        raise SystemExit(2) from None
     here = hardware()
     gpus = here["gpus"]
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
     on_gpu = arguments.device == "cuda"
-    if on_gpu and sum(slots(arguments.hosts)) > len(gpus):
+    if on_gpu and ranks > len(gpus):
         parser.error(
             f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are {len(gpus)}; "
             "name fewer slots (make: NP=1), or --device cpu"

@@ -136,6 +136,7 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
         (["--batch", "-1"], "1 or more"),
         (["--repeats", "0"], "--repeats is at least 1"),
         (["--device", "cuda", "--hosts", "localhost:999"], "a rank needs a GPU of its own, and"),
+        (["--hosts", "localhost:x"], "error: HOSTS=localhost:x: 'localhost:x' is no host"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(wrong: list[str], told: str) -> None:

@@ -23,8 +23,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, hardware, slug, unused, versions, write_json
-from cluster.hosts import Refusal, add_arguments, chosen, ranks
+from benchmarks.hardware import RESULTS, ROOT, slug, software, unused, versions, write_json
+from benchmarks.launching import Failed, ask
+from cluster.hosts import Host, Refusal, add_arguments, chosen, ranks
 from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
@@ -90,7 +91,11 @@ def bandwidths(sizes: list[int], seconds: list[list[float]], count: int) -> list
 
 
 def readable(size: int) -> str:
-    return f"{size // MIB} MiB" if size >= MIB else f"{size // KIB} KiB"
+    """As "4 B", "5.06 KiB", "256 MiB"."""
+    if size < KIB:
+        return f"{size} B"
+    number, unit = (size / MIB, "MiB") if size >= MIB else (size / KIB, "KiB")
+    return f"{number:.0f} {unit}" if number >= 100 else f"{number:.3g} {unit}"
 
 
 def table(results: dict[str, Any]) -> str:
@@ -109,11 +114,15 @@ def table(results: dict[str, Any]) -> str:
 def head(results: dict[str, Any]) -> str:
     """What was measured, on what."""
     hosts = ",".join(f"{host['name']}:{host['slots']}" for host in results["hosts"])
+    kinds = dict.fromkeys(
+        f"{results['device'] or machine['cpu']}, {machine['cores']} cores"
+        for machine in results["machines"]
+    )
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
-        f"{hosts}, {results['network']}: {results['device'] or results['cpu']}, "
-        f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
-        f"{results['repeats']} repetitions, each the time of its slowest rank."
+        f"{hosts}, {results['network']}: {' + '.join(kinds)}; {versions(results)}; commit "
+        f"{results['commit']}; medians of {results['repeats']} repetitions, each the time of its "
+        "slowest rank."
     )
 
 
@@ -190,6 +199,21 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
     return found
 
 
+def facts(hosts: list[Host]) -> dict[str, Any]:
+    """What the times hang on: the hosts that take part, which the one that starts them may not be,
+    and the software, which is the same on all. Names are those of the first host; all are in
+    "machines".
+
+    Raises:
+        Failed: when a host does not answer.
+    """
+    found = ask(hosts, "benchmarks.hardware").values()
+    load = max(host["load_before"] for host in found)
+    keys = ("cpu", "cores", "memory_gib", "gpus")
+    machines = [{key: host[key] for key in keys} for host in found]
+    return {**machines[0], "load_before": load, **software(), "machines": machines}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0]
@@ -215,16 +239,16 @@ def main() -> int:
         where = ["-np", str(len(members))]
         where += ["-H", arguments.hosts] if arguments.hosts else []
         where += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
-        before = hardware()
+        used = list(dict.fromkeys(member.host for member in members))
+        before = facts(used)
         asked = {"sizes": sizes, "repeats": arguments.repeats}
         found = launched("benchmarks.allreduce_worker", asked, where)
-    except (Refusal, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (Refusal, Failed, OSError) as error:
+        print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     seconds = found.pop("seconds")
-    used = list(dict.fromkeys(member.host for member in members))
     results = {
         "hosts": [
             {"name": host.name, "slots": sum(member.host == host for member in members)}

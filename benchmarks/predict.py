@@ -70,18 +70,20 @@ def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Predic
 
 
 def table(found: list[Prediction], measured: dict[int, float]) -> str:
+    """A row for each number of ranks; a column of what was measured where there is anything."""
     lines = [
         "| ranks | hosts | step, ms (at best - at worst) | efficiency | of the step: straggler, "
-        "exposed all-reduce, ms | measured, ms |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
+        "exposed all-reduce, ms |" + (" measured, ms |" if measured else ""),
+        "| ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if measured else ""),
     ]
     for row in found:
-        seen = f"{measured[row.ranks] * 1e3:.1f}" if row.ranks in measured else ""
+        seen = f" {measured[row.ranks] * 1e3:.1f} |" if row.ranks in measured else " |"
         lines.append(
             f"| {row.ranks:,} | {row.hosts:,} | {row.step.seconds * 1e3:.1f} "
             f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f}) | "
             f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%}) | "
-            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f} | {seen} |"
+            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f} |"
+            + (seen if measured else "")
         )
     return "\n".join(lines)
 
@@ -160,6 +162,8 @@ def main() -> int:
         ranks, asked = numbers(arguments.ranks), described(arguments.network)
         run = Path(arguments.run) if arguments.run else newest_run()
         summary = read(run, "RUN", RUN_KEYS)
+        if not summary["hosts"]:
+            raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
         named = [Path(name) for name in arguments.allreduce.split()]
         files = named or newest_all_reduces(summary)
         results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]

@@ -131,11 +131,18 @@ def newest_all_reduces(summary: dict[str, Any]) -> list[Path]:
     newest: dict[bool, tuple[str, Path]] = {}
     here = {"name": os.uname().nodename, **machine()}
     for file in sorted(RESULTS.glob("allreduce_*.json")):
-        content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-        elsewhere = not set(content["ranks"]) <= set(summary["hosts"])
+        try:
+            content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
+            elsewhere = not set(content["ranks"]) <= set(summary["hosts"])
+        except (Refusal, TypeError):
+            continue  # half copied, or of another form
         # Of this machine, not of another that has its name.
         if here["name"] in summary["hosts"] and here["name"] in content["ranks"]:
-            elsewhere |= any(content.get(key, here[key]) != here[key] for key in ("cpu", "cores"))
+            machines = content.get("machines", [content])
+            elsewhere |= not any(
+                all(machine.get(key, here[key]) == here[key] for key in ("cpu", "cores"))
+                for machine in machines
+            )
         if elsewhere or content["operations"] != summary.get("operations", "Gloo"):
             continue
         several = len(content["hosts"]) > 1
@@ -160,10 +167,17 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
             f"RUN={file}: trainer.accumulate_grad_batches={windows}: the model is of an all-reduce "
             "in each batch"
         )
+    try:
+        return _job(anatomy, summary["world_size"], file)
+    except (LookupError, TypeError, ArithmeticError) as error:
+        raise Refusal(f"RUN={file}: it lacks what a run writes: {error!r}") from None
+
+
+def _job(anatomy: dict[str, Any], ranks: int, file: Path) -> Job:
     # Medians of phases need not add up to the median step: they are scaled to.
     scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
     phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
-    wire, ranks = anatomy["wire"], summary["world_size"]
+    wire = anatomy["wire"]
     buckets = as_many_buckets(_on_a_ring(wire, ranks, file), round(wire["calls"]))
     slowest = phases["straggler"] if anatomy.get("straggler") else 0.0
     if slowest:

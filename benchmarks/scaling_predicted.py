@@ -82,10 +82,11 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, A
     for file in files:
         try:
             found = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-        except Refusal:
-            continue
-        hosts = {host.get("name") for host in found["hosts"]}
-        if (found.get("cpu"), found.get("cores")) not in machines:
+            hosts = {host["name"] for host in found["hosts"]}
+            kinds = {(host["cpu"], host["cores"]) for host in found.get("machines", [found])}
+        except (Refusal, LookupError, TypeError):
+            continue  # half copied, or of another form
+        if not kinds <= set(machines):
             continue
         if found["operations"] != results["trial"]["operations"]:
             continue

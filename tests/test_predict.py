@@ -37,7 +37,7 @@ from benchmarks.cost_model import (
     fit,
     predict,
 )  # fmt: skip
-from cluster.hosts import Refusal
+from cluster.hosts import Host, Refusal
 from tests.conftest import ROOT, run
 
 TRUTH = Network(latency=5e-5, bandwidth=3e9, fixed=1e-3)
@@ -317,6 +317,8 @@ def summary(**changes: Any) -> dict[str, Any]:
 
 ADASUM = summary()
 ADASUM["anatomy"]["wire"]["compressible"] = False
+NO_PHASES, NO_CALLS = summary(), summary()
+del NO_PHASES["anatomy"]["phases_ms"], NO_CALLS["anatomy"]["wire"]["calls"]
 
 
 def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
@@ -358,6 +360,53 @@ def test_a_run_becomes_a_job() -> None:
     # One rank waits for nobody: from p10 to p90 of its steps, 12 ms, are 2.56 standard deviations.
     alone = predict_inputs.job_of(summary(world_size=1), Path("summary.json"))
     assert alone.deviation == pytest.approx(0.012 / 2.563, rel=1e-3)
+
+
+def straggling() -> dict[str, Any]:
+    """The second of two ranks is always the slower one: the other waits for it."""
+    made = summary()
+    made["anatomy"]["straggler"] = {"rank": 1, "times": 1.5, "phase": "forward"}
+    made["anatomy"]["phases_ms"] |= {"straggler": 20.0, "all_reduce": 3.0}
+    return made
+
+
+def test_a_rank_that_is_always_the_slowest_is_no_deviation() -> None:
+    job = predict_inputs.job_of(straggling(), Path("summary.json"))
+    assert (job.slowest, job.deviation) == (pytest.approx(0.020), 0.0)
+    assert predict_inputs.job_of(summary(), Path("summary.json")).slowest == 0
+
+
+def test_a_rank_that_is_always_the_slowest_is_told_and_kept(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """20 ms on any number of ranks; by chance the slowest of 4,096 would lose more than of 2."""
+    given = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2 8 4096"]
+    lost = {}
+    for name, made in (("always", straggling()), ("by chance", summary())):
+        files["run"].write_text(json.dumps(made))
+        assert said(monkeypatch, *given) == 0
+        lines = capsys.readouterr().out.splitlines()
+        cells = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
+        lost[name] = [row[4].partition(",")[0] for row in cells if row[0] != "| ---:"]
+        told = [line for line in lines if line.startswith("take care")]
+        assert len(told) == (name == "always")
+        for line in told:
+            assert line.startswith("take care rank 1 takes 1.5 times as long as the others")
+            assert "20.0 ms are kept as they are for any number of ranks" in line
+    assert lost["always"] == ["20.0"] * 3
+    assert float(lost["by chance"][0]) < float(lost["by chance"][2])
+
+
+def test_any_word_of_the_network_makes_it_another_one(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The time of the run is not that of its hosts under NCCL, though they are the same."""
+    given = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2"]
+    assert said(monkeypatch, *given) == 0
+    assert "measured, ms" in (told := capsys.readouterr().out) and "| 125.0 |" in told
+    assert said(monkeypatch, *given, "--network", "operations=nccl") == 0
+    assert "measured, ms" not in (told := capsys.readouterr().out) and "operations nccl" in told
+    assert "125.0" not in told
 
 
 def test_predict_writes_a_table_and_a_plot(
@@ -411,8 +460,27 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
     for cpu in ("ours", "theirs"):
         content = {**all_reduces(), "cpu": cpu, "cores": 2}
         (tmp_path / f"allreduce_{cpu}.json").write_text(json.dumps(content))
+    other_form = {**all_reduces(), "ranks": None, "date": "2027-01-01"}
+    for name, text in (("half", json.dumps(content)[:-40]), ("list", "[]"), ("empty", ""),
+                       ("older", json.dumps(other_form))):  # fmt: skip
+        (tmp_path / f"allreduce_{name}.json").write_text(text)
     found = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4}))
     assert found == [tmp_path / "allreduce_ours.json"]
+
+
+def test_all_reduces_that_another_host_of_the_run_made_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hosts may differ: what counts is that this one was as it is now."""
+    monkeypatch.setattr(predict_inputs, "RESULTS", tmp_path)
+    monkeypatch.setattr(predict_inputs, "machine", lambda: {"cpu": "ours", "cores": 2})
+    monkeypatch.setattr(predict_inputs.os, "uname", lambda: SimpleNamespace(nodename="node1"))
+    facts = {"theirs": {"cpu": "theirs", "cores": 8}, "ours": {"cpu": "ours", "cores": 2}}
+    for name, machines in (("a", ["theirs", "ours"]), ("b", ["theirs", "theirs"])):
+        content = {**all_reduces(4, 2), **facts["theirs"], "machines": [facts[m] for m in machines]}
+        (tmp_path / f"allreduce_{name}.json").write_text(json.dumps(content))
+    found = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4, "node1": 4}))
+    assert found == [tmp_path / "allreduce_a.json"]
 
 
 def test_the_newest_run_is_one_that_no_profiler_made_slower(
@@ -472,6 +540,9 @@ def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
         (json.dumps(summary(anatomy=None)), "make train NP=2"),
         (json.dumps(summary(accumulate_grad_batches=4)), "an all-reduce in each batch"),
         (json.dumps(ADASUM), "op=adasum: the model is of sums on a ring"),
+        (json.dumps(NO_PHASES), "it lacks what a run writes: KeyError('phases_ms')"),
+        (json.dumps(NO_CALLS), "it lacks what a run writes: KeyError('calls')"),
+        (json.dumps(summary(hosts={})), "it lacks what a run writes: no hosts"),
     ],
 )
 def test_a_run_that_tells_too_little_is_refused(
@@ -498,6 +569,47 @@ def test_bandwidths_of_known_times() -> None:
     (row,) = allreduce.bandwidths([4_000_000], [[0.009, 0.010, 0.011]], 4)
     assert (row["seconds"], row["algorithm_mb_s"], row["bus_mb_s"]) == (0.010, 400.0, 600.0)
     assert (row["seconds_p10"], row["seconds_p90"]) == pytest.approx((0.0092, 0.0108))
+
+
+@pytest.mark.parametrize(
+    ("size", "told"),
+    [
+        (4, "4 B"), (1020, "1020 B"), (1024, "1 KiB"), (5184, "5.06 KiB"), (102300, "99.9 KiB"),
+        (1047552, "1023 KiB"), (2**20, "1 MiB"), (3 * 2**19, "1.5 MiB"), (2**31, "2048 MiB"),
+    ],
+)  # fmt: skip
+def test_sizes_are_told_as_they_are(size: int, told: str) -> None:
+    assert allreduce.readable(size) == told
+
+
+def test_the_hosts_that_take_part_tell_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not the one that make bench-allreduce was started on."""
+    kinds = {"node1": ("CPU A", 8), "node2": ("CPU B", 4), "node3": ("not used", 1)}
+
+    def ask(hosts: list[Host], module: str) -> dict[str, dict[str, Any]]:
+        assert module == "benchmarks.hardware"
+        return {
+            host.name: dict(zip(("cpu", "cores"), kinds[host.name]))
+            | {"memory_gib": 8, "gpus": [], "nics": {}, "boot": host.name, "load_before": 0.25}
+            for host in hosts
+        }
+
+    times = [[0.01, 0.02]] * 2
+    found = {"ranks": ["node1", "node2"], "operations": "Gloo", "device": None, "seconds": times}
+    monkeypatch.setattr(allreduce, "ask", ask)
+    monkeypatch.setattr(allreduce, "launched", lambda *_: dict(found))
+    where = ["-np", "2", "-H", "node1:1,node2:1,node3:1", "--out", str(tmp_path)]
+    sizes = ["--smallest", "4096", "--largest", "16384", "--repeats", "2"]
+    monkeypatch.setattr(sys, "argv", ["allreduce", *where, *sizes])
+    assert allreduce.main() == 0
+    assert "CPU A, 8 cores + CPU B, 4 cores; torch" in capsys.readouterr().out
+    (file,) = tmp_path.glob("allreduce_2-hosts-2-ranks_network_cpu-a_*.json")
+    results = json.loads(file.read_text())
+    assert (results["cpu"], results["cores"], results["gpus"]) == ("CPU A", 8, [])
+    assert [machine["cpu"] for machine in results["machines"]] == ["CPU A", "CPU B"]
+    assert {"load_before", "memory_gib", "python", "versions", "commit", "date"} <= set(results)
 
 
 def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:

@@ -200,9 +200,9 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def facts(hosts: list[Host]) -> dict[str, Any]:
-    """What the times hang on: the hosts that take part, which the one that starts them may not be,
-    and the software, which is the same on all. Names are those of the first host; all are in
-    "machines".
+    """What the times hang on: the hosts that take part, of which the one that starts them need not
+    be one, and the software, which is the same on all. The first host is told of; "machines" has
+    all, in their order.
 
     Raises:
         Failed: when a host does not answer.

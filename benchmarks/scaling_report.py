@@ -200,7 +200,8 @@ def newest(files: Iterable[Path]) -> Path | None:
         try:
             results = json.loads(file.read_text())
             if results["finished"]:
-                description(results), table(results)
+                description(results)  # what the README shows of it
+                table(results)
                 found[results["date"], file.name] = file
         except (LookupError, TypeError, AttributeError, ValueError):
             continue  # half copied, or of an older form

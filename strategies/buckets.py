@@ -272,6 +272,11 @@ class GradientBuckets:
                     "a sparse gradient came of a layer that is no Embedding or EmbeddingBag with "
                     "sparse=True, which are all that is known to give one; make it dense"
                 )
+            if gradient.requires_grad:
+                raise RuntimeError(
+                    "backward(create_graph=True) gives gradients with a graph of their own, which "
+                    "ends where they are averaged over ranks; torch.autograd.grad has no such end"
+                )
             if gradient.data_ptr() != view.data_ptr():
                 gradients.append(gradient)
                 views.append(view)
@@ -311,7 +316,8 @@ class GradientBuckets:
             sets = {"process_set": self.world.process_set}
             where = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **sets)
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-            what = hvd.allgather_async(values.to(wide) * self.after, f"values.{name}", **sets)
+            scaled = (values.to(wide) * self.after).contiguous()
+            what = hvd.allgather_async(scaled, f"values.{name}", **sets)
             rows, values = wait(where), wait(what).to(parameter.dtype)
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)

@@ -127,8 +127,9 @@ class World:
         wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
         with torch.inference_mode(False), torch.no_grad():
             value = tensor.detach().to(
-                wide if tensor.is_floating_point() else torch.int64, copy=True
-            )
+                wide if tensor.is_floating_point() else torch.int64,
+                memory_format=torch.contiguous_format, copy=True,
+            )  # fmt: skip
             op = OPERATIONS[operation]
             sets = {"process_set": self.process_set}
             reduced = wait(hvd.allreduce_async_(value, name="reduce", op=op, **sets))

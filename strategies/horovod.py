@@ -8,6 +8,7 @@ After n steps the weights are those of one process that sees the batches of all 
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -24,6 +25,7 @@ from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.plugins.precision import HalfPrecision
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -33,6 +35,7 @@ from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
+from strategies.buffers import warn_of_own_buffers
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
 from strategies.metrics import keep_wide, leave_metrics, synchronize_metrics, warn_of_own_values
 from strategies.randomness import OwnDraws
@@ -72,6 +75,10 @@ class HorovodStrategy(ParallelStrategy):
         gradient_predivide_factor: f divides gradients by f before they are added and by ranks / f
             after it. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f). None
             divides by all ranks before, as DDP does.
+        broadcast_buffers: all ranks get the buffers of rank 0 before each batch of training, as
+            under DDP, and not only before an evaluation, which is enough for batch normalization.
+            Helps models that read in training what they keep in buffers and move by their batches
+            (a codebook, a centre); costs a broadcast of all buffers a batch.
         process_sets: all ranks, in groups that train one model each, e.g. [[0, 1], [2, 3]], for
             independent runs under one horovodrun. Rank and world size are then those in the group.
             End the script with hvd.barrier(): when one rank ends, Horovod ends for all.
@@ -94,6 +101,7 @@ class HorovodStrategy(ParallelStrategy):
         compression: str = "none",
         op: str = "average",
         gradient_predivide_factor: float | None = None,
+        broadcast_buffers: bool = False,
         process_sets: Sequence[Sequence[int]] | None = None,
     ) -> None:
         refuse_options(bucket_mib, compression, op, gradient_predivide_factor)
@@ -108,14 +116,15 @@ class HorovodStrategy(ParallelStrategy):
         self.compression = compression
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
+        self.broadcast_buffers = broadcast_buffers
         self._num_nodes = 1
         self._buckets: GradientBuckets | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
+        self._looked = False  # at the buffers of all ranks
         self._fewest_batches: WeakKeyDictionary[DataLoader, int] = WeakKeyDictionary()
         self._groups: dict[int, int] = {}  # of each optimizer, when it was last looked at
         self._resumed: dict[str, Any] = {}
-        self._global_batch_size = 0
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
             # The ranks of a host share its cores; torch would start a thread a core in each.
             cores = len(os.sched_getaffinity(0))
@@ -233,7 +242,6 @@ class HorovodStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self._global_batch_size = 0
         if self._layer_sync is not None and fitting and self.world.size > 1:
             self._layer_sync = SyncLayers(self.world)  # torch's needs torch.distributed
             self._layer_sync.apply(module)
@@ -292,9 +300,6 @@ class HorovodStrategy(ParallelStrategy):
         if self.root_device.type == "cpu":
             dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
         if trainer.state.stage == RunningStage.TRAINING:
-            # Of the first, where there are several loaders.
-            size = getattr(dataloader.batch_sampler, "batch_size", None) or 0
-            self._global_batch_size = self._global_batch_size or size * self.world.size
             return dataloader
         if trainer.state.stage in EVALUATING:
             stage = "test" if trainer.testing else "validate"
@@ -321,8 +326,9 @@ class HorovodStrategy(ParallelStrategy):
         # order of the first epoch by then.
         loaders, progress = loop._combined_loader.flattened, loop.epoch_loop.batch_progress
         if not progress.is_last_batch:
-            then = self._resumed.get("global_batch_size") or self._global_batch_size
-            leave_out_trained(loaders, progress, then, self._global_batch_size)
+            now = self._global_batch_size()
+            then = self._resumed.get("global_batch_size") or now
+            leave_out_trained(loaders, progress, then, now)
         for dataloader in loaders:
             epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
             _set_sampler_epoch(dataloader, epoch)
@@ -334,7 +340,19 @@ class HorovodStrategy(ParallelStrategy):
         # those of rank 0, so they are what is evaluated, as under DDP.
         if self._buckets is not None:
             assert self.lightning_module is not None
+            self._look_at_buffers()
             self.world.broadcast(self.lightning_module.buffers())
+
+    @override
+    def on_train_end(self) -> None:
+        self._look_at_buffers()
+
+    def _look_at_buffers(self) -> None:
+        """Once a training, when it has made a step or more."""
+        if self._buckets is not None and not self._looked and self._trainer.global_step:
+            assert self.lightning_module is not None
+            warn_of_own_buffers(self.lightning_module, self.world)
+            self._looked = True
 
     @override
     def on_validation_end(self) -> None:
@@ -379,11 +397,10 @@ class HorovodStrategy(ParallelStrategy):
         trainer = self._trainer
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         assert loop._combined_loader is not None
-        loader = loop._combined_loader.flattened[dataloader_idx]
+        combined = loop._combined_loader
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = loop.batch_progress.current.ready - 1
-        known = isinstance(loader, DataLoader) and loader in self._fewest_batches
-        if known and batch_idx >= self._fewest_batches[loader]:
+        if batch_idx >= self._batches_of_all(combined, dataloader_idx):
             what = "prediction" if trainer.predicting else "evaluation"
             self.world.alone = f"batch {batch_idx} of the {what}"
         try:
@@ -392,11 +409,29 @@ class HorovodStrategy(ParallelStrategy):
         finally:
             self.world.alone = ""
 
+    def _batches_of_all(self, combined: CombinedLoader, dataloader_idx: int) -> float:
+        """So many batches of an evaluation all ranks have, as far as that is known."""
+        fewest = [
+            self._fewest_batches.get(loader, math.inf)
+            if isinstance(loader, DataLoader)
+            else math.inf
+            for loader in combined.flattened
+        ]
+        if combined._mode == "sequential":
+            return fewest[dataloader_idx]
+        # A batch is one of each loader.
+        return min(fewest) if combined._mode == "min_size" else max(fewest)
+
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Ranks with unequal numbers of batches are found before the epoch, if they are known."""
-        if batch_idx == 0 and self._buckets is not None:
+        if self._buckets is None:
+            return
+        if batch_idx == 0:
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
+        if self.broadcast_buffers:
+            assert self.lightning_module is not None
+            self.world.broadcast(self.lightning_module.buffers())
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -510,8 +545,15 @@ class HorovodStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        checkpoint[SAVED] = {"global_batch_size": self._global_batch_size}
+        checkpoint[SAVED] = {"global_batch_size": self._global_batch_size()}
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _global_batch_size(self) -> int:
+        """Of the first loader of this epoch's training; 0 where it does not tell."""
+        combined = self._trainer.fit_loop._combined_loader
+        first = combined.flattened[0] if combined is not None else None
+        batches = getattr(first, "batch_sampler", None)
+        return (getattr(batches, "batch_size", None) or 0) * self.world.size
 
     @override
     def load_checkpoint(
@@ -539,6 +581,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
+        self._looked = False
         self._fewest_batches.clear()
         self._groups.clear()
         if self.lightning_module is not None:

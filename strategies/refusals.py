@@ -11,6 +11,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from strategies.collectives import World
@@ -42,6 +43,11 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
     """Models that differ between ranks would wait for each other, or add what is not alike."""
     mine = []
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise MisconfigurationException(
+                f"{name} has no shape before the first batch: pass one through the lazy layer in "
+                "configure_model or __init__, or give it its sizes"
+            )
         if tensor.layout != torch.strided:
             raise MisconfigurationException(
                 f"{name} is {tensor.layout}, which Horovod does not send: keep it dense, or in an "

@@ -16,7 +16,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     Sampler,
-    SubsetRandomSampler,
+    SequentialSampler,
 )
 
 from strategies.collectives import World
@@ -96,7 +96,8 @@ def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
     """A loader for evaluation that gives this rank its share, no sample padded or left out.
 
     Args:
-        given: with Lightning's DistributedSampler in it; one with another sampler stays as it is.
+        given: with a DistributedSampler for this world in it; one with another sampler stays as it
+            is, also where its class deals samples out in a way of its own.
         stage: "validate" or "test", for the message.
 
     Raises:
@@ -106,9 +107,18 @@ def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
     sampler = given.sampler if batches is None else getattr(batches, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return given
+    if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
+        return given  # one's own way: each rank evaluates all, say
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     # A sampler of one's own comes wrapped; one's own batches stay.
     wrapped = isinstance(sampler, DistributedSamplerWrapper)
+    if not wrapped and type(sampler).__iter__ is not DistributedSampler.__iter__:
+        if sampler.total_size != samples:
+            rank_zero_warn(
+                f"{type(sampler).__name__} has {sampler.total_size} samples to {stage} on "
+                f"{world.size} ranks, of a data set of {samples}: some are left out, or count twice"
+            )
+        return given
     plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
     if plain:
         assert isinstance(batches, BatchSampler)
@@ -142,6 +152,16 @@ def draw(order: Any, world: World) -> list[int]:
     return world.broadcast_object([order[index] for index in range(len(order))])
 
 
+def drawn_anew(batches: Any) -> str:
+    """The class of the sampler whose order a resume does not find again, as far as one can know;
+    empty where it follows from a seed and the epoch, or is that of the data set."""
+    sampler = getattr(batches, "sampler", batches)
+    if isinstance(sampler, DistributedSamplerWrapper):
+        sampler = getattr(sampler.dataset, "_sampler", None)
+    known = isinstance(sampler, (DistributedSampler, SequentialSampler))
+    return "" if known else type(sampler).__name__
+
+
 def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int) -> None:
     """Have a resumed epoch go on behind the batches that were trained.
 
@@ -168,11 +188,11 @@ def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int
                     f"of known length, not of this {type(dataloader).__name__}"
                 )
             continue
-        order = getattr(getattr(batches, "sampler", None), "dataset", None)
-        if isinstance(getattr(order, "_sampler", None), SubsetRandomSampler):
+        if order := drawn_anew(batches):
             rank_zero_warn(
-                "the resumed epoch draws its samples anew, by a SubsetRandomSampler: of those that "
-                "were trained some come again; shuffle=True of a Subset leaves them out"
+                f"the resumed epoch draws its samples anew, by a {order}: of those that were "
+                "trained some come again; shuffle=True without a sampler of one's own leaves them "
+                "out"
             )
         trained = -(-ready * then // now)
         length = len(batches)  # type: ignore[arg-type]

@@ -430,8 +430,9 @@ class Sparse(Net):
         self.bag = nn.EmbeddingBag(CLASSES, CLASSES, sparse=True, mode="sum")
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        extra = self.table(batch[1]) + self.bag(batch[1].unsqueeze(1))
-        return nn.functional.cross_entropy(self(batch[0]) + extra, batch[1])
+        scores = self(batch[0]) + self.table(batch[1]) + self.bag(batch[1].unsqueeze(1))
+        # Transposed, so that the gradient's rows come back with other strides.
+        return nn.functional.cross_entropy(scores.t().unsqueeze(0), batch[1].unsqueeze(0))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.05)

@@ -66,8 +66,38 @@ MUTATIONS = [
         "draws_for_itself", "test_strategy",
     ),
     Mutation(
+        "loaders beside each other are counted by one of them", "horovod.py",
+        'return min(fewest) if combined._mode == "min_size" else max(fewest)',
+        "return fewest[dataloader_idx]", "several_loaders or beside_each", "test_strategy",
+    ),
+    Mutation(
+        "a sampler that deals in its own way is dealt out anew", "samplers.py",
+        "if not wrapped and type(sampler).__iter__ is not DistributedSampler.__iter__:",
+        "if False:", "own_way", "test_strategy",
+    ),
+    Mutation(
+        "a sampler of all samples is dealt out", "samplers.py",
+        "if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):", "if False:",
+        "own_way", "test_strategy",
+    ),
+    Mutation(
+        "a resume counts in the batches of the first epoch", "horovod.py",
+        "size\": self._global_batch_size()", "size\": 2 * self.world.size",
+        "counts_in_the_batches", "test_strategy",
+    ),
+    Mutation(
+        "buffers that ranks move are not looked at", "horovod.py",
+        "            warn_of_own_buffers(self.lightning_module, self.world)\n", "",
+        "buffers_that", "test_strategy",
+    ),
+    Mutation(
+        "buffers stay apart though asked for", "horovod.py",
+        "        if self.broadcast_buffers:\n", "        if False:\n",
+        "buffers_that", "test_strategy",
+    ),
+    Mutation(
         "buffers are not broadcast before an evaluation", "horovod.py",
-        "self.world.broadcast(self.lightning_module.buffers())", "pass",
+        "buffers()\n            self.world.broadcast(self.lightning_module.buffers())", "buffers()",
         "running_means", "test_strategy",
     ),
     Mutation(

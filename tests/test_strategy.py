@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -32,6 +33,7 @@ from torch.utils.data import (
     DistributedSampler,
     SubsetRandomSampler,
     TensorDataset,
+    WeightedRandomSampler,
 )
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
@@ -40,6 +42,7 @@ from strategies.buckets import GradientBuckets
 from strategies.collectives import longest_pause, on_own_gpu, wait_until
 from strategies.metrics import synchronize_metrics
 from strategies.reductions import adasum
+from strategies.samplers import drawn_anew
 from tests.conftest import run
 from tests.matrix import (
     CLASSES,
@@ -103,6 +106,10 @@ def collectives() -> dict[str, Any]:
         pieces = strategy.broadcast({"mine": mine, "of": f"rank {rank}"}, src=1)
     gradient = torch.ones(2, requires_grad=True)
     (strategy.all_gather(gradient * (rank + 1), sync_grads=True) ** 2).sum().backward()
+    strided = torch.ones(2, 3, requires_grad=True)  # whose gradient comes back transposed
+    weights = torch.arange(12.0).reshape(2, 2, 3)
+    gathered_strided = strategy.all_gather(strided, sync_grads=True)
+    (gathered_strided.transpose(0, 1) * weights).sum().backward()
     return {
         "gathered": gathered, "reduced": reduced, "odd": odd, "inference": inference,
         "ragged": strategy.world.gather(torch.full((rank, 2), rank)),
@@ -110,8 +117,9 @@ def collectives() -> dict[str, Any]:
         "broadcast": strategy.broadcast({"from": rank}, src=1),
         "all": strategy.reduce_boolean_decision(rank == 0, all=True),
         "any": strategy.reduce_boolean_decision(rank == 0, all=False),
+        "transposed": strategy.reduce(torch.arange(6.0).reshape(2, 3).T, reduce_op="sum"),
         "gradient": gradient.grad, "ranks": [strategy.local_rank, strategy.node_rank],
-        "pieces": pieces,
+        "pieces": pieces, "strided": strided.grad,
     }  # fmt: skip
 
 
@@ -135,6 +143,10 @@ def test_collectives(launch: Callable) -> None:
         assert rank["ranks"] == [index, 0]
         # d/dx of the sum over ranks of (x_r (r+1))^2, which both ranks compute: 2 * 2 x (r+1)^2
         assert rank["gradient"].tolist() == [4.0 * (index + 1) ** 2] * 2
+        assert rank["transposed"].tolist() == [[0, 6], [2, 8], [4, 10]]
+        # Of both ranks, from what stands at this rank's place.
+        weights = torch.arange(12.0).reshape(2, 2, 3)
+        assert torch.equal(rank["strided"], 2 * weights[:, index])
 
 
 def barrier() -> float:
@@ -395,6 +407,7 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
         "stateful": GoesOnByItself(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "sized": DataLoader(samples(40), batch_size=4),
         "drawn": DataLoader(samples(40), 4, sampler=SubsetRandomSampler(range(40))),
+        "weighted": DataLoader(samples(40), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)),
     }
     said = {}
     for name, batches in loaders.items():
@@ -410,10 +423,84 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
 def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path) -> None:
     first, second = launch(resume_streams, 2, folder=str(tmp_path))
     assert not any(second.values()) and not first["stateful"] and not first["sized"]
-    assert first["drawn"][0].startswith("the resumed epoch draws its samples anew")
+    for name, kind in (("drawn", "SubsetRandomSampler"), ("weighted", "WeightedRandomSampler")):
+        assert first[name][0].startswith(f"the resumed epoch draws its samples anew, by a {kind}")
     for name, kind in (("own", "OwnLoader"), ("stream", "DataLoader")):
         (text,) = first[name]
         assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text
+
+
+def test_orders_that_a_resume_finds_again() -> None:
+    whole, seeded = samples(40), DistributedSampler(samples(40), 2, 0)
+    assert drawn_anew(DataLoader(whole, 4, shuffle=True).batch_sampler) == "RandomSampler"
+    assert drawn_anew(DataLoader(whole, 4).batch_sampler) == ""
+    assert drawn_anew(DataLoader(whole, 4, sampler=seeded).batch_sampler) == ""
+
+
+class Grows(pl.LightningDataModule):
+    """Batches of 2, and of 8 from the second epoch on."""
+
+    def train_dataloader(self) -> DataLoader:
+        first = self.trainer.current_epoch == 0  # type: ignore[union-attr]
+        return DataLoader(samples(96), batch_size=2 if first else 8, shuffle=True)
+
+
+def resume_with_larger_batches(folder: str) -> list[float]:
+    """What was trained of the second epoch, 3 batches before a resume and the others after it."""
+    reload = {"reload_dataloaders_every_n_epochs": 1}
+    first, second, small = Remembers(), Remembers(), 96 // 2 // SIZE
+    pl.seed_everything(3)
+    keep = ModelCheckpoint(folder, filename="grown", every_n_train_steps=small + 3)
+    run = trainer(
+        "horovod", max_steps=small + 3, callbacks=[keep], enable_checkpointing=True, **reload
+    )
+    run.fit(first, Grows())
+    run = trainer("horovod", **reload)
+    run.fit(second, Grows(), ckpt_path=f"{folder}/grown.ckpt")
+    return everyones(run, first.seen[small:] + second.seen)
+
+
+def test_a_resume_counts_in_the_batches_of_its_epoch(launch: Callable, tmp_path: Path) -> None:
+    expected = sorted(samples(96).tensors[0][:, 0].tolist())
+    assert launch(resume_with_larger_batches, 2, folder=str(tmp_path)) == [expected] * 2
+
+
+class Codebook(Net):
+    """Moves a buffer by its own batches, and keeps what each step begins with."""
+
+    def __init__(self) -> None:
+        super().__init__(convolutions(normalization=True))
+        self.register_buffer("centre", torch.zeros(FEATURES))
+        self.begins: list[Tensor] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.begins.append(self.centre.clone())
+        self.centre.lerp_(batch[0].mean(0), 0.1)
+        return super().training_step(batch, batch_idx)
+
+
+def train_buffers() -> dict[str, Any]:
+    found = {}
+    for name, model, options in (
+        ("own", Codebook(), {}),
+        ("alike", Codebook(), {"broadcast_buffers": True}),
+        ("running", Net(convolutions(normalization=True)), {}),
+    ):
+        with warnings.catch_warnings(record=True) as told:
+            trainer(HorovodStrategy(**options)).fit(model, loader())
+        found[f"{name} told"] = [str(w.message) for w in told if "the buffer" in str(w.message)]
+        if isinstance(model, Codebook):
+            found[name] = torch.stack(model.begins)
+    return found
+
+
+def test_buffers_that_ranks_move_are_told_of_or_rank_0s(launch: Callable) -> None:
+    first, second = launch(train_buffers, 2)
+    assert not torch.equal(first["own"], second["own"])
+    assert torch.equal(first["alike"], second["alike"]) and first["alike"][-1].any()
+    (text,) = first["own told"]
+    assert text.startswith("the buffer centre differs between ranks, and checkpoints have that of")
+    assert not first["running told"] and not second["own told"]
 
 
 def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
@@ -778,6 +865,8 @@ def mistakes() -> dict[str, str]:
         "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
         "strides": refused(lambda: with_model(strided)),
+        "lazy": refused(lambda: with_model(nn.LazyLinear(CLASSES))),
+        "graph": refused(lambda: trainer("horovod").fit(KeepsGraph(), loader())),
         "layout": refused(lambda: with_model(graph)),
         "hidden": refused(lambda: trainer("horovod").fit(Hides("at once"), loader())),
         "hidden later": refused(lambda: trainer("horovod").fit(Hides("later"), loader())),
@@ -807,6 +896,11 @@ class Reentered(Net):
         x, layer = x.requires_grad_(), self.net[0]
         first = checkpoint(layer, x, use_reentrant=True)
         return self.net[2](first + checkpoint(layer, x * 2, use_reentrant=True))
+
+
+class KeepsGraph(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(create_graph=True)
 
 
 class LeavesOut(Net):
@@ -903,6 +997,8 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
         assert "strided (27, 1, 9, 3) trained;" in told["strides"]
+        assert told["lazy"].startswith("net.weight has no shape before the first batch")
+        assert told["graph"].startswith("backward(create_graph=True) gives gradients with a graph")
         assert told["layout"].startswith(
             "net.edges is torch.sparse_coo, which Horovod does not send"
         )
@@ -996,6 +1092,81 @@ class Sees(Net):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.seen.append(batch[0].reshape(-1, FEATURES)[:, 0])
         self.log("mean", self.mean(batch[0].mean()))
+
+
+class Parts(DistributedSampler):
+    """Gives rank r the r-th part, the last one filled up with the first sample."""
+
+    def __iter__(self) -> Any:
+        whole = [*range(len(self.dataset)), *range(self.total_size - len(self.dataset))]
+        return iter(whole[self.rank * self.num_samples :][: self.num_samples])
+
+
+def evaluate_with_samplers_of_its_own() -> dict[str, Any]:
+    found = {}
+    for name, sampler in (
+        ("parts", Parts(samples(25), SIZE, RANK)),
+        ("all", DistributedSampler(samples(8), 1, 0, shuffle=False)),
+        ("named", type("Mine", (DistributedSampler,), {})(samples(25), SIZE, RANK, shuffle=False)),
+    ):
+        model = Sees()
+        batches = DataLoader(sampler.dataset, batch_size=2, sampler=sampler)
+        with warnings.catch_warnings(record=True) as told:
+            run = trainer("horovod", use_distributed_sampler=False)
+            run.validate(model, batches, verbose=False)
+        found[name] = torch.cat(model.seen).tolist()
+        found[f"{name} told"] = [str(w.message) for w in told if "count twice" in str(w.message)]
+    return found
+
+
+def test_a_sampler_that_deals_in_its_own_way_is_left_alone(launch: Callable) -> None:
+    feature = samples(25).tensors[0][:, 0].tolist()
+    first, second = launch(evaluate_with_samplers_of_its_own, 2)
+    assert (first["parts"], second["parts"]) == (feature[:13], [*feature[13:], feature[0]])
+    (text,) = first["parts told"]
+    assert text.startswith("Parts has 26 samples to validate on 2 ranks, of a data set of 25")
+    assert first["all"] == second["all"] == feature[:8]
+    assert sorted(first["named"] + second["named"]) == sorted(feature)
+    assert not first["named told"] and not first["all told"]
+
+
+class LogsSteps(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        here = [part for part in batch.values() if part is not None]
+        self.log("here", float(len(here)), on_step=True, on_epoch=True, sync_dist=True)
+
+
+def evaluate_combined(mode: str, counts: list[int]) -> float:
+    """Batches of 1, of two loaders with so many samples."""
+    loaders = {f"{i}": DataLoader(samples(count)) for i, count in enumerate(counts)}
+    run = trainer("horovod")
+    run.validate(LogsSteps(), CombinedLoader(loaders, mode), verbose=False)
+    return float(run.callback_metrics["here_epoch"])
+
+
+@pytest.mark.parametrize(
+    "mode,counts,expected",
+    [
+        ("max_size", [4, 10], 1.4),  # 2 and 5 batches a rank
+        ("max_size_cycle", [4, 10], 2.0),
+        ("min_size", [10, 4], 2.0),
+    ],
+)
+def test_loaders_that_are_evaluated_beside_each_other(
+    launch: Callable, mode: str, counts: list[int], expected: float
+) -> None:
+    first, second = launch(evaluate_combined, 2, mode=mode, counts=counts)
+    assert first == second == pytest.approx(expected)
+
+
+def test_batches_that_all_ranks_have_of_several_loaders() -> None:
+    strategy, loaders = HorovodStrategy(), [DataLoader(samples()) for _ in range(2)]
+    for batches, count in zip(loaders, (4, 2)):
+        strategy._fewest_batches[batches] = count
+    for mode, expected in (("max_size", 4), ("max_size_cycle", 4), ("min_size", 2)):
+        assert strategy._batches_of_all(CombinedLoader(loaders, mode), 0) == expected
+    in_turn = CombinedLoader([*loaders, OwnLoader()], "sequential")
+    assert [strategy._batches_of_all(in_turn, index) for index in range(3)] == [4, 2, math.inf]
 
 
 class Pairs(Dataset):

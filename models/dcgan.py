@@ -105,7 +105,8 @@ class DCGAN(LightningModule):
         self.judge.fit(images, labels)
 
     def on_train_start(self) -> None:
-        # torch's own generator is seeded alike on all ranks: they would draw the same latents.
+        # Under DDP torch's own generator draws the same on all ranks: they would have one another's
+        # latents.
         seed = torch.initial_seed() + self.global_rank + self.trainer.world_size * self.global_step
         self.draws = torch.Generator().manual_seed(seed)
 

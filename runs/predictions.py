@@ -11,7 +11,8 @@ holds the same with all samples along it. Every rank holds all predictions for a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from runs.ranks import gather_rows
 from runs.refusal import Refusal
@@ -49,21 +50,24 @@ class Predictions(BasePredictionWriter):
                 f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx) "
                 "that returns what it makes of a batch"
             )
-        if is_overridden("predict_dataloader", data) and not self._of_test_set:
-            return
-        if not is_overridden("test_dataloader", data):
-            raise Refusal(
-                f"predict=true: {type(data).__name__} has neither predict_dataloader nor "
-                "test_dataloader"
-            )
-        if stage == "predict":
-            data.setup("test")
-        data.predict_dataloader, self._of_test_set = data.test_dataloader, True
+        if not is_overridden("predict_dataloader", data) or self._of_test_set:
+            if not is_overridden("test_dataloader", data):
+                raise Refusal(
+                    f"predict=true: {type(data).__name__} has neither predict_dataloader nor "
+                    "test_dataloader"
+                )
+            if stage == "predict":
+                data.setup("test")
+            data.predict_dataloader, self._of_test_set = data.test_dataloader, True
+        if stage == "fit":
+            # A copy is set up, as a data module may hold the data of one stage at a time.
+            later = copy.copy(data)
+            later.setup("test" if self._of_test_set else "predict")
+            made = later.test_dataloader if self._of_test_set else later.predict_dataloader
+            _check_loader(made())
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loaders = trainer.predict_dataloaders
-        if not isinstance(loaders, DataLoader) or loaders.batch_sampler is None:
-            raise Refusal("predict=true: one DataLoader with a data set of known length is needed")
+        _check_loader(trainer.predict_dataloaders)
 
     def write_on_epoch_end(
         self,
@@ -86,6 +90,19 @@ class Predictions(BasePredictionWriter):
             unfinished = self.file.with_suffix(".part")
             torch.save(tree_unflatten(found, structure), unfinished)
             unfinished.rename(self.file)
+
+
+def _check_loader(loader: Any) -> None:
+    # A stream has no indices to put its samples in order by, though torch gives its loader a
+    # batch_sampler, which is None only without automatic batching.
+    dataset = getattr(loader, "dataset", None)
+    if (
+        not isinstance(loader, DataLoader)
+        or loader.batch_sampler is None
+        or isinstance(dataset, IterableDataset)
+        or not isinstance(dataset, Sized)
+    ):
+        raise Refusal("predict=true: one DataLoader with a data set of known length is needed")
 
 
 def _check(said: Any, samples: int) -> None:

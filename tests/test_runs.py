@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
@@ -154,10 +154,26 @@ class Several(Numbers):
         return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]  # type: ignore[arg-type]
 
 
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(7))
+
+
+class Streams(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(Stream(), batch_size=3)
+
+
+class StreamsItsTest(LightningDataModule):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(Stream(), batch_size=3)
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
         (Doubles, Several, "one DataLoader"),
+        (Doubles, Streams, "one DataLoader"),
         (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
     ],
 )
@@ -172,6 +188,9 @@ def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path
     [
         (Forward, Numbers, "Forward has no predict_step"),
         (Doubles, LightningDataModule, "has neither predict_dataloader nor test_dataloader"),
+        (Doubles, Streams, "one DataLoader with a data set of known length is needed"),
+        (Doubles, StreamsItsTest, "one DataLoader with a data set of known length is needed"),
+        (Doubles, Several, "one DataLoader with a data set of known length is needed"),
     ],
 )
 def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
@@ -267,6 +286,25 @@ def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> Non
         predict(Doubles(), WithoutNames(), tmp_path)
     told = _mistake(error.value, started=True)
     assert told and "write DataLoader(data, batch_size=...)" in told
+
+
+class OneAtATime(Numbers):
+    """Holds the data of the stage that it was set up for last."""
+
+    def setup(self, stage: str) -> None:
+        self.numbers = torch.ones(4) if stage == "fit" else torch.arange(7)
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(self.numbers)  # type: ignore[arg-type]
+
+
+def test_a_look_at_what_will_be_predicted_leaves_the_training_set(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
+        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    trainer.fit(TrainsAndPredicts(), OneAtATime())
+    assert trainer.global_step == 4
 
 
 class Fails(TrainsAndPredicts):

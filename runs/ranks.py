@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from typing import Any
+
 import torch
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 
 def gather_texts(strategy: Strategy, text: str) -> list[str]:
@@ -32,3 +36,15 @@ def gather_rows(strategy: Strategy, mine: Tensor) -> Tensor:
     counts = strategy.all_gather(count).reshape(-1).tolist()
     parts = strategy.all_gather(padded).reshape(-1, *padded.shape)
     return torch.cat([part[:rows] for part, rows in zip(parts, counts)]).cpu()
+
+
+def same_on_all(strategy: Strategy, batch: Any) -> bool:
+    """Whether every rank has this same batch. All ranks must call it."""
+    digest = hashlib.sha256()
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
+            raw = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
+            digest.update(raw.numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return len(set(gather_texts(strategy, digest.hexdigest()))) == 1

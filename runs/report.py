@@ -23,12 +23,12 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from runs.anatomy import Anatomy
 from runs.folders import ROOT, shown
 from runs.predictions import Predictions
-from runs.ranks import gather_texts
+from runs.ranks import gather_texts, same_on_all
 from runs.refusal import Refusal
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
@@ -58,6 +58,7 @@ class Report(pl.Callback):
         self.train_samples: int | None = None
         self.drop_last = False
         self._lr = ""
+        self._compared = False  # the first batches of all ranks
         self._clock: float | None = None
         self._epoch_began = (0, 0.0)  # samples and seconds until then
 
@@ -179,6 +180,22 @@ class Report(pl.Callback):
         batch = arguments[2]
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
         self.samples += len(tensors[0]) if tensors else 0
+        if not self._compared:
+            self._compared = True
+            self._compare(trainer, batch)
+
+    def _compare(self, trainer: pl.Trainer, batch: Any) -> None:
+        """Lightning splits data sets over ranks, and no stream."""
+        stream = getattr(trainer.train_dataloader, "dataset", None)
+        if not isinstance(stream, IterableDataset) or trainer.world_size == 1:
+            return
+        if same_on_all(trainer.strategy, batch) and trainer.is_global_zero:
+            print(
+                f"warning data={self.choices['data']}: all {trainer.world_size} ranks were given "
+                f"the same first batch: {type(stream).__name__} has to yield each rank's share "
+                "itself, by trainer.global_rank (README, Put your data in)",
+                flush=True,
+            )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()

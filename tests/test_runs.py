@@ -352,6 +352,29 @@ def test_what_was_done_before_a_failure_is_told(
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 
+@pytest.mark.parametrize(
+    ("data", "others", "told"),
+    [(Stream(), 0, True), (Stream(), 1, False), (torch.arange(7), 0, False)],
+)
+def test_a_stream_that_gives_all_ranks_the_same_is_told(
+    data: Any, others: int, told: bool,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With a second rank, whose batch is `others` larger."""
+    texts: list[str] = []
+    monkeypatch.setattr("runs.ranks.gather_texts", lambda _, text: texts.append(text) or texts)
+    trainer = SimpleNamespace(
+        world_size=2, is_global_zero=True, strategy=None, train_dataloader=DataLoader(data)
+    )
+    for number in (0, others):
+        capsys.readouterr()
+        report = Report(OmegaConf.create({}), {"data": "mine"})
+        for _ in range(2):  # only the first batch is looked at
+            report.on_train_batch_end(trainer, None, None, [number + torch.arange(2), "a"], 0)
+    assert len(texts) == (2 if isinstance(data, Stream) else 0)
+    assert ("warning data=mine: all 2 ranks were given" in capsys.readouterr().out) == told
+
+
 def train(
     folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1
 ) -> Report:

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
 
 from datamodules.digits import Digits
 from datamodules.noise import Noise
@@ -25,6 +26,18 @@ from tests.conftest import ROOT, horovodrun, run
 
 FAULTY = "model._target_=tests.faulty_models."
 TEMPLATE = [sys.executable, str(ROOT / "template.py")]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return ((torch.full((1, 8, 8), label / 32), label % 10) for label in range(32))
+
+
+class StreamedDigits(Digits):
+    """Streams the same to all ranks."""
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Stream(), batch_size=4)
 
 
 def job(
@@ -272,8 +285,10 @@ class TestOtherRuns:
 
     def test_warnings_of_all_ranks_appear_once(self, tmp_path: Path) -> None:
         model = "model._target_=tests.faulty_models.Warns"
-        done = job(2, tmp_path, model, "trainer.fast_dev_run=true")
+        data = "data._target_=tests.test_template.StreamedDigits"
+        done = job(2, tmp_path, model, data, "trainer.fast_dev_run=true")
         assert done.returncode == 0, done.stdout
+        assert done.stdout.count("all 2 ranks were given the same first batch: Stream has to") == 1
         assert done.stdout.count("UserWarning: everybody says this") == 1
         assert done.stdout.count("warning of rank 1: UserWarning: only rank 1 says this") == 1
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
-from pytorch_lightning import Callback, Trainer, seed_everything
+from omegaconf.errors import InterpolationResolutionError
+from pytorch_lightning import Callback, LightningDataModule, Trainer, seed_everything
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils._pytree import tree_leaves
 
@@ -63,20 +67,40 @@ def small(config: DictConfig, folder: Path) -> list[str]:
 def fits(model: str, data: str, folder: Path) -> Exception | None:
     """Why a model does not train, validate and test one batch of a data set; None if it does."""
     groups = [f"model={model}", f"data={data}"]
-    config = compose("config", [*groups, *small(compose("config", groups), folder)])
     seed_everything(0, verbose=False)
-    module, datamodule = instantiate(config.model), instantiate(config.data)
     trainer = Trainer(
         fast_dev_run=True, accelerator="cpu", default_root_dir=folder,
         enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     try:
-        trainer.fit(module, datamodule)
-        if is_overridden("test_step", module) and is_overridden("test_dataloader", datamodule):
-            trainer.test(module, datamodule, verbose=False)
+        config = compose("config", [*groups, *small(compose("config", groups), folder)])
+        module, made = instantiate(config.model), instantiate(config.data)
+        trainer.fit(module, made)
+        if is_overridden("test_step", module) and is_overridden("test_dataloader", made):
+            trainer.test(module, made, verbose=False)
     except Exception as error:
         return error
     return None
+
+
+def datamodule(data: str, folder: Path) -> LightningDataModule:
+    """A data set, small; one that refers to the model, with the first model that fits it."""
+    for groups in [[f"data={data}"], *([f"data={data}", f"model={m}"] for m in names("model"))]:
+        with contextlib.suppress(InterpolationResolutionError):
+            config = compose("config", [*groups, *small(compose("config", groups), folder)])
+            return instantiate(config.data)
+    raise AssertionError(f"data={data}: no model has what it refers to")
+
+
+def test_a_data_set_may_refer_to_its_model(tmp_path: Path) -> None:
+    """As `horizon: ${model.horizon}` does, which the default model has not."""
+    shutil.copytree(CONF, tmp_path / "conf")
+    mine = "defaults: [digits]\nsplit_seed: ${model.heads}\n"
+    (tmp_path / "conf" / "data" / "mine.yaml").write_text(mine)
+    GlobalHydra.instance().clear()  # of conf() above
+    with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
+        assert isinstance(fits("classifier", "mine", tmp_path), Exception)
+        assert datamodule("mine", tmp_path).hparams["split_seed"] == 4
 
 
 def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
@@ -92,11 +116,10 @@ def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("data", names("data"))
 def test_each_data_set_has_batches(data: str, tmp_path: Path) -> None:
-    config = compose("config", [f"data={data}"])
-    datamodule = instantiate(compose("config", [f"data={data}", *small(config, tmp_path)]).data)
-    datamodule.prepare_data()
-    datamodule.setup("fit")
-    for loader in (datamodule.train_dataloader(), datamodule.val_dataloader()):
+    made = datamodule(data, tmp_path)
+    made.prepare_data()
+    made.setup("fit")
+    for loader in (made.train_dataloader(), made.val_dataloader()):
         assert len(tree_leaves(next(iter(loader)))[0]) > 0
 
 

@@ -8,25 +8,22 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
-import inspect
 import sys
-import typing
-from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from hydra.utils import get_object
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from runs import recipes
 from runs.folders import ROOT
-from runs.refusal import Refusal, launched_rank, refuse
+from runs.refusal import Refusal, guess, launched_rank, refuse
+from runs.targets import arguments, takes
 
 CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
@@ -66,7 +63,9 @@ def check(arguments: list[str]) -> None:
             config = compose("config", [o.input_line for o in groups if o.input_line])
             for override in overrides:
                 if not _is_group(override):
-                    _check_value(override, config)
+                    _check_change(override, config)
+            for override in groups:
+                _check_recipe(override, groups)
             if any(_may_be_refused(override) for override in overrides):
                 config = compose("config", arguments)
             _check_packages(config)
@@ -105,49 +104,95 @@ def _may_be_refused(override: Override) -> bool:
 
 def _check_group(override: Override) -> None:
     group, value = override.key_or_group.lstrip("/"), override.value()
-    files = (CONF / group).rglob("*.yaml")
-    options = sorted(str(file.relative_to(CONF / group).with_suffix("")) for file in files)
-    if override.is_delete() or value in options:
+    if override.is_delete():
         return
     if value is None:
         raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
-    told = f"there are: {', '.join(options)}{_guess(value, options)}"
-    raise Refusal(f"{override.input_line}: there is no conf/{group}/{value}.yaml; {told}")
+    if problem := recipes.missing(CONF, group, value):
+        raise Refusal(f"{override.input_line}: {problem}")
+    if group in recipes.GROUPS:
+        recipes.read(CONF, group, str(value))
 
 
-def _check_value(override: Override, config: DictConfig) -> None:
+def _check_recipe(override: Override, groups: list[Override]) -> None:
+    """The keys of an experiment as those of a command line; it may add what a constructor takes."""
+    group = override.key_or_group.lstrip("/")
+    if group not in recipes.GROUPS or override.is_delete():
+        return
+    lines = [o.input_line for o in groups if o.input_line]
+    made = compose("config", lines, return_hydra_config=True).hydra.runtime.choices
+    choices = {name: made[name] for name in made if (CONF / name).is_dir() and made[name]}
+    chosen = [f"{name}={choices[name]}" for name in choices if name not in recipes.GROUPS]
+    keys = recipes.read(CONF, group, str(override.value()))
+    try:
+        _check_keys("", keys, compose("config", chosen))
+    except Refusal as refusal:
+        raise Refusal(f"conf/{group}/{override.value()}.yaml: {refusal}") from None
+
+
+def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
+    target = keys.get("_target_", config.get("_target_"))
+    anew = target != config.get("_target_")
+    for name, value in keys.items():
+        key = f"{group}.{name}".lstrip(".")
+        if name in config and not anew:
+            node = _written(config, name)
+            if isinstance(node, DictConfig) and isinstance(value, dict):
+                _check_keys(key, value, node)
+            elif node is not None:  # else a hint says what fits, for which torch is imported
+                _check_value(key, value, config)
+        elif target and not name.startswith("_"):
+            known = arguments(target)
+            if known is not None and name not in known:
+                raise Refusal(f"{key}: {_no_key(group, name, known)}")
+
+
+def _no_key(where: str, name: str, known: list[str]) -> str:
+    told = f"{', '.join(known) or 'none'}{guess(name, known)}"
+    return f"{where or 'the configuration'} has no key {name!r}; it has: {told}"
+
+
+def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
-    value: Any = override.value()
     if override.is_add() or override.is_force_add() or key.startswith(("hydra.", "hydra/")):
         return
-    node: Any = config
+    parent: Any = config
     *parents, last = key.split(".")
     for depth, part in enumerate([*parents, last]):
-        where = ".".join([*parents, last][:depth])
-        if not isinstance(node, DictConfig) or part not in node:
-            known = sorted(map(str, node)) if isinstance(node, DictConfig) else []
-            raise Refusal(
-                f"{key}: {where or 'the configuration'} has no key {part!r}; it has: "
-                f"{', '.join(known) or 'none'}{_guess(part, known)}"
-            )
-        # _get_node: the value as it is written, also where it is an interpolation
-        parent, node = node, node._get_node(part)
-        if not isinstance(node, DictConfig):
-            node = OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
+        if not isinstance(parent, DictConfig) or part not in parent:
+            known = sorted(map(str, parent)) if isinstance(parent, DictConfig) else []
+            where = ".".join([*parents, last][:depth])
+            raise Refusal(f"{key}: {_no_key(where, part, known)}")
+        if depth < len(parents):
+            parent = _written(parent, part)
+    if not override.is_delete():
+        _check_value(key, override.value(), parent)
+
+
+def _written(config: DictConfig, name: str) -> Any:
+    """A value as it stands in conf/, also where it is an interpolation."""
+    node: Any = config._get_node(name)
+    if isinstance(node, DictConfig):
+        return node
+    return OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
+
+
+def _check_value(key: str, value: Any, parent: DictConfig) -> None:
+    last, target = key.rpartition(".")[2], parent.get("_target_")
+    node = _written(parent, last)
     if isinstance(value, (int, float)) and value < LEAST.get(key, value):
         raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:
         raise Refusal(f"{key}={value}: there are: {', '.join(CHOICES[key])}")
     if value is None and key in NEEDED:
         raise Refusal(f"{key}=null: a value is needed there, like {_shown(node)}")
-    if override.is_delete() or value is None or (isinstance(value, str) and "${" in value):
+    if value is None or (isinstance(value, str) and "${" in value):
         return
     wanted = _expected(node, value)
     # limit_train_batches is a share or a number: what stands in conf/ may be the other.
-    target = parent.get("_target_")
-    if wanted and not (target and _annotated(target, last, value, unknown=False)):
+    if wanted and not (target and takes(target, last, value, unknown=False)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
-    if node is None and not _annotated(target, last, value):
+    if node is None and not takes(target, last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
 
 
@@ -188,27 +233,6 @@ def _expected(default: Any, value: Any) -> str | None:
     if isinstance(default, list):
         return None if isinstance(value, list) else "a list"
     return "a text" if isinstance(value, (dict, bool)) else None
-
-
-def _annotated(target: str | None, argument: str, value: Any, unknown: bool = True) -> bool:
-    """Whether `value` fits the type hint of the constructor's argument; `unknown` without one."""
-    try:
-        made = get_object(target) if target else object
-        hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
-    except Exception:  # no such class, or hints that cannot be read: making it will tell
-        return unknown
-    hint = hints.get(argument, Any)
-    kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(hint) or [hint]]
-    if Any in kinds or Literal in kinds:
-        return unknown
-    if isinstance(value, bool):
-        return bool in kinds
-    return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
-
-
-def _guess(word: Any, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def _shown(value: Any) -> str:

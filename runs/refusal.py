@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 import time
+from collections.abc import Iterable
+from typing import Any
 
 RANK_VARIABLES = ["HOROVOD_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "LOCAL_RANK"]
 SIZE_VARIABLES = ["HOROVOD_SIZE", "WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"]
@@ -13,6 +16,12 @@ TELL_SECONDS = 10
 
 class Refusal(Exception):
     """What was wrong, where, and what to do about it, in one line."""
+
+
+def guess(word: Any, known: Iterable[str]) -> str:
+    """What was meant, to put behind a message; nothing where nothing is close."""
+    close = difflib.get_close_matches(str(word), list(known), n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 def launched_rank() -> int:

@@ -66,6 +66,57 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, monkeypatch: pytest.Mon
         check(["model=mine"])
 
 
+HEAD = "# @package _global_\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("defaults: [override /model: gpt]", "first line has to be `# @package _global_`"),
+        (
+            "# mine\n" + HEAD + "trainer: {max_epochs: 1}",
+            "first line has to be `# @package _global_`",
+        ),
+        (HEAD + "defaults: [override /model: gtp]", "no conf/model/gtp.yaml; .*did you mean gpt"),
+        (HEAD + "defaults: [/model: gpt]", "write `override /model: gpt` .*, not `/model:`"),
+        (HEAD + "defaults: [override model: gpt]", "write `override /model: gpt` in its"),
+        (HEAD + "trainer: {max_epocs: 1}", r"trainer.max_epocs: .*did you mean max_epochs\?"),
+        (HEAD + "trainer: {max_epochs: few}", "max_epochs=few: a whole number is expected"),
+        (HEAD + "data: {batch_size: 0}", "data.batch_size=0: at least 1 is needed"),
+        (HEAD + "model: {widht: 8}", r"model.widht: model has no key 'widht'; it has: lr, .*width"),
+        (HEAD + "callbacks: {stop: {checkpiont: a}}", r"\(did you mean checkpoint\?\)"),
+    ],
+)
+def test_an_experiment_with_a_mistake_is_named(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    with pytest.raises(Refusal, match=f"^conf/experiment/mine.yaml: .*{message}"):
+        check(["experiment=mine"])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "defaults: [denoiser, override /callbacks: none]\nmodel: {depth: 4}",
+        "trainer: {enable_progress_bar: false, limit_train_batches: 5, max_time: null}",
+        "horizon: 3\nmodel: {width: '${horizon}'}\ncallbacks: {mine: {_target_: a.B, c: 1}}",
+        "model: {_target_: models.gpt.GPT, layers: 2}",
+        "callbacks: {early_stopping: null}",
+        "",
+    ],
+)
+def test_what_an_experiment_may_say(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(HEAD + text)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    check(["experiment=mine", "debug=overfit"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

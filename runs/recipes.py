@@ -1,0 +1,58 @@
+"""What is wrong with a file of conf/experiment or conf/debug, found before Hydra reads it.
+
+Hydra names neither the file nor what it lacks where such a file chooses from the groups of
+conf/config.yaml: `override /model: denoiser` below `# @package _global_`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from runs.refusal import Refusal, guess
+
+GROUPS = ("experiment", "debug")  # whose files change all the others
+
+
+def read(conf: Path, group: str, name: str) -> dict[str, Any]:
+    """The keys of a file, without its defaults, which are checked.
+
+    Raises:
+        Refusal: without its first line, or for a choice that conf/ has not.
+    """
+    file = conf / group / f"{name}.yaml"
+    where, text = f"conf/{group}/{name}.yaml", file.read_text()
+    if not re.match(r"\s*# *@package +_global_\s", text + "\n"):  # below a comment Hydra reads none
+        raise Refusal(f"{where}: its first line has to be `# @package _global_`")
+    keys = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    if not isinstance(keys, dict):
+        raise Refusal(f"{where}: keys are expected in it, as data: and model:")
+    for entry in keys.pop("defaults", None) or []:
+        for key, choice in entry.items() if isinstance(entry, dict) else ():
+            _check_choice(conf, where, str(key), choice)
+    return {str(key): value for key, value in keys.items()}
+
+
+def _check_choice(conf: Path, where: str, key: str, choice: Any) -> None:
+    chosen = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
+    ours = [group for entry in chosen if isinstance(entry, dict) for group in entry]
+    group = key.split()[-1].lstrip("/")
+    if group in ours and key.split() != ["override", f"/{group}"]:
+        raise Refusal(f"{where}: write `override /{group}: {choice}` in its defaults, not `{key}:`")
+    known = (conf / group).is_dir() and isinstance(choice, str) and "${" not in choice
+    if known and (problem := missing(conf, group, choice)):
+        raise Refusal(f"{where}: {key}: {choice}: {problem}")
+
+
+def missing(conf: Path, group: str, choice: Any) -> str | None:
+    """What to say where a group has no such file; None where it has."""
+    files = (conf / group).rglob("*.yaml")
+    options = sorted(str(file.relative_to(conf / group).with_suffix("")) for file in files)
+    if choice in options:
+        return None
+    told = f"there are: {', '.join(options)}{guess(choice, options)}"
+    return f"there is no conf/{group}/{choice}.yaml; {told}"

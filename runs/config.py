@@ -9,6 +9,7 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from typing import Any
 
@@ -23,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runs import recipes
 from runs.folders import ROOT
 from runs.refusal import Refusal, guess, launched_rank, refuse
-from runs.targets import arguments, takes
+from runs.targets import arguments, hint, takes
 
 CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
@@ -87,9 +88,12 @@ def parse(argument: str) -> Override:
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
-        raise Refusal(
-            f"{argument}: the value cannot be read; quote it for Hydra: \"key='...'\""
-        ) from None
+        unquoted = re.sub(r"'[^']*'?|\"[^\"]*\"?", "", argument)
+        if any(unquoted.count(left) != unquoted.count(right) for left, right in ("[]", "{}", "()")):
+            why = ": its brackets do not balance"
+        else:
+            why = "; quote it for Hydra: \"key='...'\""
+        raise Refusal(f"{argument}: the value cannot be read{why}") from None
 
 
 def _is_group(override: Override) -> bool:
@@ -184,6 +188,8 @@ def _check_value(key: str, value: Any, parent: DictConfig) -> None:
         raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:
         raise Refusal(f"{key}={value}: there are: {', '.join(CHOICES[key])}")
+    if key == "ckpt_path" and value == "":
+        raise Refusal("ckpt_path=: give a path, last or best; null for none")
     if value is None and key in NEEDED:
         raise Refusal(f"{key}=null: a value is needed there, like {_shown(node)}")
     if value is None or (isinstance(value, str) and "${" in value):
@@ -192,6 +198,11 @@ def _check_value(key: str, value: Any, parent: DictConfig) -> None:
     # limit_train_batches is a share or a number: what stands in conf/ may be the other.
     if wanted and not (target and takes(target, last, value, unknown=False)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
+    if _is_number(value) and isinstance(node, str) and hint(target, last) is str:
+        raise Refusal(
+            f"{key}={value}: a text is expected there, like {node}; a number as text is quoted for "
+            f"Hydra: \"{key}='{value}'\""
+        )
     if node is None and not takes(target, last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
 
@@ -216,6 +227,10 @@ def _check_monitors(overrides: list[Override]) -> None:
             raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def _expected(default: Any, value: Any) -> str | None:
     """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
     if default is None:
@@ -226,8 +241,7 @@ def _expected(default: Any, value: Any) -> str | None:
         fits = isinstance(value, int) and not isinstance(value, bool)
         return None if fits else "a whole number"
     if isinstance(default, float):
-        fits = isinstance(value, (int, float)) and not isinstance(value, bool)
-        return None if fits else "a number"
+        return None if _is_number(value) else "a number"
     if isinstance(default, DictConfig):
         return None if isinstance(value, dict) else "a group of keys"
     if isinstance(default, list):

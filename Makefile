@@ -127,7 +127,7 @@ stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 profile: dev-environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-new: ## copy this to ../NAME for a project of your own, without our results; DIR= elsewhere
+new: ## copy this to ../NAME for a project of your own, without our results; DIR=/data/mine to that folder
 	@python3 new.py "$(NAME)" "$(DIR)"
 
 test: dev-environment ## run all tests; a part of them: make test ARGS="-k strategy"
@@ -193,7 +193,7 @@ bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at 
 	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 
 export: environment ## a trained model as one file beside CKPT= that needs torch alone; FORMAT=pt2|onnx
-	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) $(CKPT)
+	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"
 
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
+import shlex
 import shutil
 import sys
 import warnings
@@ -216,7 +218,7 @@ class Run:
             return
         if isinstance(error, Stopped):
             if launched_rank() == 0:
-                print(f"stopped; to go on: ckpt_path={error.args[0]}", flush=True)
+                print(f"stopped; to go on: {to_go_on(Path(error.args[0]))}", flush=True)
             sys.exit(128 + error.args[1])
         mistake = _mistake(error, started=self.report.started)
         # Horovod: the same error says that ranks asked for different things, which is their own.
@@ -257,6 +259,25 @@ class Run:
                 if text not in told and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
                 told.add(text)
+
+
+def to_go_on(checkpoint: Path) -> str:
+    """The line to type: this run's changes and its checkpoint, quoted for Hydra and the shell.
+
+    Of a launched run without the launcher, as it goes on with any number of ranks.
+    """
+    here = Path.cwd()
+    path = checkpoint.relative_to(here) if checkpoint.is_relative_to(here) else checkpoint
+    plain = re.fullmatch(r"[\w./@+-]+", str(path), re.ASCII)
+    quoted = str(path) if plain else "'" + str(path).replace("'", r"\'") + "'"
+    asked = [
+        change
+        for change in HydraConfig.get().overrides.task
+        if change.partition("=")[0] not in ("ckpt_path", "run_dir")  # run_dir has to be a new one
+    ]
+    python = "..." if launched_size() else shlex.quote(sys.executable)
+    changes = [sys.argv[0], *asked, f"ckpt_path={quoted}"]
+    return f"{python} {' '.join(map(shlex.quote, changes))}"
 
 
 def _mistake(error: BaseException, started: bool) -> str | None:

@@ -7,7 +7,9 @@ import json
 import os
 import re
 import resource
+import shlex
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +27,13 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
+from runs.config import parse
 from runs.curves import Curves
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
-from runs.run import _mistake
+from runs.run import _mistake, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 
 
@@ -73,6 +76,24 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
         (tmp_path / "d" / "summary.json").write_text(text)
         with pytest.raises(ValueError, match="d/summary.json is no summary of a run"):
             checkpoints.best(tmp_path)
+
+
+@pytest.mark.parametrize("launched", [None, 2])
+@pytest.mark.parametrize("name", ["logs/last.ckpt", "my logs/epoch=1,µ.ckpt", "it's/last.ckpt"])
+def test_the_line_to_go_on_can_be_pasted(
+    name: str, launched: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ["model.lr=0.1", "~callbacks.early_stopping", "ckpt_path=last", "run_dir=x"]
+    hydra = SimpleNamespace(overrides=SimpleNamespace(task=asked))
+    monkeypatch.setattr("runs.run.HydraConfig", SimpleNamespace(get=lambda: hydra))
+    monkeypatch.setattr("runs.run.launched_size", lambda: launched)
+    monkeypatch.setattr("sys.argv", ["template.py"])
+    monkeypatch.chdir(tmp_path)
+    python, *typed = shlex.split(to_go_on(tmp_path / name))
+    assert python == ("..." if launched else sys.executable)
+    assert typed[:3] == ["template.py", "model.lr=0.1", "~callbacks.early_stopping"]
+    assert len(typed) == 4 and parse(typed[3]).value() == name
+    assert parse(typed[3]).key_or_group == "ckpt_path"
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

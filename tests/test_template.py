@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import pty
+import shlex
 import shutil
 import signal
 import subprocess
@@ -207,7 +208,8 @@ class TestOtherRuns:
         told = output.read_text()
         checkpoint = folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt"
         assert told.count("Ctrl-C again ends at once") == 1 and "Traceback" not in told
-        assert f"stopped; to go on: ckpt_path={checkpoint}\n" in told and checkpoint.is_file()
+        line = f"stopped; to go on: {shlex.join(command[2:])} ckpt_path={checkpoint}\n"
+        assert line in told and checkpoint.is_file()
 
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
         done = job(
@@ -434,6 +436,10 @@ class TestMistakes:
     def test_make_takes_hosts_with_blanks_between(self, where: list[str]) -> None:
         done = run([*where, "-n", "hello"])
         assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
+
+    def test_make_takes_a_checkpoint_with_blanks(self) -> None:
+        done = run(["make", "-n", "export", "CKPT=my logs/last.ckpt", "INSTALL=true"])
+        assert ' -m runs.export  "my logs/last.ckpt"\n' in done.stdout, done.stdout
 
     def test_make_takes_0_for_no(self) -> None:
         for value, flags in (("0", 0), ("1", 2)):

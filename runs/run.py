@@ -277,7 +277,13 @@ def to_go_on(checkpoint: Path) -> str:
     ]
     python = "..." if launched_size() else shlex.quote(sys.executable)
     changes = [sys.argv[0], *asked, f"ckpt_path={quoted}"]
-    return f"{python} {' '.join(map(shlex.quote, changes))}"
+    return f"{python} {' '.join(map(_for_the_shell, changes))}"
+
+
+def _for_the_shell(word: str) -> str:
+    """As shlex does it, but readable around the quotes of Hydra."""
+    double = "'" in word and not re.search(r'["$`\\!]', word)
+    return f'"{word}"' if double else shlex.quote(word)
 
 
 def _mistake(error: BaseException, started: bool) -> str | None:

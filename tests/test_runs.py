@@ -92,6 +92,8 @@ def test_the_line_to_go_on_can_be_pasted(
     python, *typed = shlex.split(to_go_on(tmp_path / name))
     assert python == ("..." if launched else sys.executable)
     assert typed[:3] == ["template.py", "model.lr=0.1", "~callbacks.early_stopping"]
+    told = to_go_on(tmp_path / "my logs" / "a.ckpt")
+    assert told.endswith(" \"ckpt_path='my logs/a.ckpt'\"")
     assert len(typed) == 4 and parse(typed[3]).value() == name
     assert parse(typed[3]).key_or_group == "ckpt_path"
 

@@ -37,6 +37,7 @@ from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report
 from runs.stopping import Stopped
+from runs.targets import advice
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
@@ -156,7 +157,8 @@ class Run:
             made = instantiate(config, _convert_="all", **arguments) if config else None
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
-            raise Refusal(f"{group}={self.choices.get(group, '')}: {cause or error}") from error
+            told = f"{cause or error}{advice(str(cause or error), config)}"
+            raise Refusal(f"{group}={self.choices.get(group, '')}: {told}") from error
         if not isinstance(made, MADE.get(group, object)):
             if (choice := self.choices.get(group)) is None:
                 raise Refusal(f"{group}: a run needs one; leave ~{group} out")

@@ -5,11 +5,20 @@ To look at it is to import it, and torch with it, which takes seconds.
 
 from __future__ import annotations
 
+import importlib
 import inspect
+import pkgutil
+import re
 import typing
 from typing import Any, Literal
 
 from hydra.utils import get_object
+from omegaconf import DictConfig
+
+from runs.refusal import guess
+
+UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
+NOWHERE = re.compile(r"Are you sure that '(\w+)' is importable from module '([\w.]+)'")
 
 
 def arguments(target: str) -> list[str] | None:
@@ -42,3 +51,29 @@ def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -
     if isinstance(value, bool):
         return bool in kinds
     return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
+
+
+def advice(error: str, config: DictConfig) -> str:
+    """What to say behind an error of making what the configuration names; mostly nothing."""
+    if found := NOWHERE.search(error):
+        return guess(found[1], _members(found[2]))
+    if found := UNKNOWN.search(error):
+        known = arguments(str(config.get("_target_"))) or []
+        # Else it is of what the constructor makes itself.
+        ours = known and found[1] in config and found[1] not in known
+        return f"; it takes: {', '.join(known)}{guess(found[1], known)}" if ours else ""
+    if "before Module.__init__() call" in error:
+        return "; an __init__ has to begin with super().__init__()"
+    if "enable_progress_bar=False" in error:
+        return "; ~callbacks.progress leaves the progress out"
+    return ""
+
+
+def _members(name: str) -> list[str]:
+    """What a module has, and a package on disk."""
+    try:
+        module = importlib.import_module(name)
+    except Exception:
+        return []
+    files = pkgutil.iter_modules(getattr(module, "__path__", None) or [])
+    return [*dir(module), *(file.name for file in files)]

@@ -15,12 +15,20 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
-from pytorch_lightning import Callback, LightningDataModule, Trainer, seed_everything
+from pytorch_lightning import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    seed_everything,
+)
 from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.nn import Linear
 from torch.utils._pytree import tree_leaves
 
 from runs import loggers
 from runs.config import CONF, LOGGERS
+from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.run import Run
 from tests.conftest import make_train, run
@@ -187,6 +195,35 @@ def test_what_is_no_callback_is_refused() -> None:
     run.choices = {"callbacks": "default"}
     with pytest.raises(Refusal, match="callbacks.early: there is no such member of it"):
         run.instantiate("callbacks")
+
+
+class ForgetsSuper(LightningModule):
+    def __init__(self, **_: object) -> None:
+        self.network = Linear(1, 1)
+
+
+class Adam:
+    def __init__(self, lr: float) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("group", "overrides", "message"),
+    [
+        ("model", ["model._target_=models.gpt.GTP"], r"\(did you mean GPT\?\)"),
+        ("model", ["model._target_=models.clasifier.Classifier"], r"\(did you mean classifier\?\)"),
+        ("model", ["+model.widht=8"], r"'widht'; it takes: .*width.*\(did you mean width\?\)"),
+        ("model", ["+model.o={_target_: tests.test_conf.Adam, rl: 1}"], "argument 'rl'$"),
+        ("model", [f"model._target_={__name__}.ForgetsSuper"], r"begin with super\(\).__init__"),
+        ("trainer", ["+trainer.enable_progress_bar=false"], "; ~callbacks.progress leaves the"),
+    ],
+)
+def test_what_cannot_be_made_is_told_with_advice(
+    group: str, overrides: list[str], message: str
+) -> None:
+    run = Run.__new__(Run)
+    run.config, run.choices = compose("config", overrides), {group: "mine"}
+    with pytest.raises(Refusal, match=f"^{group}=mine: (?s:.*){message}"):
+        run.instantiate(group, **({"callbacks": [Progress()]} if group == "trainer" else {}))
 
 
 def test_a_model_needs_no_learning_rate() -> None:

@@ -144,14 +144,14 @@ class Report(pl.Callback):
             "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}"
             + (f" over {operations}" if operations and ranks > 1 else ""),
             "device": f"{device}, precision {trainer.precision}",
-            "batch": f"{batch} a process x {ranks} ranks"
+            "batch": f"{batch} a process x {_counted(ranks, 'rank')}"
             + (f" x {windows} accumulated" if windows > 1 else "")
             + f" = {batch * ranks * windows} global"
             if batch
             else "",
             "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
             "run": shown(Path(self.config.run_dir)),
-            "look": "make tensorboard" if _has_curves(trainer) else "",
+            "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
         }
         for name, text in lines.items():
             if not text:
@@ -223,6 +223,15 @@ class Report(pl.Callback):
         self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        unlogged = self.steps // every == self.first_step // every if every else False
+        if trainer.is_global_zero and trainer.loggers and self.started and unlogged:
+            trained = _counted(self.steps - self.first_step, "step")
+            print(
+                f"curves  have no step of training: {trained}, and trainer.log_every_n_steps is "
+                f"{every}; give a smaller one",
+                flush=True,
+            )
         if trainer.is_global_zero and trainer.should_stop:
             for callback in trainer.early_stopping_callbacks:
                 if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
@@ -309,9 +318,9 @@ class Report(pl.Callback):
             print(f"predict {shown(predictions)}: {predicted.samples:,} samples", flush=True)
         if self.samples:
             print(
-                f"speed   {rate:,.0f} samples/s: {self.steps - self.first_step} steps, "
-                f"{self.epochs - self.first_epoch} epochs in {self.seconds:.1f} s of training on "
-                f"{trainer.world_size} ranks",
+                f"speed   {rate:,.0f} samples/s: {_counted(self.steps - self.first_step, 'step')}, "
+                f"{_counted(self.epochs - self.first_epoch, 'epoch')} in {self.seconds:.1f} s of "
+                f"training on {_counted(trainer.world_size, 'rank')}",
                 flush=True,
             )
         if anatomy and self.choices.get("profiler") not in SLOW:
@@ -321,6 +330,13 @@ class Report(pl.Callback):
                 f"step    {milliseconds:.1f} ms: {', '.join(parts)}".replace("_", "-"), flush=True
             )
             print(f"limit   {anatomy['verdict']}", flush=True)
+        profiler = trainer.profiler  # type: ignore[attr-defined]
+        tables: list[Path] = []
+        if profiler.dirpath and profiler.filename:
+            tables = sorted(Path(profiler.dirpath).glob(f"*-{profiler.filename}*.txt"))
+        if tables:
+            names = ", ".join(table.name for table in tables)
+            print(f"profile {shown(Path(profiler.dirpath))}: {names}", flush=True)
         print(f"summary {shown(file)}", flush=True)
 
 
@@ -353,6 +369,10 @@ def _lr(module: pl.LightningModule) -> str:
     # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
     rates = dict.fromkeys(group.get("initial_lr", group["lr"]) for group in groups)
     return ", ".join(f"{lr:g}" for lr in rates) or "none"
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def _has_curves(trainer: pl.Trainer) -> bool:

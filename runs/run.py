@@ -82,6 +82,7 @@ class Run:
         warnings.filterwarnings("ignore", ".*Profiler clears events.*")
         warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
         warnings.filterwarnings("ignore", ".*does not have many workers.*")
+        warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")  # by the report
         warnings.filterwarnings("ignore", ".*srun. command is available.*")  # others launch here
         warnings.filterwarnings("ignore", ".*Experiment logs directory.*is not empty.*")
         self._show = warnings.showwarning

@@ -255,7 +255,9 @@ class TimesTwo(Times):
 
 
 def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> None:
-    config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x"})
+    config = OmegaConf.create(
+        {"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x", "train": True}
+    )
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     trainer = Trainer(
         accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=5, max_epochs=2,
@@ -399,14 +401,17 @@ def test_a_stream_that_gives_all_ranks_the_same_is_told(
 
 
 def train(
-    folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1
-) -> Report:
-    config = OmegaConf.create({"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x"})
+    folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1,
+    log_every_n_steps: int = 1,
+) -> Report:  # fmt: skip
+    config = OmegaConf.create(
+        {"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x", "train": True}
+    )
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(folder, name="", version=""), log_every_n_steps=1,
-        enable_model_summary=False, callbacks=[report, Progress(), *callbacks],
-        max_epochs=max_epochs,
+        accelerator="cpu", logger=CSVLogger(folder, name="", version=""),
+        log_every_n_steps=log_every_n_steps, callbacks=[report, Progress(), *callbacks],
+        enable_model_summary=False, max_epochs=max_epochs,
     )  # fmt: skip
     trainer.fit(Times(), DataLoader(torch.ones(20), batch_size=2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     return report
@@ -440,6 +445,15 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     train(tmp_path / "third", max_epochs=0)
     told = capsys.readouterr().out
     assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in told
+
+
+@pytest.mark.parametrize(("every", "told"), [(0, False), (10, False), (11, True)])
+def test_curves_without_a_step_of_training_are_told(
+    every: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, log_every_n_steps=every)
+    line = "curves  have no step of training: 10 steps, and trainer.log_every_n_steps is 11;"
+    assert (line in capsys.readouterr().out) == told
 
 
 class Loses(Times):
@@ -627,7 +641,7 @@ def test_steps_that_a_profiler_made_longer_have_no_limit(
     anatomy.found = {"shares": {"forward": 1.0}, "step_ms": {"median": 5.0}, "verdict": "compute"}
     trainer = SimpleNamespace(
         is_global_zero=True, callbacks=[anatomy], world_size=1, strategy=None,
-        accumulate_grad_batches=1,
+        accumulate_grad_batches=1, profiler=SimpleNamespace(dirpath=None),
     )  # fmt: skip
     choices = {"model": "m", "data": "d", "strategy": "single", "profiler": profiler}
     config = OmegaConf.create({"data": {}, "train": True, "run_dir": str(tmp_path)})

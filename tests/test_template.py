@@ -163,6 +163,8 @@ class TestOtherRuns:
         assert found["steps"] == 20 * (epochs + 2)
         seen = found["samples_per_second"] * found["train_seconds"]
         assert seen == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
+        told = f"profile {folders(tmp_path)[-1]}: fit-profile_rank0-0.txt, test-profile_rank0-0.txt"
+        assert told in done.stdout, done.stdout
         reports = folders(tmp_path)[-1].glob("fit-profile*")
         assert sorted(f.name for f in reports) == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
         assert found["train"] is True
@@ -219,17 +221,21 @@ class TestOtherRuns:
         assert done.returncode == 0, done.stdout
         assert "precision bf16-mixed" in done.stdout and "lr 0.004" in done.stdout
         assert "32 a process x 2 ranks x 2 accumulated = 128 global" in done.stdout
+        assert "curves  have no step of training: 6 steps, and trainer.log_every" in done.stdout
+        assert "logging interval" not in done.stdout
         trained = summary(tmp_path)
         assert (trained["steps"], trained["global_batch_size"]) == (6, 128)
         done = job(0, tmp_path, "train=false", "ckpt_path=best")
         assert done.returncode == 0, done.stdout
         assert f"from    {trained['checkpoint']}\n" in done.stdout
+        assert "look  " not in done.stdout
         assert summary(tmp_path)["checkpoint"] == trained["checkpoint"]
 
     def test_steps_that_end_before_a_validation(self, tmp_path: Path) -> None:
         done = job(0, tmp_path, "trainer.max_steps=3", "logger=none")
         assert done.returncode == 0, done.stdout
-        assert "look  " not in done.stdout
+        assert "look  " not in done.stdout and "of training on 1 rank\n" in done.stdout
+        assert "batch   32 a process x 1 rank = 32 global\n" in done.stdout
         assert summary(tmp_path)["steps"] == 3 and "test/acc" in summary(tmp_path)["metrics"]
 
     def test_denoiser_denoises(self, tmp_path: Path) -> None:

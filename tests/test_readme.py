@@ -10,8 +10,12 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import yaml
+from torch.nn.functional import cross_entropy
 
 from cluster import testbed
 from runs.config import check
@@ -98,6 +102,26 @@ def test_the_chapter_on_many_hosts(copy: Path) -> None:
             if " train " in typed:
                 assert "ranks   2: 1 on node1, 1 on node2" in done.stdout
     assert "stopped" in run(["make", "status"], cwd=copy).stdout
+
+
+def test_its_model_learns_a_batch_of_its_data_by_heart() -> None:
+    """As debug=overfit shows whoever has put them in."""
+    code: dict[str, Any] = {}
+    made = [yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml"]
+    for kind, text in BLOCKS:
+        if kind == "python":
+            exec(text, code)
+    lr = float(next(keys["lr"] for keys in made if "lr" in keys))
+    torch.manual_seed(0)
+    model, data = code["Perceptron"](lr, 2, 2), code["Spirals"](32, 1000)
+    data.setup("fit")
+    batch, optimizer = next(iter(data.train_dataloader())), model.configure_optimizers()
+    for _ in range(200):
+        optimizer.zero_grad()
+        loss = cross_entropy(model.network(batch[0]), batch[1])
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.05
 
 
 @pytest.mark.slow

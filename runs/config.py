@@ -114,19 +114,19 @@ def _check_group(override: Override) -> None:
         raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
     if problem := recipes.missing(CONF, group, value):
         raise Refusal(f"{override.input_line}: {problem}")
-    if group in recipes.GROUPS:
+    if group in recipes.RECIPES:
         recipes.read(CONF, group, str(value))
 
 
 def _check_recipe(override: Override, groups: list[Override]) -> None:
     """The keys of an experiment as those of a command line; it may add what a constructor takes."""
     group = override.key_or_group.lstrip("/")
-    if group not in recipes.GROUPS or override.is_delete():
+    if group not in recipes.RECIPES or override.is_delete():
         return
     lines = [o.input_line for o in groups if o.input_line]
     made = compose("config", lines, return_hydra_config=True).hydra.runtime.choices
-    choices = {name: made[name] for name in made if (CONF / name).is_dir() and made[name]}
-    chosen = [f"{name}={choices[name]}" for name in choices if name not in recipes.GROUPS]
+    others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
+    chosen = [f"{name}={made[name]}" for name in others if made.get(name)]
     keys = recipes.read(CONF, group, str(override.value()))
     try:
         _check_keys("", keys, compose("config", chosen))
@@ -144,8 +144,8 @@ def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
             if isinstance(node, DictConfig) and isinstance(value, dict):
                 _check_keys(key, value, node)
             elif node is not None:  # else a hint says what fits, for which torch is imported
-                _check_value(key, value, config)
-        elif target and not name.startswith("_"):
+                _check_value(key, name, value, config)
+        elif target and not str(name).startswith("_"):
             known = arguments(target)
             if known is not None and name not in known:
                 raise Refusal(f"{key}: {_no_key(group, name, known)}")
@@ -170,10 +170,10 @@ def _check_change(override: Override, config: DictConfig) -> None:
         if depth < len(parents):
             parent = _written(parent, part)
     if not override.is_delete():
-        _check_value(key, override.value(), parent)
+        _check_value(key, last, override.value(), parent)
 
 
-def _written(config: DictConfig, name: str) -> Any:
+def _written(config: DictConfig, name: Any) -> Any:
     """A value as it stands in conf/, also where it is an interpolation."""
     node: Any = config._get_node(name)
     if isinstance(node, DictConfig):
@@ -181,9 +181,8 @@ def _written(config: DictConfig, name: str) -> Any:
     return OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
 
 
-def _check_value(key: str, value: Any, parent: DictConfig) -> None:
-    last, target = key.rpartition(".")[2], parent.get("_target_")
-    node = _written(parent, last)
+def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
+    node, target = _written(parent, last), parent.get("_target_")
     if isinstance(value, (int, float)) and value < LEAST.get(key, value):
         raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from runs.refusal import Refusal, guess
 
-GROUPS = ("experiment", "debug")  # whose files change all the others
+RECIPES = ("experiment", "debug")  # groups whose files change all the others
 
 
 def read(conf: Path, group: str, name: str) -> dict[str, Any]:
@@ -38,14 +38,18 @@ def read(conf: Path, group: str, name: str) -> dict[str, Any]:
 
 
 def _check_choice(conf: Path, where: str, key: str, choice: Any) -> None:
-    chosen = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
-    ours = [group for entry in chosen if isinstance(entry, dict) for group in entry]
     group = key.split()[-1].lstrip("/")
-    if group in ours and key.split() != ["override", f"/{group}"]:
+    if group in groups(conf) and key.split() != ["override", f"/{group}"]:
         raise Refusal(f"{where}: write `override /{group}: {choice}` in its defaults, not `{key}:`")
     known = (conf / group).is_dir() and isinstance(choice, str) and "${" not in choice
     if known and (problem := missing(conf, group, choice)):
         raise Refusal(f"{where}: {key}: {choice}: {problem}")
+
+
+def groups(conf: Path) -> list[str]:
+    """Those that conf/config.yaml chooses from."""
+    chosen = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
+    return [str(group) for entry in chosen if isinstance(entry, dict) for group in entry]
 
 
 def missing(conf: Path, group: str, choice: Any) -> str | None:

@@ -110,6 +110,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "horizon: 3\nmodel: {width: '${horizon}'}\ncallbacks: {mine: {_target_: a.B, c: 1}}",
         "model: {_target_: models.gpt.GPT, layers: 2}",
         "callbacks: {early_stopping: null}",
+        "defaults: [/mine: a, /mine@model.mine: a]\nmine: {b: 2}",
         "",
     ],
 )
@@ -118,8 +119,12 @@ def test_what_an_experiment_may_say(
 ) -> None:
     shutil.copytree(config.CONF, tmp_path / "conf")
     (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(HEAD + text)
+    (tmp_path / "conf" / "mine").mkdir()
+    (tmp_path / "conf" / "mine" / "a.yaml").write_text("b: 1\n0: 1\n")
     monkeypatch.setattr(config, "CONF", tmp_path / "conf")
     check(["experiment=mine", "debug=overfit"])
+    if "/mine: a" not in text:
+        check(["experiment=mine", "+mine=a"])
 
 
 @pytest.mark.parametrize(

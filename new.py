@@ -39,7 +39,7 @@ def new(name: str, folder: Path) -> int:
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
         raise Refusal(f"NAME={name}: give it a name of letters, digits, - and _, as my_project")
     if folder.exists():
-        raise Refusal(f"DIR={folder}: it is there already; give the new folder itself, not its parent")
+        raise Refusal(f"DIR={folder}: it is there already; give the new folder itself, in that one")
     if folder.is_relative_to(ROOT):
         raise Refusal(f"DIR={folder}: this is within the repository itself; give another")
     files = _git("ls-files", "-z", where=ROOT).split("\0")

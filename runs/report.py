@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
-import io
 import json
 import socket
 import subprocess
 import time
 from collections import Counter
-from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +18,15 @@ from omegaconf import DictConfig
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from runs.anatomy import Anatomy
+from runs.beforehand import is_sized, refuse_model, refuse_shares
 from runs.folders import ROOT, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts, same_on_all
-from runs.refusal import Refusal
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
 
@@ -65,47 +62,19 @@ class Report(pl.Callback):
     # ---------------------------------------------------------------- before the first batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what would end the run later: no test to make, checkpoints that cannot be read,
-        nothing to validate, a batch that a rank's share of the data cannot fill."""
         profiler = trainer.profiler  # type: ignore[attr-defined]
         if profiler.dirpath:  # under DDP it is only now that ranks hear of the run's folder
             profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if stage != "fit" or data is None:
             return
-        if self.config.test and not is_overridden("test_step", pl_module):
-            raise Refusal(
-                f"model={self.choices['model']}: it has no test_step; give it one, or test=false"
-            )
-        if trainer.checkpoint_callback:
-            _check_hyperparameters(pl_module)
-            _check_hyperparameters(data)
-        if trainer.limit_val_batches and is_overridden("val_dataloader", data):
-            held_out = getattr(data.val_dataloader(), "dataset", None)
-            if isinstance(held_out, Sized) and len(held_out) < trainer.world_size:
-                raise Refusal(
-                    f"data={self.choices['data']}: {len(held_out)} samples to validate on "
-                    f"{trainer.world_size} ranks; use fewer, or more data, or "
-                    "trainer.limit_val_batches=0"
-                )
+        refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()
-        if not isinstance(loader, DataLoader) or not hasattr(loader.dataset, "__len__"):
-            # A stream may know how many it has for all ranks; it checks its batches itself.
+        refuse_shares(trainer, data, loader, self.choices["data"])
+        if is_sized(loader):
+            self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
+        else:  # a stream may know how many it has for all ranks
             self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
-            return
-        samples, ranks = len(loader.dataset), trainer.world_size
-        self.train_samples, self.drop_last = samples, loader.drop_last
-        if samples < ranks:
-            raise Refusal(
-                f"data={self.choices['data']}: {samples} samples for {ranks} ranks; use at most "
-                f"{samples} (NP=, -np), or more data"
-            )
-        share = -(-samples // ranks)
-        if loader.batch_size is not None and loader.batch_size > share:
-            raise Refusal(
-                f"data.batch_size={loader.batch_size}: a rank's share is {share} samples "
-                f"({samples} samples on {ranks} ranks); give at most {share}"
-            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._announce(trainer, pl_module)
@@ -338,21 +307,6 @@ class Report(pl.Callback):
             names = ", ".join(table.name for table in tables)
             print(f"profile {shown(Path(profiler.dirpath))}: {names}", flush=True)
         print(f"summary {shown(file)}", flush=True)
-
-
-def _check_hyperparameters(holder: Any) -> None:
-    """Refuse what checkpoints would hold and no Trainer load: an object, such as an optimizer."""
-    for name, value in holder.hparams.items():
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception:  # whatever pickle says of it
-            raise Refusal(
-                f"{type(holder).__name__}: checkpoints would hold {name}, {type(value).__name__}, "
-                f"not to be loaded; keep it out: save_hyperparameters(ignore=[{name!r}])"
-            ) from None
 
 
 def _why_stopped(callback: EarlyStopping) -> str:

@@ -1,0 +1,87 @@
+"""What would end a run later, or leave it without a result, refused before its first batch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sized
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from runs.refusal import Refusal
+
+
+def refuse_model(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    data: pl.LightningDataModule,
+    test: bool,
+    choice: str,
+) -> None:
+    """No test to make, or checkpoints that cannot be read.
+
+    Args:
+        test: whether a test is to be made.
+        choice: the file of conf/model that was taken.
+    """
+    if test and not is_overridden("test_step", model):
+        raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
+    if trainer.checkpoint_callback:
+        _check_hyperparameters(model)
+        _check_hyperparameters(data)
+
+
+def refuse_shares(
+    trainer: pl.Trainer, data: pl.LightningDataModule, loader: Any, choice: str
+) -> None:
+    """Ranks without a sample to train or to validate, or without a whole batch.
+
+    Args:
+        loader: of training; a stream checks its batches itself.
+        choice: the file of conf/data that was taken.
+    """
+    ranks = trainer.world_size
+    if trainer.limit_val_batches and is_overridden("val_dataloader", data):
+        held_out = getattr(data.val_dataloader(), "dataset", None)
+        if isinstance(held_out, Sized) and len(held_out) < ranks:
+            raise Refusal(
+                f"data={choice}: {len(held_out)} samples to validate on {ranks} ranks; use fewer, "
+                "or more data, or trainer.limit_val_batches=0"
+            )
+    if not is_sized(loader):
+        return
+    samples = len(loader.dataset)
+    if samples < ranks:
+        raise Refusal(
+            f"data={choice}: {samples} samples for {ranks} ranks; use at most {samples} (NP=, "
+            "-np), or more data"
+        )
+    share = -(-samples // ranks)
+    if loader.batch_size is not None and loader.batch_size > share:
+        raise Refusal(
+            f"data.batch_size={loader.batch_size}: a rank's share is {share} samples "
+            f"({samples} samples on {ranks} ranks); give at most {share}"
+        )
+
+
+def is_sized(loader: Any) -> bool:
+    """Whether it is a DataLoader of so many samples, not of a stream."""
+    return isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__")
+
+
+def _check_hyperparameters(holder: Any) -> None:
+    """Refuse what checkpoints would hold and no Trainer load: an object, such as an optimizer."""
+    for name, value in holder.hparams.items():
+        file = io.BytesIO()
+        try:
+            torch.save(value, file)
+            file.seek(0)
+            torch.load(file, weights_only=True)
+        except Exception:  # whatever pickle says of it
+            raise Refusal(
+                f"{type(holder).__name__}: checkpoints would hold {name}, {type(value).__name__}, "
+                f"not to be loaded; keep it out: save_hyperparameters(ignore=[{name!r}])"
+            ) from None

@@ -422,7 +422,7 @@ MUTATIONS = [
         '"--exclude-from=.syncignore", ', "", "stale", "cluster/test_sync", "cluster",
     ),
     Mutation(
-        "old code is good code", "doctor.py",
+        "old code is good code", "findings.py",
         "    if other:\n        told", "    if False:\n        told",
         "code_and_packages", "cluster/test_doctor", "cluster",
     ),

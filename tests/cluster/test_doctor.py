@@ -19,7 +19,7 @@ from pathlib import Path
 import horovod
 import pytest
 
-from cluster import doctor, testbed
+from cluster import doctor, findings, testbed
 from cluster.hosts import Host
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT
@@ -288,7 +288,7 @@ def test_a_clock_that_is_wrong() -> None:
         (940.0, "warn", "60 s behind"),
     ):
         probe.facts = {"time": there}
-        (finding,) = doctor._time(host, doctor._clock(probe))
+        (finding,) = findings.clock(host, doctor._clock(probe))
         assert (finding.level, words in finding.text) == (level, True), finding
 
 

@@ -1,0 +1,181 @@
+"""What is wrong with a host, by the facts that it tells (cluster/probe.py), and what mends it.
+
+`facts` are the host's, `here` the same of this one, with the files that are copied as "synced".
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.hosts import Host
+
+ROOT = Path(__file__).resolve().parent.parent
+# What a host needs.
+FREE_DISK_MIB = 1024
+# A process with torch, Lightning and a small model: 490 MiB (PSS), 120 where ranks share imports.
+FREE_MEMORY_MIB = 500
+FREE_GPU_SHARE = 0.9
+OPEN_FILES = 1024
+CLOCK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: of which check, on which hosts, how it is, and what mends it."""
+
+    level: str  # ok, warn, FAIL
+    check: str
+    host: str
+    text: str
+    mend: str = ""
+
+
+def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+    sync = f"make sync {host.given()}"
+    if facts["code"] is None:
+        what = "is no checkout of this" if facts["root"] else "is missing there"
+        return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
+    # What is not copied (.syncignore) may differ.
+    names = here["code"].keys() & here["synced"]
+    other = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
+    if other:
+        told = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+        return [Finding("FAIL", "code", host.name, f"other than here: {told}", sync)]
+    if gone := sorted(facts["code"].keys() - here["code"].keys()):
+        text = f"has what is not here: {', '.join(gone[:3])}"
+        return [Finding("warn", "code", host.name, text, f"if it is to go: {sync}")]
+    shared = facts["identity"] == here["identity"]
+    told = "the same file system" if shared else "a copy, the same"
+    return [Finding("ok", "code", host.name, told)]
+
+
+def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
+    bring = f"make sync ENV=1 {host.given()}"
+    if Path(sys.prefix).parent != ROOT:
+        bring = f"on {host.name}: make install PYTHON={sys.executable}"
+    theirs, ours = facts["versions"], here["versions"]
+    if isinstance(theirs, str):
+        text = f"{sys.executable} does not run there: {theirs}"
+        return [Finding("FAIL", "packages", host.name, text, bring)]
+    for name, version in ours.items():
+        if theirs.get(name) != version:
+            text = f"{name} {theirs.get(name) or 'is missing'}, here {version}"
+            return [Finding("FAIL", "packages", host.name, text, bring)]
+    build = facts.get("build")
+    if isinstance(build, str):
+        text = f"Horovod does not run there: {build}"
+        return [Finding("FAIL", "packages", host.name, text, bring)]
+    told = f"Python {ours['python']}, torch {ours['torch']}, Horovod {ours['horovod']}"
+    if build is None:
+        return [Finding("ok", "packages", host.name, told)]
+    kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
+    if build["gpus"] and not build["nccl"]:
+        text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
+        return [Finding("FAIL", "packages", host.name, text, f"make install, then {bring}")]
+    names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
+    told += f" with {', '.join(names[kind] for kind in kinds)}"
+    return [Finding("ok", "packages", host.name, told)]
+
+
+def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    gpus, findings = facts["gpus"], []
+    there = {gpu["index"]: gpu for gpu in gpus["there"]}
+    look = f"ssh {host.name} nvidia-smi"
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # from all ranks, as it goes to them
+    if hidden and host.gpus is None and (there or gpus["error"]):
+        return [Finding("ok", "GPUs", host.name, "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
+    if gpus["error"]:
+        return [Finding("FAIL", "GPUs", host.name, gpus["error"][:150], look)]
+    if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in there]):
+        text = f"GPU {', '.join(map(str, missing))} of the host file is not there; there "
+        text += f"are {', '.join(map(str, there))}" if there else "is none"
+        return [Finding("FAIL", "GPUs", host.name, text, "mend gpus in the host file")]
+    if not there:
+        return [Finding("ok", "GPUs", host.name, "none: it trains on CPUs")]
+    listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    visible = tuple(int(gpu) for gpu in listed if gpu.isdecimal() and int(gpu) in there)
+    wanted = host.gpus or visible or tuple(sorted(there))
+    if host.slots > len(wanted):
+        text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
+        mend = f"{host.given(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
+        return [Finding("FAIL", "GPUs", host.name, text, mend)]
+    for number in wanted[: host.slots]:
+        gpu = there[number]
+        others = [p for p in gpus["processes"] if p["gpu"] == number]
+        if others:
+            told = ", ".join(f"{p['pid']} of user {p['uid']}" for p in others)
+            text = f"GPU {number} has processes of others: {told}"
+            findings.append(Finding("warn", "GPUs", host.name, text, look))
+        elif gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
+            text = f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
+            findings.append(Finding("warn", "GPUs", host.name, text, look))
+    names = sorted({there[number]["name"] for number in wanted[: host.slots]})
+    driver = there[wanted[0]]["driver"]
+    told = f"{host.slots} x {' and '.join(names)}, driver {driver}"
+    build = facts.get("build")
+    if isinstance(build, dict) and not build["gpus"]:
+        text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
+        mend = f"on {host.name}: update the driver"
+        return [*findings, Finding("FAIL", "GPUs", host.name, text, mend)]
+    return findings or [Finding("ok", "GPUs", host.name, told)]
+
+
+def interface(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    there = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
+    nic = host.nic or facts["towards"]
+    if nic is None:
+        text = f"no interface leads to this host; there are {there}"
+        return [Finding("FAIL", "network", host.name, text, "give nic in the host file")]
+    if nic not in facts["interfaces"]:
+        text = f"no interface {nic} with an address; there are {there}"
+        return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
+    return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
+
+
+def room(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    """Disk, memory, cores and limits."""
+    findings = []
+    for path, mib in facts["disk"].items():
+        if mib < FREE_DISK_MIB:
+            text = f"{mib:,} MiB free in {path}; {FREE_DISK_MIB:,} are wanted"
+            mend = f"ssh {host.name} du -xh -d1 {path} | sort -h"
+            findings.append(Finding("FAIL", "disk", host.name, text, mend))
+    if not findings:
+        told = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
+        findings.append(Finding("ok", "disk", host.name, told))
+    available, wanted = facts["memory"], FREE_MEMORY_MIB * host.slots
+    if available < wanted:
+        text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
+        fit = max(1, available // FREE_MEMORY_MIB)
+        findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
+    else:
+        findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
+    if not facts["gpus"]["there"] and facts["cores"] < host.slots:
+        text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
+        mend = host.given(facts["cores"])
+        findings.append(Finding("warn", "cores", host.name, text, mend))
+    else:
+        findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
+    if facts["files"] < OPEN_FILES:
+        text = f"{facts['files']} open files a process; {OPEN_FILES} are wanted"
+        mend = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"
+        findings.append(Finding("FAIL", "limits", host.name, text, mend))
+    elif facts["infiniband"] and facts["memlock"] != -1:
+        text = f"memlock is {facts['memlock'] >> 10:,} KiB; InfiniBand wants it unlimited"
+        mend = f"on {host.name}: set memlock unlimited in /etc/security/limits.conf"
+        findings.append(Finding("warn", "limits", host.name, text, mend))
+    else:
+        findings.append(Finding("ok", "limits", host.name, f"{facts['files']:,} open files"))
+    return findings
+
+
+def clock(host: Host, ahead: float) -> list[Finding]:
+    if abs(ahead) > CLOCK_SECONDS:
+        text = f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
+        mend = f"on {host.name}: sudo timedatectl set-ntp true"
+        return [Finding("warn", "clock", host.name, text, mend)]
+    return [Finding("ok", "clock", host.name, "as here")]

@@ -8,7 +8,6 @@ After n steps the weights are those of one process that sees the batches of all 
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -25,7 +24,6 @@ from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.plugins.precision import HalfPrecision
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor
@@ -41,14 +39,14 @@ from strategies.metrics import keep_wide, leave_metrics, synchronize_metrics, wa
 from strategies.randomness import OwnDraws
 from strategies.reductions import COMPRESSIONS, Reduction, adasum
 from strategies.refusals import (
+    refuse_contradictions,
     refuse_options,
     refuse_other_models,
     refuse_own_clock,
-    refuse_shared_gpus,
     refuse_strangers,
     refuse_unequal,
 )
-from strategies.samplers import each_sample_once, leave_out_trained
+from strategies.samplers import batches_of_all, each_sample_once, leave_out_trained
 
 T = TypeVar("T")
 
@@ -202,39 +200,15 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._check_devices()
+        assert self.parallel_devices is not None
+        asked = len(self.parallel_devices)
+        refuse_contradictions(asked, self._num_nodes, self.root_device, self.world)
         if self.root_device.type == "cpu":
             keep_freed_memory()
         # Evaluation visits every sample once (see process_dataloader), and a resumed epoch goes on
         # where it was, or says that it does not: these warnings are not true.
         warnings.filterwarnings("ignore", ".*DistributedSampler.*gets evaluated.*")
         warnings.filterwarnings("ignore", ".*ended before the epoch ended and your dataloader is.*")
-
-    def _check_devices(self) -> None:
-        assert self.parallel_devices is not None
-        asked, ranks = len(self.parallel_devices), hvd.local_size()
-        cuda = self.root_device.type == "cuda"
-        # devices="auto" is 1 for CPUs, and all GPUs
-        if asked not in (1, ranks, torch.cuda.device_count() if cuda else 1):
-            raise MisconfigurationException(
-                f"Trainer(devices={asked}) on {os.uname().nodename}, where horovodrun started "
-                f"{ranks} processes; leave devices out: the slots of -H decide"
-            )
-        if self._num_nodes > 1:
-            hosts = len(set(self.world.gather_objects(os.uname().nodename)))
-            if hosts != self._num_nodes:
-                raise MisconfigurationException(
-                    f"Trainer(num_nodes={self._num_nodes}), and horovodrun runs on {hosts}; leave "
-                    "num_nodes out: the hosts of -H decide"
-                )
-        if cuda and not hvd.nccl_built():
-            raise MisconfigurationException(
-                "HOROVOD HAS NO NCCL: gradients would leave the GPU and travel through the CPU, "
-                "several times slower (horovod#2686). Build it again: make install; or use "
-                "accelerator=cpu"
-            )
-        if cuda:
-            refuse_shared_gpus(self.root_device, self.world)
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -400,7 +374,7 @@ class HorovodStrategy(ParallelStrategy):
         combined = loop._combined_loader
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = loop.batch_progress.current.ready - 1
-        if batch_idx >= self._batches_of_all(combined, dataloader_idx):
+        if batch_idx >= batches_of_all(combined, dataloader_idx, self._fewest_batches):
             what = "prediction" if trainer.predicting else "evaluation"
             self.world.alone = f"batch {batch_idx} of the {what}"
         try:
@@ -408,19 +382,6 @@ class HorovodStrategy(ParallelStrategy):
                 yield
         finally:
             self.world.alone = ""
-
-    def _batches_of_all(self, combined: CombinedLoader, dataloader_idx: int) -> float:
-        """So many batches of an evaluation all ranks have, as far as that is known."""
-        fewest = [
-            self._fewest_batches.get(loader, math.inf)
-            if isinstance(loader, DataLoader)
-            else math.inf
-            for loader in combined.flattened
-        ]
-        if combined._mode == "sequential":
-            return fewest[dataloader_idx]
-        # A batch is one of each loader.
-        return min(fewest) if combined._mode == "min_size" else max(fewest)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

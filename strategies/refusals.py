@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -73,7 +74,38 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
             )
 
 
-def refuse_shared_gpus(device: torch.device, world: World) -> None:
+def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, world: World) -> None:
+    """A Trainer's `devices` and `num_nodes` that are not horovodrun's, and GPUs without NCCL or
+    with several ranks.
+
+    Args:
+        devices: how many the Trainer has for this host; 1 for CPUs by itself, or all GPUs.
+        device: this rank's.
+    """
+    ranks, cuda = hvd.local_size(), device.type == "cuda"
+    if devices not in (1, ranks, torch.cuda.device_count() if cuda else 1):
+        raise MisconfigurationException(
+            f"Trainer(devices={devices}) on {os.uname().nodename}, where horovodrun started "
+            f"{ranks} processes; leave devices out: the slots of -H decide"
+        )
+    if num_nodes > 1:
+        hosts = len(set(world.gather_objects(os.uname().nodename)))
+        if hosts != num_nodes:
+            raise MisconfigurationException(
+                f"Trainer(num_nodes={num_nodes}), and horovodrun runs on {hosts}; leave num_nodes "
+                "out: the hosts of -H decide"
+            )
+    if cuda and not hvd.nccl_built():
+        raise MisconfigurationException(
+            "HOROVOD HAS NO NCCL: gradients would leave the GPU and travel through the CPU, "
+            "several times slower (horovod#2686). Build it again: make install; or use "
+            "accelerator=cpu"
+        )
+    if cuda:
+        _refuse_shared_gpus(device, world)
+
+
+def _refuse_shared_gpus(device: torch.device, world: World) -> None:
     """NCCL wants one for each rank; its own message names none."""
     mine = os.uname().nodename, str(torch.cuda.get_device_properties(device).uuid)
     first: dict[tuple[str, str], int] = {}

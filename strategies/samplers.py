@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import (
@@ -150,6 +152,25 @@ def draw(order: Any, world: World) -> list[int]:
     """Rank 0's: the random numbers of ranks may have gone apart by now."""
     order.reset()
     return world.broadcast_object([order[index] for index in range(len(order))])
+
+
+def batches_of_all(
+    combined: CombinedLoader, dataloader_idx: int, fewest: Mapping[DataLoader, int]
+) -> float:
+    """So many batches of an evaluation all ranks have, as far as that is known.
+
+    Args:
+        dataloader_idx: whose batches, where loaders take turns.
+        fewest: batches of a loader on the rank that has fewest.
+    """
+    counts = [
+        fewest.get(loader, math.inf) if isinstance(loader, DataLoader) else math.inf
+        for loader in combined.flattened
+    ]
+    if combined._mode == "sequential":
+        return counts[dataloader_idx]
+    # A batch is one of each loader.
+    return min(counts) if combined._mode == "min_size" else max(counts)
 
 
 def drawn_anew(batches: Any) -> str:

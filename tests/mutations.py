@@ -66,9 +66,9 @@ MUTATIONS = [
         "draws_for_itself", "test_strategy",
     ),
     Mutation(
-        "loaders beside each other are counted by one of them", "horovod.py",
-        'return min(fewest) if combined._mode == "min_size" else max(fewest)',
-        "return fewest[dataloader_idx]", "several_loaders or beside_each", "test_strategy",
+        "loaders beside each other are counted by one of them", "samplers.py",
+        'return min(counts) if combined._mode == "min_size" else max(counts)',
+        "return counts[dataloader_idx]", "several_loaders or beside_each", "test_strategy",
     ),
     Mutation(
         "a sampler that deals in its own way is dealt out anew", "samplers.py",

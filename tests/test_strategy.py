@@ -42,7 +42,7 @@ from strategies.buckets import GradientBuckets
 from strategies.collectives import longest_pause, on_own_gpu, wait_until
 from strategies.metrics import synchronize_metrics
 from strategies.reductions import adasum
-from strategies.samplers import drawn_anew
+from strategies.samplers import batches_of_all, drawn_anew
 from tests.conftest import run
 from tests.matrix import (
     CLASSES,
@@ -1160,13 +1160,12 @@ def test_loaders_that_are_evaluated_beside_each_other(
 
 
 def test_batches_that_all_ranks_have_of_several_loaders() -> None:
-    strategy, loaders = HorovodStrategy(), [DataLoader(samples()) for _ in range(2)]
-    for batches, count in zip(loaders, (4, 2)):
-        strategy._fewest_batches[batches] = count
+    loaders = [DataLoader(samples()) for _ in range(2)]
+    fewest = dict(zip(loaders, (4, 2)))
     for mode, expected in (("max_size", 4), ("max_size_cycle", 4), ("min_size", 2)):
-        assert strategy._batches_of_all(CombinedLoader(loaders, mode), 0) == expected
+        assert batches_of_all(CombinedLoader(loaders, mode), 0, fewest) == expected
     in_turn = CombinedLoader([*loaders, OwnLoader()], "sequential")
-    assert [strategy._batches_of_all(in_turn, index) for index in range(3)] == [4, 2, math.inf]
+    assert [batches_of_all(in_turn, index, fewest) for index in range(3)] == [4, 2, math.inf]
 
 
 class Pairs(Dataset):

@@ -142,7 +142,9 @@ def collect(host: Host, folder: str) -> list[dict[str, Any]]:
     place, above = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
     script = f"for f in {place}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
     script += f"; rm -r {place}" + ("" if host.is_here else f"; rmdir {above}")
-    done = subprocess.run(host.command(script), capture_output=True, text=True)
+    done = subprocess.run(
+        host.command(script), capture_output=True, encoding="utf-8", errors="replace"
+    )
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
@@ -156,8 +158,8 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
     script = f"cd {shlex.quote(str(ROOT))} && exec {script}"
     asked = {
         host.name: subprocess.Popen(
-            host.command(script), text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            host.command(script), encoding="utf-8", errors="replace",
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for host in hosts
     }  # fmt: skip

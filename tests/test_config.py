@@ -24,7 +24,7 @@ from runs.refusal import Refusal
         ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
         ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),
         ("model.lr.value=1", "model.lr has no key 'value'"),
-        ("trainer.max_epochs=abc", "a whole number is expected there, like 30"),
+        ("trainer.max_epochs=abc", "a whole number is expected there, like 50"),
         ("trainer.max_epochs=1.5", "a whole number is expected"),
         ("trainer.max_epochs=true", "a whole number is expected"),
         ("model.lr=fast", "a number is expected there, like 0.002"),

@@ -100,7 +100,7 @@ class TestDefaultRun:
             "horovod", "classifier", "digits",
         )  # fmt: skip
         assert found["metrics"]["test/acc"] >= 0.97
-        assert 2 < found["epochs"] < 30 and found["global_batch_size"] == 64
+        assert 2 < found["epochs"] < 50 and found["global_batch_size"] == 64
         assert found["steps"] == found["epochs"] * 20  # 1,257 samples in batches of 2 x 32
         rate = found["epochs"] * 1258 / found["train_seconds"]  # 629 on each rank
         assert found["samples_per_second"] == pytest.approx(rate, rel=0.01)
@@ -129,7 +129,7 @@ class TestDefaultRun:
         for expected in (
             "model   classifier, ", "data    digits", "ranks   2: 2 on ", "over Gloo",
             "precision 32-true", "batch   32 a process x 2 ranks = 64 global",
-            f"run     {folders(logs)[0]}", "look    make tensorboard", "epoch 1/30  ",
+            f"run     {folders(logs)[0]}", "look    make tensorboard", "epoch 1/50  ",
             "stopped early: val/loss", "test    ", "test/acc 0.9", " samples/s: ", "step    ",
             "limit   ", "summary ",
         ):  # fmt: skip

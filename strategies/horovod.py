@@ -510,11 +510,12 @@ class HorovodStrategy(ParallelStrategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def _global_batch_size(self) -> int:
-        """Of the first loader of this epoch's training; 0 where it does not tell."""
+        """Of the first loader of this epoch's training that tells; 0 where none does."""
         combined = self._trainer.fit_loop._combined_loader
-        first = combined.flattened[0] if combined is not None else None
-        batches = getattr(first, "batch_sampler", None)
-        return (getattr(batches, "batch_size", None) or 0) * self.world.size
+        loaders = combined.flattened if combined is not None else []
+        batches = [getattr(loader, "batch_sampler", None) for loader in loaders]
+        sizes = [getattr(each, "batch_size", None) or 0 for each in batches]
+        return next(filter(None, sizes), 0) * self.world.size
 
     @override
     def load_checkpoint(

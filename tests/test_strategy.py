@@ -430,6 +430,15 @@ def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path
         assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text
 
 
+def test_the_global_batch_is_of_the_first_loader_that_tells() -> None:
+    strategy = HorovodStrategy()
+    for loaders, size in (([OwnLoader(), DataLoader(samples(), 4)], 4), ([OwnLoader()], 0)):
+        loop = SimpleNamespace(_combined_loader=CombinedLoader(loaders))
+        trainer_of_it = SimpleNamespace(fit_loop=loop)
+        strategy._lightning_module = SimpleNamespace(trainer=trainer_of_it)  # type: ignore[assignment]
+        assert strategy._global_batch_size() == size
+
+
 def test_orders_that_a_resume_finds_again() -> None:
     whole, seeded = samples(40), DistributedSampler(samples(40), 2, 0)
     assert drawn_anew(DataLoader(whole, 4, shuffle=True).batch_sampler) == "RandomSampler"

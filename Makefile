@@ -33,15 +33,20 @@ endif
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 
 # Variables of these names in the environment mean other things there.
-$(foreach name,ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT,$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
+OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT
+$(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
 # KILL=0 is no.
 $(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name))),$(eval override $(name) :=)))
 
-# Before anything is installed. make takes model.lr=0.1 for a variable of its own, which nothing reads.
-$(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),\
-  $(if $(or $(filter ARG,$(name)),$(shell echo '$(name)' | grep '[a-z]')),\
-    $(error $(name)=$($(name)): no variable of this Makefile; changes to conf/ go into ARGS="key=value ...", make help has the others))))
+# Before anything is installed: make takes model.lr=0.1 and DRY_RUN=1 for variables of its own, which
+# nothing reads.
+KNOWN := ARGS NP HOSTS HOSTFILE PYTHON STOP_SECONDS STRATEGY LAUNCHER FOLLOW MPI INSTALL $(OURS)
+ENVIRONMENT := WHEELS FORWARD PRELOAD HOROVOD_% NCCL_% GLOO_% CUDA_% OMP_% MKL_% TORCH% PYTORCH_% PL_% HYDRA_% SHELL
+$(foreach name,$(filter-out $(KNOWN) $(ENVIRONMENT),$(.VARIABLES)),\
+  $(if $(filter command,$(firstword $(origin $(name)))),\
+    $(error $(name)=$($(name)): no variable of this Makefile, see make help; changes to conf/ go into \
+      ARGS="key=value ...", variables for the environment before make)))
 ifneq ($(filter train launch sweep profile,$(MAKECMDGOALS)),)
   $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it is of make bench; here ARGS="strategy=$(STRATEGY)"))
 endif
@@ -105,10 +110,10 @@ sweep: environment ## train with each of several values: make sweep ARGS="model.
 hello: environment ## see that Horovod works: each rank, messages between two, an all-reduce
 	@$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) -m cluster.exchange
 
-doctor: environment ## see what keeps HOSTS from training together, and how to mend it; JSON=1
+doctor: environment ## find what keeps HOSTS from training together, and how to mend it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
 
-sync: environment ## copy code to HOSTS, to the same path; ENV=1 the environment too; DRY=1 only look
+sync: environment ## copy the code to the same path on HOSTS; ENV=1 the environment too; DRY=1 only look
 	@$(PYTHON) -m cluster.sync $(WHERE) $(if $(ENV),--env) $(if $(DRY),--dry-run)
 
 launch: environment ## train on HOSTS without this terminal; AT=02:00 later
@@ -124,22 +129,22 @@ logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
 stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
 	@$(PYTHON) -m cluster.jobs stop $(if $(RUN),"$(RUN)") $(if $(KILL),--kill)
 
-profile: dev-environment ## trace STEPS=10 steps of all ranks: one timeline, a table, a picture
+profile: dev-environment ## trace STEPS=10 steps on all ranks: one timeline, a table, a picture
 	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
 
-new: ## copy this to ../NAME for a project of your own, without our results; DIR=/data/mine to that folder
+new: ## start a project of your own in ../NAME, a copy without our results; or in DIR=/data/mine
 	@python3 new.py "$(NAME)" "$(DIR)"
 
-test: dev-environment ## run all tests; a part of them: make test ARGS="-k strategy"
+test: dev-environment ## run the tests; some of them: make test ARGS="-k strategy"
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-slow: dev-environment ## train the jobs that fit a laptop to the results that they promise (minutes)
+test-slow: dev-environment ## train the jobs that fit a laptop to their promised results (16 minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 test-gpu: dev-environment ## the strategy, a job and the benchmark of a step on the GPUs of this host
 	@$(PYTHON) -m pytest -m gpu tests/test_gpu.py $(ARGS)
 
-test-mutations: dev-environment ## break the strategy in many places and see tests fail (slow)
+test-mutations: dev-environment ## break the code in many places and see tests fail (45 minutes)
 	@$(PYTHON) tests/mutations.py $(ARGS)
 
 check: dev-environment ## lint, format and types
@@ -153,7 +158,7 @@ bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp"
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WARMUP),--warmup $(WARMUP)) \
 	  $(if $(NETWORK),--network "$(NETWORK)") -- $(ARGS)
 
-bench-check: environment ## fail when a result of make bench is slower than another: OLD=, NEW=
+bench-check: environment ## fail if one result of make bench is slower than another: OLD=, NEW=
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
 
 bench-readme: dev-environment ## write the README's table from the newest result of make bench
@@ -169,7 +174,7 @@ bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of
 bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
 	@$(PYTHON) -m benchmarks.overheads $(ARGS)
 
-bench-allreduce: dev-environment ## bandwidth between HOSTS over sizes; NETWORK=25gbit names it
+bench-allreduce: dev-environment ## all-reduce bandwidth between HOSTS by size; NETWORK=25gbit names it
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
 
@@ -177,22 +182,22 @@ predict: dev-environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP
 	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
 	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(filter command environment,$(origin NP)),--ranks "$(NP)") $(ARGS)
 
-predict-proof: dev-environment ## predictions beside measurements, on hosts made of this one (root)
+predict-proof: dev-environment ## check predictions against measurements, on hosts made of this one (root)
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
 
-bench-split: environment ## when a network split over two devices pays: a table; BATCH=128
+bench-split: environment ## when splitting a network over two devices pays: a table; BATCH=128
 	@$(PYTHON) -m benchmarks.split $(if $(BATCH),--batch $(BATCH)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
-bench-start: environment ## from the launch to the first step, beside plain horovodrun; NP="2 4 8"
+bench-start: environment ## time from launch to first step, beside plain horovodrun; NP="2 4 8"
 	@$(PYTHON) -m benchmarks.start $(if $(filter command environment,$(origin NP)),--np $(NP)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
-bench-losses: dev-environment ## loss curves of one process, Horovod and DDP at one global batch; NP="2 4"
+bench-losses: dev-environment ## losses of one process, Horovod and DDP at the same global batch; NP="2 4"
 	@$(PYTHON) -m benchmarks.losses $(if $(filter command environment,$(origin NP)),--np $(NP)) \
 	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 
-export: environment ## a trained model as one file beside CKPT= that needs torch alone; FORMAT=pt2|onnx
+export: environment ## write a trained model beside CKPT= as one file that needs torch alone; FORMAT=pt2|onnx
 	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"
 
 tensorboard: environment ## show the curves of all runs in the browser

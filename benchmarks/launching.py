@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.hardware import ROOT
+from cluster.horovodrun import AT_ONCE
 from cluster.hosts import Host, ranks
 
 # What makes a process one rank of several (cluster/hosts.py, Rank.environment); without it, it
@@ -127,7 +128,7 @@ def train(command: list[str], what: object, log: Path, threads: int) -> None:
         try:
             status = process.wait()
         except BaseException:
-            for number in (signal.SIGINT, signal.SIGTERM):  # the second ends it at once
+            for number in (signal.SIGTERM, AT_ONCE):
                 process.send_signal(number)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(timeout=30)

@@ -101,7 +101,8 @@ class Agent:
         count = len(job["ranks"])
         gpus = job["gpus"]
         if gpus is None and visible is not None:
-            gpus = [gpu for gpu in visible.split(",") if gpu.isdecimal()][:count]
+            there = any(Path("/dev").glob("nvidia[0-9]*"))
+            gpus = [gpu for gpu in visible.split(",") if there and gpu.isdecimal()][:count]
         elif gpus is None:  # those that HorovodStrategy takes by local rank
             gpus = [gpu for gpu in range(count) if Path(f"/dev/nvidia{gpu}").exists()]
         for gpu in gpus:

@@ -17,7 +17,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -36,13 +35,14 @@ from cluster.hosts import (
     add_arguments,
     chosen,
     entry,
+    make,
     refuse_one_twice,
     used,
 )
-from cluster.probe import CONNECT_SECONDS
+from cluster.probe import CODE, CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import connecting, diagnose
-from cluster.sync import synced
+from cluster.sync import synced, tracked
 
 PROBE = (Path(__file__).parent / "probe.py").read_text()
 QUICK_SECONDS = 40  # an interpreter from a slow file system, nvidia-smi of many GPUs
@@ -61,7 +61,7 @@ class Probe:
         self.host = host
         self.facts: dict[str, Any] | None = None
         self.trouble: Finding | None = None
-        asked = {"root": str(ROOT), "python": sys.executable, "nic": host.nic, "quick": quick}
+        asked = {**_asked(quick), "nic": host.nic}
         try:
             asked["launcher"] = launcher or own_address(host.address)
         except Refusal as error:
@@ -171,14 +171,23 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
 
 def _here(quick: bool) -> dict[str, Any]:
     """The same facts of this host, which the others are compared with."""
-    asked = json.dumps({"root": str(ROOT), "python": sys.executable, "nic": None, "quick": quick,
-                        "launcher": "127.0.0.1"})  # fmt: skip
+    asked = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
     done = subprocess.run(
         [sys.executable, "-c", PROBE, asked], capture_output=True, text=True, input=""
     )
+    if done.returncode:
+        raise Refusal(f"this host cannot be looked at: {done.stderr.strip().splitlines()[-1]}")
     facts = json.loads(done.stdout.splitlines()[-1])
     facts["synced"] = synced() or facts["code"].keys()
+    facts["tracked"] = tracked()
     return facts
+
+
+def _asked(quick: bool) -> dict[str, Any]:
+    kinds = {*CODE, *(Path(name).suffix or Path(name).name for name in tracked())}
+    return {
+        "root": str(ROOT), "python": sys.executable, "quick": quick, "kinds": sorted(kinds),
+    }  # fmt: skip
 
 
 def _clock(probe: Probe) -> float:
@@ -236,10 +245,12 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
         if first == second and first.slots < 2:
             return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
         of[host.name] = entry(host) | of[host.name]
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+    # In memory: it may hold variables that are nobody's business, and is gone when we are.
+    with os.fdopen(os.memfd_create("hosts"), "w") as file:
         file.write(yaml.safe_dump({"hosts": of}))
         file.flush()
-        command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", file.name]
+        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+        command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", path]
         command += [sys.executable, "-m", "cluster.exchange"]
         process = subprocess.Popen(
             command, cwd=ROOT, encoding="utf-8", errors="replace",
@@ -254,8 +265,11 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
     results = [line for line in printed.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
         reason = " ".join(said_last.strip().splitlines()[-1:])[:200]
-        given = first.given() if first.file else f"HOSTS={first.name},{second.name}"
-        mend = f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug make train {given}"
+        if reason.startswith("error: "):  # the launcher's, which says what to do
+            return Finding("FAIL", "all-reduce", name, reason.removeprefix("error: "))
+        names = ",".join(f"{host}:{said['slots']}" for host, said in of.items())
+        look = make(f"hello {first.given() if first.file else f'HOSTS={names}'}")
+        mend = f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug {look}"
         return Finding("FAIL", "all-reduce", name, reason, mend)
     result = json.loads(results[0].partition(":")[2])
     told = f"{result['operations']}, latency {result['latency_us']:,} µs, "

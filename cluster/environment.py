@@ -6,12 +6,14 @@ For cluster/install.py and cluster/wheel.py; standard library only.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,6 +37,7 @@ if not text:
     packages.pop("torch", None)
 print(json.dumps({
     "python": platform.python_version(), "prefix": sys.prefix,
+    "base": getattr(sys, "_base_executable", sys.executable),
     "externally_managed": sys.prefix == sys.base_prefix and __import__("os").path.exists(
         sysconfig.get_path("stdlib") + "/EXTERNALLY-MANAGED"),
     "site": sysconfig.get_path("purelib"), "include": sysconfig.get_path("include"),
@@ -61,13 +64,16 @@ def make_environment(folder: Path) -> None:
             "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv"
         )
     assert found
+    made_here = not folder.exists()
     try:
         result = subprocess.run([found, "-m", "venv", str(folder)], capture_output=True, text=True)
     except KeyboardInterrupt:
-        shutil.rmtree(folder, ignore_errors=True)
+        if made_here:
+            shutil.rmtree(folder, ignore_errors=True)
         raise
     if result.returncode != 0:
-        shutil.rmtree(folder, ignore_errors=True)
+        if made_here:
+            shutil.rmtree(folder, ignore_errors=True)
         version = probe(found)["python"].rsplit(".", 1)[0]
         if "ensurepip" in result.stdout + result.stderr:
             raise InstallError(
@@ -86,6 +92,19 @@ def probe(python: str) -> dict:
     if result.returncode != 0:
         raise InstallError(f"PYTHON={python} does not run: {last_line(result.stderr)}")
     return json.loads(result.stdout)
+
+
+@contextlib.contextmanager
+def locked(file: Path, told: str) -> Iterator[None]:
+    """One at a time: a second one waits, which it tells, and then finds the work done."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with file.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            print(told, flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
 
 
 def check_python(info: dict) -> None:

@@ -1,6 +1,7 @@
 """What is wrong with a host, by the facts that it tells (cluster/probe.py), and what mends it.
 
-`facts` are the host's, `here` the same of this one, with the files that are copied as "synced".
+`facts` are the host's, `here` the same of this one, with the files that are copied as "synced" and
+those of git that a run may read as "tracked".
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.hosts import Host
+from cluster.hosts import Host, make
+from cluster.probe import CODE
 
 ROOT = Path(__file__).resolve().parent.parent
 # What a host needs.
@@ -35,17 +37,22 @@ class Finding:
 
 
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    sync = f"make sync {host.given()}"
+    sync = make(f"sync {host.given()}")
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
-    # What is not copied (.syncignore) may differ.
-    names = here["code"].keys() & here["synced"]
+    # What is not copied (.syncignore) may differ, and what git does not track unless it is code.
+    names = {
+        name
+        for name in here["code"].keys() & here["synced"]
+        if name.endswith(CODE) or name in here["tracked"]
+    }
     other = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
     if other:
         told = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
         return [Finding("FAIL", "code", host.name, f"other than here: {told}", sync)]
-    if gone := sorted(facts["code"].keys() - here["code"].keys()):
+    theirs = {name for name in facts["code"] if name.endswith(CODE)}
+    if gone := sorted(theirs - here["code"].keys()):
         text = f"has what is not here: {', '.join(gone[:3])}"
         return [Finding("warn", "code", host.name, text, f"if it is to go: {sync}")]
     shared = facts["identity"] == here["identity"]
@@ -54,7 +61,7 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    bring = f"make sync ENV=1 {host.given()}"
+    bring = make(f"sync ENV=1 {host.given()}")
     if Path(sys.prefix).parent != ROOT:
         bring = f"on {host.name}: make install PYTHON={sys.executable}"
     theirs, ours = facts["versions"], here["versions"]
@@ -75,7 +82,7 @@ def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
     kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
     if build["gpus"] and not build["nccl"]:
         text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
-        return [Finding("FAIL", "packages", host.name, text, f"make install, then {bring}")]
+        return [Finding("FAIL", "packages", host.name, text, f"{make('install')}, then {bring}")]
     names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
     told += f" with {', '.join(names[kind] for kind in kinds)}"
     return [Finding("ok", "packages", host.name, told)]

@@ -50,12 +50,16 @@ FORWARDED = (
     "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_",
 )  # fmt: skip
 SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
+# For Gloo, where a rank is late: at the start one that imports from a slow file system, later one
+# behind a network that is gone for a while. Ranks and hosts that are gone for good are seen by us.
+GLOO_SECONDS = 120
 GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
 STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
 END_SECONDS = 3  # from SIGTERM to SIGKILL
 # What nobody does to himself because another rank is gone, as with an abort.
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AT_ONCE = signal.SIGUSR2  # behind one of them, from programs: nobody ignores it
 
 
 class Connection:
@@ -74,7 +78,7 @@ class Connection:
         )  # fmt: skip
         self._sending = threading.Lock()
         self.listening_since = time.monotonic()
-        self._words = b""
+        self._words, self._heard = b"", False
         self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
         self._hearing_ssh.start()  # before the other, which waits for it at the end
         threading.Thread(target=self._hear, daemon=True).start()
@@ -105,7 +109,10 @@ class Connection:
             self.listening_since = float("inf")  # not listening: whoever prints takes his time
             if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
                 with contextlib.suppress(ValueError):
-                    self._events.put((self, json.loads(line)))
+                    event = json.loads(line)
+                    if not self._heard:  # what was said before is not why it ends
+                        self._heard, self._words = True, b""
+                    self._events.put((self, event))
             self.listening_since = time.monotonic()
         self._hearing_ssh.join(timeout=2)
         said = self._words.decode(errors="replace")
@@ -138,6 +145,8 @@ class Job:
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
         self._cause: tuple[int, str] | None = None  # how telling, and what
+        self._left = ""  # the first rank that ended without an error
+        self._rendezvous: Rendezvous | None = None
         self._status = 0
         self._deadlines: dict[str, float] = {}
         self._signals = 0
@@ -148,10 +157,11 @@ class Job:
         refuse_one_twice(hosts)
         reached = addresses(hosts)
         allow_files()  # a connection to each rank that waits for others
-        rendezvous = Rendezvous(sorted(set(reached.values())))
+        rendezvous = self._rendezvous = Rendezvous(sorted(set(reached.values())))
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
+        signal.signal(AT_ONCE, self._on_signal)
         # Ctrl-Z would stop the signs of life too, and with them the job.
         signal.signal(signal.SIGTSTP, signal.SIG_IGN)
         threading.Thread(target=self._give_life, daemon=True).start()
@@ -200,7 +210,7 @@ class Job:
         ours = {
             "HOROVOD_CONTROLLER": "gloo",
             "HOROVOD_CPU_OPERATIONS": "gloo",
-            timeout: os.environ.get(timeout, str(30 + len(self.members))),
+            timeout: os.environ.get(timeout, str(GLOO_SECONDS + len(self.members))),
             "PYTHONUNBUFFERED": "1",
         }
         # The agent of this host inherits the rest.
@@ -232,9 +242,14 @@ class Job:
         elif "exit" in event:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)
-            if code:
+            who = f"rank {rank} on {host.name}"
+            if code == -signal.SIGABRT and (late := self._late()):  # Gloo's, when it has waited
+                self._fail(1, f"{late} did not come to hvd.init(), and {who} gave up", code)
+            elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
-                self._fail(weight, f"rank {rank} on {host.name} {_told(code)}", code)
+                self._fail(weight, f"{who} {_told(code)}", code)
+            elif "kill" not in self._deadlines:
+                self._left = self._left or who
         elif "error" in event:
             self._fail(3, f"{host.name}: {event['error']}", 2)
         elif "gone" in event:
@@ -243,6 +258,14 @@ class Job:
             if lost:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
+
+    def _late(self) -> str:
+        """Ranks for which others wait in hvd.init()."""
+        assert self._rendezvous is not None
+        come = {key for key in self._rendezvous.store if key.startswith("global/")}
+        late = [m for m in self.members if f"global/{m.rank}" not in come] if come else []
+        told = [f"rank {member.rank} on {member.host.name}" for member in late[:3]]
+        return ", ".join(told) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
 
     def _fail(self, weight: int, cause: str, code: int) -> None:
         """Take note why, and end the others soon. A process that was killed tells more than those
@@ -258,19 +281,18 @@ class Job:
         if "end" in self._deadlines:
             return  # a rank has failed, which is why it ends
         self._signals += 1
-        name = signal.Signals(number).name
-        if self._signals > 1:
-            self._deadlines["stop"] = 0
-        else:
+        if self._signals == 1:
             self._status = 128 + number
-            self._cause = (4, f"stopped by {name}")
+            self._cause = (4, f"stopped by {signal.Signals(number).name}")
             self._deadlines["stop"] = time.monotonic() + self.stop_seconds
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
+        elif number != signal.SIGTERM:  # of another `make stop`, which asks for the same
+            self._deadlines["stop"] = 0
 
     def _ask_to_stop(self) -> None:
         for connection in self.connections:
             connection.send(signal="SIGUSR1")
-        tell(f"stopping: {self.stop_seconds:g} s for a checkpoint; a second signal ends it now")
+        tell(f"stopping: {self.stop_seconds:g} s for a checkpoint; another Ctrl-C ends it now")
 
     def _end(self) -> None:
         self._deadlines["kill"] = time.monotonic() + END_SECONDS + 2
@@ -280,7 +302,10 @@ class Job:
     def _kill(self) -> None:
         for connection in self.connections:
             if connection.process.poll() is None:
-                tell(f"{connection.host.name} does not answer: its agent ends what runs there")
+                text = f"{connection.host.name} does not answer: its agent ends what runs there"
+                tell(text)
+                if self._cause is not None:
+                    self._cause = self._cause[0], f"{self._cause[1]}; {text}"
                 connection.kill()
 
     def _give_life(self) -> None:
@@ -290,12 +315,15 @@ class Job:
             time.sleep(LIFE_SECONDS)
 
     def _finish(self) -> int:
-        for number in SIGNALS:
+        for number in (*SIGNALS, AT_ONCE):
             signal.signal(number, signal.SIG_IGN)
+        reason = None
         if self._cause is not None:
-            tell(self._cause[1])
+            weight, reason = self._cause
+            if self._left and weight < 2:  # in a collective they waited for it
+                reason += f"; {self._left} ended without an error"
+            tell(reason)
         state = "done" if self._cause is None else "stopped" if self._signals else "failed"
-        reason = self._cause[1] if self._cause else None
         self.record.update(state=state, reason=reason, exit=self._status)
         return self._status
 
@@ -370,6 +398,8 @@ def main() -> int:
     parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
     arguments = parser.parse_args()
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
     if not arguments.command:
         parser.error("the command is missing, as python template.py")
     try:

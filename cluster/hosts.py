@@ -26,6 +26,7 @@ import shutil
 import socket
 import struct
 import subprocess
+import sys
 from collections import Counter
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -35,6 +36,9 @@ import yaml
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+KINDS: dict[str, Any] = {  # of what a host file says of a host
+    "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
+}  # fmt: skip
 SIOCGIFCONF = 0x8912  # netdevice(7)
 SSH_SECONDS = 10  # to wait for a host that does not answer
 
@@ -148,6 +152,12 @@ class Host:
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
 
 
+def make(what: str) -> str:
+    """How a target of the Makefile is to be typed: with PYTHON=, where that is not our .venv."""
+    ours = Path(sys.prefix) == Path(__file__).resolve().parent.parent / ".venv"
+    return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
+
+
 def own_addresses() -> set[str]:
     """IPv4 addresses of this host's network interfaces."""
     entry, most = 40, 1024  # bytes of a struct ifreq, and how many we have room for
@@ -202,6 +212,8 @@ def read(file: Path) -> list[Host]:
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
+    if beside := [key for key in content if key in KINDS]:  # others may be what is merged
+        raise Refusal(f"{where}: '{beside[0]}' stands beside hosts: it belongs to each of them")
     _refuse_twice(file, where)
     found = zip(hosts.values(), written["hosts"].items())
     return _checked([_host(name, of, words, file) for of, (name, words) in found], where)
@@ -212,17 +224,21 @@ def _refuse_twice(file: Path, where: str) -> None:
     document = yaml.compose(file.read_text())
     for key, value in document.value if isinstance(document, yaml.MappingNode) else []:
         if key.value == "hosts" and isinstance(value, yaml.MappingNode):
-            names = [name.value for name, _ in value.value]
-            for name in names:
-                if names.count(name) > 1:
-                    raise Refusal(f"{where}: {name} is there twice: add up its slots")
+            if twice := _repeated(value):
+                raise Refusal(f"{where}: {twice} is there twice: add up its slots")
+            for name, of in value.value:
+                if isinstance(of, yaml.MappingNode) and (twice := _repeated(of)):
+                    raise Refusal(f"{where}: {name.value}: {twice} is there twice")
+
+
+def _repeated(mapping: yaml.MappingNode) -> str:
+    """The first key that is there twice; empty without. Merges may be several."""
+    names = [key.value for key, _ in mapping.value if key.value != "<<"]
+    return next((name for name in names if names.count(name) > 1), "")
 
 
 def _host(name: str, of: Any, words: Any, file: Path) -> Host:
     """Of an entry as YAML reads it; `words` is the same as it is written."""
-    kinds: dict[str, Any] = {
-        "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
-    }  # fmt: skip
     where = f"HOSTFILE={file}: {name}"
     if isinstance(of, int) and not isinstance(of, bool):
         of = {"slots": of}
@@ -231,17 +247,18 @@ def _host(name: str, of: Any, words: Any, file: Path) -> Host:
     if not NAME.fullmatch(name):
         raise Refusal(f"{where}: this is no name of a host")
     for key, value in of.items():
-        if key not in kinds:
-            raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(kinds)}")
-        if not isinstance(value, kinds[key]) or isinstance(value, bool):
-            raise Refusal(f"{where}: {key}={value} is no {kinds[key].__name__}")
+        if key not in KINDS:
+            raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(KINDS)}")
+        if not isinstance(value, KINDS[key]) or isinstance(value, bool):
+            raise Refusal(f"{where}: {key}={value} is no {KINDS[key].__name__}")
     slots, gpus, env = of["slots"], of.get("gpus"), of.get("env", {})
-    if slots < 1:
+    if not 0 < slots < 100_000:
         raise Refusal(f"{where}: slots={slots}: write how many processes it may run")
     if "port" in of and not 0 < of["port"] < 65536:
         raise Refusal(f"{where}: port={of['port']} is no port: 1 to 65535")
     if gpus is not None:
-        if not all(isinstance(gpu, int) and gpu >= 0 for gpu in gpus) or len({*gpus}) < len(gpus):
+        numbers = all(type(gpu) is int and gpu >= 0 for gpu in gpus)  # True is an int too
+        if not numbers or len({*gpus}) < len(gpus):
             raise Refusal(f"{where}: gpus={gpus}: write their numbers, each once, as [0, 1]")
         if slots > len(gpus):
             raise Refusal(

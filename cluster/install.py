@@ -27,11 +27,13 @@ from cluster.environment import (
     InstallError,
     check_disk,
     check_python,
+    locked,
     make_environment,
     probe,
     run_logged,
     shown,
 )
+from cluster.signals import interrupt_at_signals
 from cluster.wheel import WHEELS, build_wheel, check_compilers, find_wheel, python_tag, wheel_label
 
 ALL_REDUCE = """
@@ -48,6 +50,7 @@ def main() -> None:
     parser.add_argument("--dev", action="store_true", help="install requirements-dev.txt as well")
     parser.add_argument("--mpi", action="store_true", help="build Horovod with MPI as well")
     args = parser.parse_args()
+    interrupt_at_signals()
     try:
         install(args.python, args.dev, args.mpi)
     except InstallError as error:
@@ -67,19 +70,33 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
     requirements = [ROOT / "requirements.txt"] + [ROOT / "requirements-dev.txt"] * dev
     pins = {name: version for file in requirements for name, version in read_pins(file)}
 
-    if python is None:
-        python = str(ROOT / ".venv" / "bin" / "python")
-        if not Path(python).exists():
-            make_environment(ROOT / ".venv")
-    info = probe(python)
-    if not unmet(info, pins, mpi):
+    ours = ROOT / ".venv"
+    interpreter = python or str(ours / "bin" / "python")
+    if (python or Path(interpreter).exists()) and not unmet(probe(interpreter), pins, mpi):
         return
+    with locked(LOG.with_suffix(".lock"), "another installation runs here; waiting for it"):
+        if not Path(interpreter).exists() and not python:
+            make_environment(ours)
+        info = probe(interpreter)
+        if not unmet(info, pins, mpi):
+            return
+        started = time.monotonic()
+        LOG.write_text("")
+        print(f"Installing into {info['prefix']} (log: {shown(LOG)})", flush=True)
+        check_python(info)
+        if "pip" not in info["packages"]:
+            if python:
+                raise InstallError(f"{info['prefix']} has no pip: {python} -m ensurepip")
+            # It was interrupted when it was made; made again, it gets what it lacks.
+            run_logged(None, [info["base"], "-m", "venv", str(ours)])
+        install_packages(interpreter, info, pins, requirements, mpi)
+        print(f"Ready in {time.monotonic() - started:.0f} s: {info['prefix']}", flush=True)
 
-    started = time.monotonic()
-    LOG.parent.mkdir(exist_ok=True)
-    LOG.write_text("")
-    print(f"Installing into {info['prefix']} (log: {shown(LOG)})", flush=True)
-    check_python(info)
+
+def install_packages(
+    python: str, info: dict, pins: dict[str, str], requirements: list[Path], mpi: bool
+) -> None:
+    """torch, then Horovod beside it, then all else; and try whether Horovod works."""
     if info["packages"].get("torch", "").split("+")[0] != pins["torch"]:
         check_disk(Path(info["prefix"]), 6, "torch with its CUDA libraries takes 5 GB")
         if not any(WHEELS.glob(f"*/horovod-{pins['horovod']}+*-{python_tag(info)}-*.whl")):
@@ -110,7 +127,6 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
         wheel.unlink()
         run_logged(None, [python, "-m", "pip", "uninstall", "-y", "horovod"])
         raise
-    print(f"Ready in {time.monotonic() - started:.0f} s: {info['prefix']}", flush=True)
 
 
 def read_pins(file: Path) -> Iterator[tuple[str, str]]:

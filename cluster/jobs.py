@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.doctor import quick
-from cluster.horovodrun import STOP_SECONDS, seconds
+from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, ranks, used
 from cluster.record import ALIVE, FOLDER, birth, fail, new_folder, write
 
@@ -124,14 +124,16 @@ def runs() -> list[dict[str, Any]]:
     for file in sorted(FOLDER.glob("*/run.json")):
         try:
             state = json.loads(file.read_text())
-        except (OSError, ValueError):
-            continue  # gone just now
-        here = state["launcher"] == os.uname().nodename
-        if here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]:
-            if not state["detached"]:  # its terminal has seen it; nothing else is kept of it
-                shutil.rmtree(file.parent, ignore_errors=True)
-                continue
-            state |= {"state": "lost", "reason": "its launcher was killed, and with it the job"}
+            here = state["launcher"] == os.uname().nodename
+            gone = here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]
+        except (OSError, ValueError, LookupError, TypeError):
+            continue  # gone just now, or of something else
+        if gone and not state["detached"]:  # its terminal has seen it; nothing else is kept of it
+            shutil.rmtree(file.parent, ignore_errors=True)
+            continue
+        if gone:
+            why = "it ended without a word: its launcher was killed, or the disk is full"
+            state |= {"state": "lost", "reason": why}
         found.append(state)
     return found
 
@@ -166,8 +168,8 @@ def _took(state: dict[str, Any]) -> str:
     return str(datetime.timedelta(seconds=int((end - began).total_seconds())))
 
 
-def _named(name: str | None, alive: bool = False) -> dict[str, Any]:
-    """The run that is meant.
+def _named(name: str | None, alive: bool = False, logged: bool = False) -> dict[str, Any]:
+    """The run that is meant; without a name the newest, of those that run or whose output is kept.
 
     Raises:
         Refusal: when there is none, or several could be meant.
@@ -179,6 +181,7 @@ def _named(name: str | None, alive: bool = False) -> dict[str, Any]:
             if state["id"] == name:
                 return state
         raise Refusal(f"RUN={name}: no such {kind}; make status shows those there are")
+    known = [state for state in known if state["detached"] or not logged]
     if not known:
         raise Refusal(f"there is no {kind}; make status shows what was")
     if alive and len(known) > 1:
@@ -189,7 +192,7 @@ def _named(name: str | None, alive: bool = False) -> dict[str, Any]:
 
 def logs(arguments: argparse.Namespace) -> int:
     """What a rank printed; with --follow until the run ends."""
-    state = _named(arguments.run)
+    state = _named(arguments.run, logged=True)
     folder = FOLDER / state["id"]
     if not state["detached"]:
         raise Refusal(f"run {state['id']} prints to the terminal that it was started in")
@@ -208,7 +211,8 @@ def logs(arguments: argparse.Namespace) -> int:
         if file.exists():
             with open(file, encoding="utf-8", errors="replace") as log:
                 log.seek(place)
-                sys.stdout.write(log.read())
+                while text := log.read(1 << 20):
+                    sys.stdout.write(text)
                 place = log.tell()
             sys.stdout.flush()
         if ended or not arguments.follow:
@@ -232,9 +236,12 @@ def stop(arguments: argparse.Namespace) -> int:
         except PermissionError:
             raise Refusal(f"run {state['id']} is another user's: they can stop it") from None
         if arguments.kill and state["state"] != "waiting":
-            time.sleep(0.2)  # two signals at once may be taken for one
+            time.sleep(0.2)  # two signals at once may come in another order
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+                os.kill(pid, AT_ONCE)
+        elif state["state"] == "running":
+            print(f"stopping {state['id']}: up to {state['stop_seconds']:g} s for a checkpoint")
+            sys.stdout.flush()
     while birth(pid) == state["birth"]:
         if time.monotonic() - told > state["stop_seconds"] + END_SECONDS:
             # Its agents then end what runs on their hosts.

@@ -19,7 +19,8 @@ import sys
 import time
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
-CODE = (".py", ".yaml", ".toml", ".txt", ".sh", "Makefile")
+CODE = (".py", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile")
+MOST_BYTES = 1 << 20  # of a file that is read; of a larger one the size has to do
 CONNECT_SECONDS = 3
 # In the environment's own interpreter, as the host's may be another.
 VERSIONS = """
@@ -37,8 +38,8 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
 """
 
 
-def code(root: str) -> "dict[str, str]":
-    """A digest a file of the checkout that decides what is run."""
+def code(root: str, kinds: "tuple[str, ...]") -> "dict[str, str]":
+    """A digest of each file in the checkout whose name has one of these ends."""
     found = {}
     for folder, folders, files in os.walk(root):
         here = os.path.relpath(folder, root)
@@ -49,11 +50,20 @@ def code(root: str) -> "dict[str, str]":
         ]  # fmt: skip
         for name in files:
             path = os.path.join(folder, name)
-            if name.endswith(CODE) and not name.startswith(".") and os.path.isfile(path):
-                with open(path, "rb") as file:
-                    digest = hashlib.sha256(file.read()).hexdigest()[:16]
-                found[os.path.normpath(os.path.join(here, name))] = digest
+            if name.endswith(kinds) and not name.startswith(".") and os.path.isfile(path):
+                found[os.path.normpath(os.path.join(here, name))] = digest(path)
     return found
+
+
+def digest(path: str) -> str:
+    try:
+        size = os.path.getsize(path)
+        if size > MOST_BYTES:
+            return f"{size} bytes"
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).hexdigest()[:16]
+    except OSError as error:
+        return f"unreadable: {error.strerror}"
 
 
 def identity(root: str) -> "list[int]":
@@ -171,7 +181,7 @@ def facts(asked: dict) -> dict:
     found = {
         "time": time.time(),
         "root": os.path.isdir(root),
-        "code": code(root) if checkout else None,
+        "code": code(root, tuple(asked["kinds"])) if checkout else None,
         "identity": identity(root) if checkout else None,
         "versions": ask(python, VERSIONS % (PACKAGES,)),
         "gpus": gpus(),

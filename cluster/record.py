@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import itertools
 import json
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from types import TracebackType
@@ -46,6 +48,8 @@ def new_folder() -> Path:
                 raise Refusal(f"{there} is {what}: {mend}") from None
         except FileNotFoundError:  # another run's end took the folder of all with it
             Path.cwd()  # is not what is gone
+        except OSError as error:
+            raise Refusal(f"{error.filename}: {error.strerror}: runs are noted there") from None
     raise AssertionError("unreachable")
 
 
@@ -77,6 +81,7 @@ class Record:
         for stream in (sys.stdout, sys.stderr):  # a job survives what a terminal cannot show
             stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._detached = folder is not None
+        self._in_foreground = _in_foreground()
         self.folder = folder or new_folder()
         self.id = self.folder.name
         self._files: dict[int, IO[str]] = {}
@@ -126,8 +131,13 @@ class Record:
         """Something that a rank printed. A job goes on where it cannot be written."""
         if not self._detached:
             out = sys.stdout if stream == "stdout" else sys.stderr
-            with contextlib.suppress(OSError):  # who read it may be gone: `| tee`, a terminal
+            try:
                 print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
+            except OSError as error:  # who read it is gone: `| tee`, or the terminal, which tells
+                # only the first process of its session; that may be a make that waits for us.
+                if error.errno == errno.EIO and self._in_foreground:
+                    self._in_foreground = False
+                    os.kill(os.getpid(), signal.SIGHUP)
             return
         with contextlib.suppress(OSError):  # a full disk
             if rank not in self._files:
@@ -135,6 +145,14 @@ class Record:
                 file = self.folder / f"rank-{rank}.log"
                 self._files[rank] = file.open("a", buffering=1, encoding="utf-8")
             print(line, file=self._files[rank])
+
+
+def _in_foreground() -> bool:
+    """Whether this is what the terminal's Ctrl-C is for; not behind `&`, or without a terminal."""
+    try:
+        return os.tcgetpgrp(1) == os.getpgrp()
+    except OSError:
+        return False
 
 
 def fail(folder: Path, reason: str) -> None:
@@ -149,5 +167,9 @@ def fail(folder: Path, reason: str) -> None:
 def write(folder: Path, state: dict[str, Any]) -> None:
     """run.json, never seen half written."""
     staged = folder / ".run.json"
-    staged.write_text(json.dumps(state, indent=1))
-    staged.replace(folder / "run.json")
+    try:
+        staged.write_text(json.dumps(state, indent=1))
+        staged.replace(folder / "run.json")
+    except OSError:  # a full disk
+        staged.unlink(missing_ok=True)
+        raise

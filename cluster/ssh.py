@@ -7,7 +7,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from cluster.hosts import SSH_SECONDS, Host
+from cluster.hosts import SSH_SECONDS, Host, make
 
 NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
 
@@ -34,12 +34,12 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
     login = f"ssh {port}{target}"
     last = " ".join(said.strip().splitlines()[-1:])[:200]
     if status == NO_FOLDER:
-        return Trouble(f"there is no folder {os.getcwd()}", f"make sync {host.given()}")
+        return Trouble(f"there is no folder {os.getcwd()}", make(f"sync {host.given()}"))
     if status in (126, 127):
         python = os.path.relpath(sys.executable)
-        return Trouble(f"{python} does not run there", f"make sync ENV=1 {host.given()}")
+        return Trouble(f"{python} does not run there", make(f"sync ENV=1 {host.given()}"))
     if "No module named cluster" in said:
-        return Trouble(f"{os.getcwd()} is no checkout of this", f"make sync {host.given()}")
+        return Trouble(f"{os.getcwd()} is no checkout of this", make(f"sync {host.given()}"))
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
     known = {

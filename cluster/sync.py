@@ -10,6 +10,7 @@ folder disturb each other: those that were have a second turn, by themselves.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import re
 import shlex
@@ -20,7 +21,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from cluster.hosts import Host, Refusal, add_arguments, chosen
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen
 from cluster.ssh import diagnose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -35,8 +36,12 @@ if [ -e template.py ] && [ -d strategies ]; then
 elif [ -z "$(ls -A)" ]; then echo empty; else echo other; fi
 command -v rsync >/dev/null || echo no-rsync
 """
-LEFT = ["--exclude=/.sync-*", "--exclude-from=.syncignore", "--filter=:- .gitignore"]
+LOOK_SECONDS = SSH_SECONDS + 40  # as the doctor's: a login shell on a slow file system
+SILENT_SECONDS = 300  # of an rsync that neither sends nor hears anything
 KINDS = {"+": "new", "*": "changed", "-": "deleted"}
+# What git tracks, and no run reads.
+UNREAD = (".md", ".rst", ".png", ".svg", ".jpg", ".pdf")
+RESULTS = "benchmarks/results/"
 
 
 class Disturbed(Refusal):
@@ -51,9 +56,9 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
     """
     if host.is_here:
         return ["this host"]
-    with tempfile.NamedTemporaryFile(dir=ROOT, prefix=".sync-") as mark:
+    with tempfile.NamedTemporaryFile(dir=ROOT, prefix=_mark()) as mark:
         script = LOOK.format(root=shlex.quote(str(ROOT)), mark=Path(mark.name).name)
-        looked = _run(host.command(script), host)
+        looked = _run(host.command(script), host, LOOK_SECONDS)
     state, *rest = looked.split()[-2:] if "no-rsync" in looked else looked.split()[-1:]
     if state == "shared":
         return ["shares this file system: nothing to copy"]
@@ -64,7 +69,7 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
     # By content: an edit may leave the size as it was.
-    changes = _rsync(host, ROOT, [*LEFT, "--checksum"], dry_run)
+    changes = _rsync(host, ROOT, [*rules(), "--checksum"], dry_run)
     counted = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
     told = (["would be: "] if dry_run and counted else [""])[0] + (", ".join(counted) or "the same")
     lines = [told + (f" (there was no {ROOT})" if state == "missing" else "")]
@@ -76,14 +81,67 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
 def synced() -> set[str] | None:
     """The files that are copied; None where rsync is missing."""
     try:
+        return _listed(rules())
+    except FileNotFoundError:
+        return None
+
+
+@functools.cache
+def rules() -> list[str]:
+    """rsync's, for what stays where it is: .syncignore, and .gitignore as git reads it.
+
+    rsync does not know `!` in a .gitignore, nor files that git was told to add all the same.
+    """
+    stays, ignored = ["--exclude=/.sync-*", "--exclude-from=.syncignore"], "--filter=:- .gitignore"
+    found = _listed([*stays, ignored])
+    lost = _known_to_git("--cached", "--others") - found
+    folders = _folders(lost)
+    kept = [f"--include=/{_literally(name)}" for name in sorted(lost | folders)]
+    # Of a folder that is ignored as a whole nothing else.
+    kept += [f"--exclude=/{_literally(name)}*" for name in sorted(folders - _folders(found))]
+    return [*stays, *kept, ignored]
+
+
+def _listed(rules: list[str]) -> set[str]:
+    """The files here that rsync would copy."""
+    done = subprocess.run(
+        ["rsync", "-r", "--list-only", *rules, "./"],
+        cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
+    )  # fmt: skip
+    # permissions, size, date, time, name
+    return {line.split(None, 4)[4] for line in done.stdout.splitlines() if line.startswith("-")}
+
+
+@functools.cache
+def tracked() -> set[str]:
+    """The files of git's that a run may read; none outside of a repository."""
+    names = _known_to_git("--cached")
+    return {name for name in names if not name.endswith(UNREAD) and not name.startswith(RESULTS)}
+
+
+def _known_to_git(*which: str) -> set[str]:
+    """Files that git tracks (--cached), or would add (--others)."""
+    try:
         done = subprocess.run(
-            ["rsync", "-r", "--list-only", *LEFT, "./"],
+            ["git", "ls-files", "-z", *which, "--exclude-standard"],
             cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
         )  # fmt: skip
     except FileNotFoundError:
-        return None
-    # permissions, size, date, time, name
-    return {line.split(None, 4)[4] for line in done.stdout.splitlines() if line.startswith("-")}
+        return set()
+    return {name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()}
+
+
+def _folders(names: set[str]) -> set[str]:
+    return {f"{folder}/" for name in names for folder in list(Path(name).parents)[:-1]}
+
+
+def _literally(name: str) -> str:
+    """As a pattern of rsync's."""
+    return re.sub(r"([*?\[\\])", r"\\\1", name) if re.search(r"[*?\[]", name) else name
+
+
+def _mark() -> str:
+    return f".sync-{os.getpid()}-"
 
 
 def _environment(host: Host, dry_run: bool) -> list[str]:
@@ -116,9 +174,11 @@ def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[
     path = shlex.quote(str(folder))
     there = "rsync" if dry_run else f"mkdir -p {path} && rsync"
     # -s: rsync before 3.2.4 has the path split at its blanks there, and deletes in a part of it.
+    # -after: by then the host has our .gitignore; by its old one it would delete what ours names.
     done = _run([
-        "rsync", "-azs", "--delete", "--out-format=%i %n", f"--rsync-path={there}", "-e", ssh,
-        *options, *(["--dry-run"] if dry_run else []), f"{folder}/", f"{target}:{folder}/",
+        "rsync", "-azs", "--delete-after", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
+        f"--rsync-path={there}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
+        f"{folder}/", f"{target}:{folder}/",
     ], host)  # fmt: skip
     changes: dict[str, list[str]] = {"+": [], "*": [], "-": []}
     for line in done.splitlines():
@@ -134,15 +194,28 @@ def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[
     return changes
 
 
-def _run(command: list[str], host: Host) -> str:
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace"
-    )
+def _run(command: list[str], host: Host, seconds: float | None = None) -> str:
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
+            timeout=seconds,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        raise Refusal(
+            f"{host.name}: no answer within {seconds:g} s: look there: ssh {host.name} uptime"
+        ) from None
     if done.returncode == 12 and "No such file" in done.stderr:
         raise Refusal(f"{host.name}: {done.stderr.strip().splitlines()[0]}")
     if done.returncode:
-        kind = Disturbed if command[0] == "rsync" and done.returncode in (23, 24) else Refusal
-        raise kind(f"{host.name}: {diagnose(host, done.returncode, done.stderr)}")
+        kind, why = Refusal, str(diagnose(host, done.returncode, done.stderr))
+        if command[0] == "rsync":
+            kind = Disturbed if done.returncode in (23, 24) else Refusal
+            # Of many lines the first that names a cause; the last one counts them.
+            causes = re.findall(r"^rsync.*(?:failed: |No space).*$", done.stderr, re.MULTILINE)
+            why = causes[0].strip() if causes else why
+            if done.returncode == 11 and not causes:  # the receiver's words may get lost on the way
+                why = f"cannot write there, as where a disk is full: ssh {host.name} df -h {ROOT}"
+        raise kind(f"{host.name}: {why}")
     return done.stdout
 
 
@@ -166,6 +239,9 @@ def main() -> int:
                 return
             failed.append(str(error))
             lines = ["FAILED"]
+        except OSError as error:
+            failed.append(f"{host.name}: {error.filename or 'writing'} here: {error.strerror}")
+            lines = ["FAILED"]
         print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
 
     try:
@@ -181,6 +257,8 @@ def main() -> int:
             for host in disturbed:
                 one(host, alone=True)
         except KeyboardInterrupt:
+            for mark in ROOT.glob(f"{_mark()}*"):
+                mark.unlink(missing_ok=True)
             os._exit(130)  # the terminal's Ctrl-C has ended each rsync
     for line in failed:
         print(f"error: {line}", file=sys.stderr)

@@ -8,21 +8,21 @@ decided by torch, not by this machine: a login node without a GPU builds for the
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import re
 import shlex
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
-from cluster.environment import InstallError, check_disk, probe, run_logged, shown
+from cluster.environment import InstallError, check_disk, locked, probe, run_logged, shown
 from cluster.patches import PATCH, patch
 
 WHEELS = Path(os.environ.get("WHEELS") or "~/.cache/horovod-wheels").expanduser()
+
+# Of the source of Horovod 0.28.1 on PyPI: it is compiled and run, so it must be no other.
+SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # What the build needs beside torch; it lives in a throw-away environment. setuptools 82 is without
 # the pieces that Horovod's setup.py expects; the CUDA compiler is the one of torch's own CUDA 13.0.
@@ -140,19 +140,6 @@ def build_jobs() -> int:
     return max(1, min(len(os.sched_getaffinity(0)), int(available / 1.5)))
 
 
-@contextmanager
-def locked(file: Path) -> Iterator[None]:
-    """One build of the same wheel at a time; a second one waits, and then finds it done."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            print("  another installation builds Horovod; waiting for it", flush=True)
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-
-
 def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
     """Compile Horovod in a throw-away environment that sees the torch of `python`'s."""
     folder = wheel_folder(info)
@@ -169,7 +156,9 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
             f"{shown(Path(__file__))} is for 13.0: install the torch of requirements.txt"
         )
     jobs = build_jobs()
-    with locked(folder / ".lock"), tempfile.TemporaryDirectory(prefix="horovod-") as temporary:
+    other = "  another installation builds Horovod; waiting for it"
+    temporary_folder = tempfile.TemporaryDirectory(prefix="horovod-")
+    with locked(folder / ".lock", other), temporary_folder as temporary:
         if wheel := find_wheel(info, horovod, mpi):
             return wheel
         build = Path(temporary)
@@ -184,9 +173,11 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
         environment = build_settings(build, site, info, mpi, jobs)
         if not has_headers(info):
             environment["CPATH"] = fetch_headers(build, info)
+        pinned = build / "horovod.txt"
+        pinned.write_text(f"horovod=={horovod} --hash=sha256:{SOURCE_SHA256}\n")
         run_logged(None, [
             *pip, "download", "--no-cache-dir", "--no-deps", "--no-build-isolation",
-            "--no-binary=horovod", "--dest", str(build), f"horovod=={horovod}",
+            "--no-binary=horovod", "--dest", str(build), "-r", str(pinned),
         ])  # fmt: skip
         source = build / f"horovod-{horovod}"
         shutil.unpack_archive(f"{source}.tar.gz", build)

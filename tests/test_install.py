@@ -147,6 +147,44 @@ class TestMissing:
         half = "torch/__init__.py" in files
         assert ("torch" in found["packages"], found["cuda"] is None) == (not half, half)
 
+    @pytest.mark.parametrize("given", [False, True])
+    def test_an_environment_without_pip(
+        self, given: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Ours was interrupted when it was made; somebody else's is theirs to change."""
+        subprocess.run(
+            [sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True
+        )
+        (tmp_path / ".venv" / "bin" / "activate").unlink()
+        installed: list[dict[str, Any]] = []
+        monkeypatch.setattr(install, "ROOT", tmp_path)
+        for module in (install, environment):
+            monkeypatch.setattr(module, "LOG", tmp_path / "logs" / "log")
+        monkeypatch.setattr(install, "read_pins", lambda file: [("torch", "2.11.0")])
+        monkeypatch.setattr(
+            install, "install_packages", lambda _, info, *__: installed.append(info)
+        )
+        python = str(tmp_path / ".venv" / "bin" / "python")
+        if given:
+            with pytest.raises(InstallError, match=f"has no pip: {python} -m ensurepip"):
+                install.install(python, dev=False, mpi=False)
+            return
+        install.install(None, dev=False, mpi=False)
+        assert len(installed) == 1 and "pip" in environment.probe(python)["packages"]
+        assert (tmp_path / ".venv" / "bin" / "activate").exists()
+
+    def test_two_at_once_take_turns(self, tmp_path: Path) -> None:
+        """The second waits, and says so."""
+        code = (
+            "import sys, time; from pathlib import Path; from cluster.environment import locked\n"
+            "with locked(Path(sys.argv[1]), 'waiting'): print('in', flush=True); time.sleep(1)"
+        )
+        command = [sys.executable, "-c", code, str(tmp_path / "folder" / "lock")]
+        first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        assert first.stdout is not None and first.stdout.readline() == "in\n"
+        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        assert first.wait() == 0 and second.stdout == "waiting\nin\n"
+
     def test_a_python_that_does_not_run_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

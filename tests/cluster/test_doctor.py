@@ -19,8 +19,8 @@ from pathlib import Path
 import horovod
 import pytest
 
-from cluster import doctor, findings, testbed
-from cluster.hosts import Host
+from cluster import doctor, findings, probe, testbed
+from cluster.hosts import Host, Refusal
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT
 
@@ -103,11 +103,44 @@ def test_ssh(on: On, many: list[testbed.Host], project: Path) -> None:
     }  # fmt: skip
 
 
+def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a file that is root's, a checkout on a disk that fails."""
+    assert probe.digest(str(tmp_path / "gone")) == "unreadable: No such file or directory"
+    (tmp_path / "large").write_bytes(bytes(probe.MOST_BYTES + 1))
+    assert probe.digest(str(tmp_path / "large")) == f"{probe.MOST_BYTES + 1} bytes"
+    monkeypatch.setattr(doctor, "PROBE", "import os; os.listdir('/nowhere')")
+    with pytest.raises(Refusal, match="this host cannot be looked at: FileNotFoundError"):
+        doctor._here(quick=True)
+
+
+def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What to type is what can be typed; what the launcher refuses says by itself what to do."""
+    pair = Host("localhost", 2), Host("localhost", 2)
+    with monkeypatch.context() as patched:
+        patched.setenv("HOROVOD_GLOO_IFACE", "none0")
+        found = doctor._exchange(pair)
+    assert found.level == "FAIL" and "rank " in found.text
+    look = "HOROVOD_LOG_LEVEL=debug make hello HOSTS=localhost:2"
+    assert found.mend in (f"NCCL_DEBUG=INFO {look}", f"NCCL_DEBUG=INFO {look} PYTHON={PYTHON}")
+    (tmp_path / "logs").symlink_to(tmp_path / "nowhere")
+    for name in ("cluster", "strategies"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.setattr(doctor, "ROOT", tmp_path)
+    found = doctor._exchange(pair)
+    assert (found.level, found.mend) == ("FAIL", "") and "logs is a link to" in found.text
+
+
 def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     """A missing and a stale checkout, another version, no environment, a Horovod that fails."""
     (tmp_path / "empty").mkdir()
+    for name in ("models/vocabulary.json", "models/untracked.json", "README.md"):
+        (project / name).write_text("older")
+    for command in (["init", "-q"], ["add", "models/vocabulary.json", "README.md"]):
+        subprocess.run(["git", *command], cwd=project, check=True)
     shutil.copytree(project.parent, tmp_path / "stale")
     (tmp_path / "stale" / "project" / "models" / "classifier.py").write_text("# older")
+    for name in ("models/vocabulary.json", "models/untracked.json", "README.md"):
+        (project / name).write_text("newer")
     (project / "secrets.yaml").write_text("token: dummy")  # is here only, and stays so
     metadata = importlib.metadata.distribution("hydra-core")
     file = Path(str(metadata.locate_file(f"hydra_core-{metadata.version}.dist-info/METADATA")))
@@ -133,7 +166,9 @@ def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     ):
         finding = found[f"node{number}"]
         assert finding["check"] == check and words in finding["text"], finding
-    assert found["node3"]["text"] == "other than here: models/classifier.py"
+    # Not what no run reads, and not what git does not track unless it is code.
+    told = "other than here: models/classifier.py, models/vocabulary.json"
+    assert found["node3"]["text"] == told
     assert found["node2"]["mend"].startswith("make sync HOSTFILE=")
     assert "make" in found["node4"]["mend"]
 

@@ -7,6 +7,7 @@ import datetime
 import errno
 import json
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 from cluster import jobs, testbed
 from cluster.agent import SILENCE_SECONDS
+from cluster.horovodrun import GLOO_SECONDS
 from cluster.hosts import Host, Refusal
 from cluster.record import birth, write
 from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
@@ -365,7 +367,36 @@ class TestEnd:
 
     def test_a_gap_in_the_network_ends_nothing(self) -> None:
         """TCP tries again after 0.2, 0.4, ... seconds: 25 after the link went, and then 51."""
-        assert SILENCE_SECONDS > 0.2 * (2**8 - 1)
+        assert GLOO_SECONDS > SILENCE_SECONDS > 0.2 * (2**8 - 1)
+
+    def test_a_rank_that_others_wait_for_at_the_start_is_named(self) -> None:
+        code = (
+            "import os, time, horovod.torch as hvd; "
+            "time.sleep(60 * int(os.environ['HOROVOD_RANK'])); hvd.init()"
+        )
+        command = horovodrun("-H", "localhost:2", PYTHON, "-c", code)
+        done = run(command, HOROVOD_GLOO_TIMEOUT_SECONDS="3")
+        assert done.returncode == 128 + signal.SIGABRT and done.stdout.splitlines()[-1] == (
+            "horovodrun: rank 1 on localhost did not come to hvd.init(), and rank 0 on localhost "
+            "gave up"
+        )
+
+    def test_a_connection_that_is_lost_is_not_what_the_login_shell_said(
+        self, tmp_path: Path
+    ) -> None:
+        fake_ssh(tmp_path, 'echo "mkdir: /opt/x: Permission denied" >&2; eval "$last"')
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen(
+                horovodrun("-H", "h1:1", "sh", "-c", "echo ready; exec sleep 1000"),
+                env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=ROOT,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+        while "ready" not in (tmp_path / "log").read_text():
+            assert process.poll() is None, (tmp_path / "log").read_text()
+            time.sleep(0.1)
+        subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=True)
+        assert process.wait(timeout=30) == 1
+        assert "h1: the connection to it was lost" in (tmp_path / "log").read_text()
 
     def test_an_agent_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
@@ -448,6 +479,30 @@ class TestEnd:
         assert (done.returncode, done.stdout) == (0, "[0]<stdout>:Stra?e\n")
         assert run(horovodrun("--record", str(tmp_path), *printing), **ascii_only).returncode == 0
         assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
+
+    def test_a_terminal_that_is_closed_behind_make(self, tmp_path: Path) -> None:
+        """Only the first process of its session hears of it, and as make does, waits for us."""
+        script = (
+            f"trap 'echo asked >{tmp_path}/told; exit' USR1; while :; do echo hi; sleep .1; done"
+        )
+        command = horovodrun("-H", "localhost:1", "sh", "-c", script)
+        leader = (
+            "import signal, subprocess, sys; signal.signal(signal.SIGHUP, lambda *_: None); "
+            "subprocess.run(sys.argv[1:])"
+        )
+        pid, terminal = pty.fork()
+        if pid == 0:
+            os.chdir(ROOT)
+            os.execv(PYTHON, [PYTHON, "-c", leader, *command])
+        said = b""
+        while b"hi" not in said:
+            said += os.read(terminal, 1 << 10)
+        os.close(terminal)
+        deadline = time.monotonic() + 20
+        while os.waitpid(pid, os.WNOHANG) == (0, 0):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert (tmp_path / "told").read_text() == "asked\n"
 
     def test_a_stop_hides_no_failure(self, tmp_path: Path) -> None:
         """Ctrl-C while the others of a rank that failed are being ended."""
@@ -538,13 +593,16 @@ class TestDetached:
         assert on(hosts[0], "cluster.jobs", "stop", cwd=project).returncode == 2
 
     def test_a_failure_is_told(self, on: On, hosts: list[testbed.Host], project: Path) -> None:
-        fail = "import os, sys; print('bye'); sys.exit(3 * int(os.environ['HOROVOD_RANK']))"
+        fail = (
+            "import os, sys, time; rank = int(os.environ['HOROVOD_RANK']); print('bye'); "
+            "time.sleep(60 * (1 - rank)); sys.exit(3)"
+        )
         run_id = self.launch(on, hosts[0], project, "-H", "node1:1,node2:1", PYTHON, "-c", fail)
         state = self.wait(on, hosts[0], project, run_id)
         assert (state["state"], state["exit"]) == ("failed", 3)
         assert state["reason"] == "rank 1 on node2 ended with exit code 3"
         listed = on(hosts[0], "cluster.jobs", "status", cwd=project).stdout
-        assert "sys.exit(3" in listed and "(rank 1 on node2 ended with exit code 3)" in listed
+        assert "sys.exit(3)" in listed and "(rank 1 on node2 ended with exit code 3)" in listed
         assert "bye" in on(hosts[0], "cluster.jobs", "logs", "--rank", "1", cwd=project).stdout
         wrong = on(hosts[0], "cluster.jobs", "logs", "--rank", "2", cwd=project)
         assert wrong.returncode == 2 and "the run has ranks 0 to 1" in wrong.stdout
@@ -566,6 +624,30 @@ class TestDetached:
         again = [PYTHON, "template.py", f"ckpt_path={checkpoint}", "trainer.max_epochs=10"]
         done = run(["env", "-C", str(project), *again, f"log_dir={tmp_path / 'again'}"])
         assert done.returncode == 0, done.stdout
+
+    def test_another_stop_asks_for_the_same(
+        self, on: On, hosts: list[testbed.Host], project: Path
+    ) -> None:
+        """As of who has interrupted the first, or of two people; KILL=1 does not wait."""
+        script = "trap 'sleep 8; echo saved; exit' USR1; trap '' TERM; echo hi; "
+        script += "while :; do sleep .1; done"
+        for kill in ([], ["--kill"]):
+            job = ["--stop-seconds", "60", "-H", "node1:1", "sh", "-c", script]
+            self.launch(on, hosts[0], project, *job)
+            while "hi" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout:
+                time.sleep(0.2)
+            first = [PYTHON, "-m", "cluster.jobs", "stop"]
+            stopping = subprocess.Popen(
+                hosts[0].command("env", "-C", str(project), *first),
+                stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert stopping.stdout is not None
+            assert "up to 60 s for a checkpoint" in stopping.stdout.readline()
+            time.sleep(1)
+            assert on(hosts[0], "cluster.jobs", "stop", *kill, cwd=project).returncode == 0
+            assert stopping.wait(timeout=20) == 0
+            logs = on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
+            assert ("saved" in logs) == (not kill), logs
 
     def test_gpus_in_use_are_refused(
         self, on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
@@ -690,6 +772,27 @@ class TestDetached:
         monkeypatch.setattr(sys, "argv", ["jobs", "run", "--record", str(tmp_path), "true"])
         monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it runs"))
         assert jobs.main() == 2 and "nothing is noted of this run" in capsys.readouterr().err
+
+    def test_logs_are_of_the_newest_whose_output_is_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Not of one in another terminal; and what is no run is passed over."""
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        common = {
+            "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
+            "state": "running", "ranks": 1,
+        }  # fmt: skip
+        for name, detached in (("1", True), ("2", False)):
+            (tmp_path / name).mkdir()
+            write(tmp_path / name, {**common, "id": name, "detached": detached})
+        (tmp_path / "3").mkdir()
+        (tmp_path / "3" / "run.json").write_text('{"something": "else"}')
+        (tmp_path / "1" / "rank-0.log").write_text("said " + "x" * (1 << 21))
+        monkeypatch.setattr(sys, "argv", ["jobs", "logs"])
+        assert jobs.main() == 0 and len(capsys.readouterr().out) == 5 + (1 << 21)
+        monkeypatch.setattr(sys, "argv", ["jobs", "logs", "2"])
+        assert jobs.main() == 2
+        assert "prints to the terminal that it was started in" in capsys.readouterr().err
 
     def test_a_killed_launcher_is_told(
         self, on: On, hosts: list[testbed.Host], project: Path

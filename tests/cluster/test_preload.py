@@ -241,6 +241,19 @@ def test_the_rank_to_blame_is_told_though_another_ended_before_it() -> None:
     assert done.stdout.splitlines()[-1] == "horovodrun: rank 1 on localhost ended with exit code 3"
 
 
+def test_a_rank_that_left_the_others_without_an_error_is_named() -> None:
+    code = (
+        "import horovod.torch as hvd, sys, torch; hvd.init(); "
+        "hvd.rank() or sys.exit(); hvd.allreduce(torch.ones(1), name='sum')"
+    )
+    launcher = [PYTHON, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
+    done = run([*launcher, PYTHON, "-c", code])
+    assert done.returncode == 1 and done.stdout.splitlines()[-1] == (
+        "horovodrun: rank 1 on localhost ended with exit code 1; rank 0 on localhost ended without "
+        "an error"
+    )
+
+
 def test_killed_or_told_to_stop_within_the_imports(script: Path, tmp_path: Path) -> None:
     script.with_name("planted.py").write_text(SLEEPS)
     process = begun(script, tmp_path / "out", "x", 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from cluster import sync, testbed
-from cluster.hosts import Host
+from cluster.hosts import Host, Refusal
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT
 
@@ -97,6 +98,87 @@ def test_what_is_a_link_or_a_file_here_stays_there(
     assert kept == {"logs", "data", ".venv", ".git", "multirun"}
 
 
+def test_what_is_ignored_since_the_last_time_stays_there(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    (theirs / "outputs").mkdir()
+    (theirs / "outputs" / "own.csv").write_text("years of work")
+    with (project / ".gitignore").open("a") as file:
+        file.write("/outputs\n")
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    assert done.returncode == 0 and "* .gitignore" in done.stdout, done.stdout
+    assert (theirs / "outputs" / "own.csv").read_text() == "years of work"
+
+
+def test_what_git_tracks_is_copied_whatever_is_ignored(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """By a `!`, or added all the same; what lies beside it stays on both sides."""
+    with (project / ".gitignore").open("a") as file:
+        file.write("conf/local/*\n!conf/local/[m]ine.yaml\n/outputs\n")
+    for name in ("conf/local/mine.yaml", "conf/local/own", "outputs/kept [1]*.csv", "outputs/own",
+                 "tracked.pem"):  # fmt: skip
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("here")
+    for command in (["init", "-q"], ["add", "-f", "outputs/kept [1]*.csv", "tracked.pem"]):
+        subprocess.run(["git", *command], cwd=project, check=True)
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    copied = {name for name in files(theirs) if name.startswith(("conf/local", "outputs", "tr"))}
+    assert copied == {"conf/local/mine.yaml", "outputs/kept [1]*.csv"}
+    for name in ("conf/local/own", "outputs/own"):
+        (theirs / name).write_text("there")
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    assert "node2         the same" in done.stdout, done.stdout
+    for name in ("conf/local/own", "outputs/own"):
+        assert (theirs / name).read_text() == "there"
+
+
+def test_why_it_failed_is_told(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """By the other side's rsync, whose words get there most of the time."""
+    (project / "large").write_bytes(os.urandom(1 << 20))
+    full = ["mount", "-t", "tmpfs", "-o", "size=128k", "tmpfs", str(project.parent)]
+    subprocess.run(apart[1].command(*full), check=True)
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    told = done.stdout.splitlines()[-1]
+    hint = f"error: node2: cannot write there, as where a disk is full: ssh node2 df -h {project}"
+    assert done.returncode == 1 and ("No space left on device" in told or told == hint), told
+
+
+def test_why_it_failed_is_told_where_rsync_does_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "rsync").write_text("#!/bin/sh\nexit 11\n")
+    (tmp_path / "rsync").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(Refusal, match="h1: cannot write there, as where a disk is full: ssh h1 df"):
+        sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
+
+
+def test_a_login_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(tmp_path, "exec sleep 60")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(sync, "LOOK_SECONDS", 1)
+    with pytest.raises(Refusal, match="h1: no answer within 1 s: look there: ssh h1 uptime"):
+        sync.sync(Host("h1", 1), dry_run=True, env=False)
+
+
+def test_a_checkout_that_cannot_be_written(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def read_only(*_: object) -> list[str]:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/here/.sync-1")
+
+    monkeypatch.setattr(sync, "sync", read_only)
+    monkeypatch.setattr(sys, "argv", ["sync", "-H", "node1:1"])
+    assert sync.main() == 1
+    assert capsys.readouterr().err == "error: node1: /here/.sync-1 here: Read-only file system\n"
+
+
 def test_what_is_no_checkout_is_left_alone(
     on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:
@@ -142,6 +224,7 @@ def test_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
         time.sleep(0.1)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
+    assert not list(ROOT.glob(f".sync-{process.pid}-*"))
 
 
 def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import losses_report
-from benchmarks.hardware import RESULTS, continued, hardware, machine, slug
+from benchmarks.hardware import RESULTS, continued, hardware, machine, slug, write_json
 from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import batch_size_of, configuration
@@ -202,9 +202,10 @@ def main() -> int:
         for job, batch in list(zip(jobs, shares))[len(results["jobs"]) :]:
             found = measure(job, batch, arguments.np, arguments.steps, launch, say)
             results["jobs"].append(found)
-            losses_report.write(results, file.with_suffix(""))
-        results["finished"] = True
-        text = losses_report.write(results, file.with_suffix(""))
+            write_json(results, file)
+        text = losses_report.report(results, file.with_suffix(""))
+        results["finished"] = True  # in the file when its table and plot are there
+        write_json(results, file)
     except Refusal as refusal:
         say(f"error: {refusal}")
         return 2

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.figures import FONTS, plt, save
-from benchmarks.hardware import versions, write_json
+from benchmarks.hardware import versions
 from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
@@ -153,13 +153,8 @@ def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> 
 # ---------------------------------------------------------------------------- files
 
 
-def write(results: Results, name: Path) -> str:
-    """All files of a result; what to print of them."""
-    write_json(results, name.with_name(f"{name.name}.json"))
-    return report(results, name)
-
-
 def report(results: Results, name: Path) -> str:
+    """The table and the plot beside a result; what to print of them."""
     body = f"{description(results)}\n\n{table(results)}\n"
     name.with_name(f"{name.name}.md").write_text(body)
     draw(results, name)

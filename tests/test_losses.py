@@ -99,8 +99,30 @@ def test_losses_are_read_from_the_rows_that_have_them(tmp_path: Path) -> None:
 
 def test_files_are_made_again_from_the_json(tmp_path: Path) -> None:
     name = tmp_path / "losses_x"
-    losses_report.write(results(Source(1e-6, 1e-15), Job("toy")), name)
+    found = results(Source(1e-6, 1e-15), Job("toy"))
+    losses_report.report(found, name)
     written = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-    assert sorted(written) == [f"losses_x.{kind}" for kind in ("json", "md", "png", "svg")]
-    losses_report.report(json.loads(written["losses_x.json"]), name)
+    assert sorted(written) == [f"losses_x.{kind}" for kind in ("md", "png", "svg")]
+    losses_report.report(json.loads(json.dumps(found)), name)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == written
+
+
+def test_what_ends_before_its_plot_goes_on_with_its_losses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(losses, "batches", lambda jobs, sizes: [8] * len(jobs))
+    monkeypatch.setattr(losses, "launch", Source(0, 0))
+    monkeypatch.setattr("sys.argv", ["losses", "--steps", "20", "--out", str(tmp_path)])
+
+    def interrupted(results: Any, name: Path) -> str:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(losses_report, "report", interrupted)
+        assert losses.main() == 130
+    (file,) = tmp_path.glob("*.json")
+    kept = json.loads(file.read_text())
+    assert len(kept["jobs"]) == len(losses.JOBS) and not kept["finished"]
+    monkeypatch.setattr(losses, "launch", None)  # nothing is measured again
+    assert losses.main() == 0
+    assert json.loads(file.read_text())["finished"] and list(tmp_path.glob("*.png"))

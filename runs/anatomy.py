@@ -14,10 +14,10 @@ spends there is the network's, and what others wait longer is counted as "stragg
 strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
-costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 steps.
-Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as each tenth
-might always be the one that waits for the loader. On a GPU moments are events in its stream: phases
-are those of the GPU, not of the program that runs ahead.
+costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed
+steps. Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as
+each tenth might always be the one that waits for the loader. On a GPU moments are events in its
+stream: phases are those of the GPU, not of the program that runs ahead.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from runs.bottleneck import PHASES, crowded, measured, named, phases, shares, st
 from runs.ranks import gather_texts
 from strategies.clock import Moment, moment, seconds
 
-WINDOW = 200  # steps between two looks at all ranks
+WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # timed steps, the last ones, that medians are made of
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
 SHORT = 10e-3  # seconds: of shorter steps only a share is timed
@@ -79,7 +79,8 @@ class Anatomy(Callback):
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
         self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes, seconds
-        self._batches = self._count = self._logged = 0  # all, timed, and those of them logged
+        self._batches = self._noted = 0  # all, and those that were timed
+        self._count = self._logged = 0  # of these: read, and logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
         self._told: set[int] = set()
         after = "rest" if pl_module.automatic_optimization else "forward"
@@ -121,12 +122,12 @@ class Anatomy(Callback):
         self._begin("optimizer")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        if self._timed:
-            self._note_step()
         self._batches += 1
         if self._batches == self.batches:
             trainer.should_stop = True  # on all ranks: they count alike
-        if self._batches % WINDOW == 0:
+        if self._timed:
+            self._note_step()
+        if self._timed and self._noted % WINDOW == 0:
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._steps:
                 self._look_at_all(trainer)
@@ -137,6 +138,7 @@ class Anatomy(Callback):
 
     def _note_step(self) -> None:
         self._begin("data")
+        self._noted += 1
         self._unread.append((self._marks, self._take_exchanges()))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
@@ -236,16 +237,24 @@ def test_a_long_warmup_leaves_nothing_to_tell(
     assert "slow " not in capfd.readouterr().out
 
 
+class CountsLooks(Anatomy):
+    looks = 0
+
+    def _look_at_all(self, trainer: Trainer) -> None:
+        self.looks += 1
+        super()._look_at_all(trainer)
+
+
 def short_steps() -> list[dict[str, Any]]:
     """All steps timed, and of short ones a tenth; the window is longer than an epoch."""
     anatomy.WINDOW = len(loader()) + 5
     both = []
     for seconds in (0.0, 1.0):
         anatomy.SHORT = seconds
-        timed = Anatomy(warmup=0)
+        timed = CountsLooks(warmup=0)
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
-        both.append(timed.found)
+        both.append({**timed.found, "looks": timed.looks})
     return both
 
 
@@ -253,7 +262,10 @@ def test_of_short_steps_all_ranks_time_the_same_part(launch_anew: Callable) -> N
     batches = 20 * len(loader())
     found = launch_anew(short_steps, 2)
     for all_, part in found:
-        assert all_["steps"] == batches
+        window = batches // 20 + 5
+        assert all_["steps"] == batches and all_["looks"] == batches // window
+        # Not after as many steps, most of which were not timed.
+        assert part["looks"] == part["steps"] // window
         assert part["steps"] < batches / 2
         assert part["wire"]["calls"] == 1
     assert found[0][1]["ranks"] == found[1][1]["ranks"]

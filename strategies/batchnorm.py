@@ -5,12 +5,15 @@ torch's own needs torch.distributed and a GPU, Horovod's a GPU. Tested on CPUs o
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 from pytorch_lightning.plugins.layer_sync import LayerSync
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
@@ -22,22 +25,12 @@ class SyncBatchNorm(_BatchNorm):
 
     Input and output: (batch, channels, ...); the batch may differ between ranks. Costs an
     all-gather of 2 * channels + 1 numbers in forward and an all-reduce of 2 * channels in backward.
+    It is no layer to be made, but what becomes of one: see `SyncLayers`. Its second derivatives (a
+    gradient penalty) are an error.
     """
 
-    def __init__(self, layer: _BatchNorm, name: str, world: World) -> None:
-        super().__init__(
-            layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats
-        )
-        self.weight, self.bias = layer.weight, layer.bias
-        self.running_mean, self.running_var = layer.running_mean, layer.running_var
-        self.num_batches_tracked = layer.num_batches_tracked
-        self.training = layer.training
-        self.replaced, self.name, self.world = type(layer), name, world
-
-    @override
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"batch normalization needs (batch, channels, ...): {input.shape}")
+    sync_name: str
+    sync_world: World
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -45,7 +38,7 @@ class SyncBatchNorm(_BatchNorm):
             return super().forward(input)
         self._check_input_dim(input)
         output, mean, variance, count = _Normalize.apply(
-            input, self.weight, self.bias, self.eps, self.name, self.world
+            input, self.weight, self.bias, self.eps, self.sync_name, self.sync_world
         )
         if self.running_mean is not None and self.running_var is not None:
             assert self.num_batches_tracked is not None
@@ -97,6 +90,7 @@ class _Normalize(torch.autograd.Function):
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         normalized, inverse, weight = ctx.saved_tensors
         gradient = gradients[0].to(normalized.dtype)
@@ -123,35 +117,45 @@ class _Normalize(torch.autograd.Function):
 
 
 class SyncLayers(LayerSync):
-    """Puts SyncBatchNorm in the place of every batch normalization, and takes it out again."""
+    """Makes layers of batch normalization synchronous, and undoes it.
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    They stay the objects that they are, of another class for a while: with their hooks, their
+    attributes, and whoever holds them.
+
+    Args:
+        kind: which layers; nn.SyncBatchNorm are those that somebody asked for one by one.
+    """
+
+    def __init__(self, world: World, kind: type[_BatchNorm] = _BatchNorm) -> None:
+        self.world, self.kind = world, kind
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        for name, parent, key, layer in _layers(model):
-            if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm):
-                setattr(parent, key, SyncBatchNorm(layer, f"batchnorm.{name}", self.world))
+        """Raises MisconfigurationException for a layer that computes something of its own."""
+        for name, layer in model.named_modules():
+            if isinstance(layer, self.kind) and not isinstance(layer, SyncBatchNorm):
+                if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                    raise MisconfigurationException(
+                        f"sync_batchnorm: {name} is a {type(layer).__name__} with a forward of its "
+                        "own, which would be lost: put that into a layer behind it"
+                    )
+                _become(layer, _synchronous(type(layer)))  # type: ignore[arg-type]  # has a hash
+                vars(layer).update(sync_name=f"batchnorm.{name}", sync_world=self.world)
         return model
 
     @override
     def revert(self, model: nn.Module) -> nn.Module:
-        for _, parent, key, layer in _layers(model):
+        for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
-                plain = layer.replaced(
-                    layer.num_features, layer.eps, layer.momentum, layer.affine,
-                    layer.track_running_stats,
-                )  # fmt: skip
-                plain._parameters, plain._buffers = layer._parameters, layer._buffers
-                setattr(parent, key, plain.train(layer.training))
+                _become(layer, type(layer).__bases__[1])
+                del layer.sync_name, layer.sync_world
         return model
 
 
-def _layers(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Module]]:
-    """Every child of every module: full name, parent, name in the parent, child."""
-    return [
-        (f"{path}.{key}", parent, key, layer)
-        for path, parent in model.named_modules()
-        for key, layer in parent.named_children()
-    ]
+def _become(layer: Any, kind: type) -> None:
+    layer.__class__ = kind
+
+
+@cache
+def _synchronous(plain: type[_BatchNorm]) -> type[_BatchNorm]:
+    return type(f"Sync{plain.__name__}", (SyncBatchNorm, plain), {})

@@ -48,6 +48,7 @@ class Bucket:
     parameters: list[Parameter]
     buffer: Tensor = field(default_factory=lambda: torch.empty(0))
     views: list[Tensor] = field(default_factory=list)
+    trained: bool = True
     missing: int = 0
     unused: list[int] = field(default_factory=list)
     work: InFlight | None = None
@@ -55,10 +56,6 @@ class Bucket:
     @property
     def sizes(self) -> list[int]:
         return [parameter.numel() for parameter in self.parameters]
-
-    @property
-    def trained(self) -> bool:
-        return self.parameters[0].requires_grad
 
     @property
     def flags(self) -> Tensor:
@@ -109,21 +106,24 @@ class GradientBuckets:
                 raise MisconfigurationException(
                     "Horovod adds no complex gradients; split them in two"
                 )
-        self.sparse = {
-            layer.weight: name
+        self.sparse: dict[Parameter, str] = {
+            layer.weight: name  # type: ignore[misc]  # which is one
             for name, layer in module.named_modules()
             if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
         }
         self.buckets: list[Bucket] = []
         self._bucket: dict[Parameter, Bucket] = {}
         self._seen: set[Parameter] = set()
-        self._reduced: list[Tensor] = []
+        self._reduced: set[Tensor] = set()
         self._loss_hook: torch.utils.hooks.RemovableHandle | None = None
+        self._scaled = True  # by `before`, in this backward
         self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
         self._prepared = False
         self.by_itself: set[Parameter] = set()
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
+        self._gathered: list[tuple[Parameter, str]] = []  # sparse ones that are trained
+        self._local: list[bool] = []  # trained in backwards since `finish` that stayed local
         self._layouts = 0
         self._active = False
         self._last_batch = False
@@ -136,17 +136,25 @@ class GradientBuckets:
         """Before every backward, also one whose gradients stay local."""
         self._prepared = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
-        if self._loss_hook is not None:
-            self._loss_hook.remove()
+        self._remove_loss_hook()
         if loss.requires_grad and self.before != 1:
             # Here, not in each gradient: of all that is to be divided it is the smallest.
-            self._loss_hook = loss.register_hook(lambda gradient: gradient * self.before)
+            self._loss_hook, self._scaled = loss.register_hook(self._scale), False
         # What an earlier backward left, all ranks have: added up again, it shall count once. That
         # of an optimizer that is toggled off is left alone by this backward.
         for parameter in self._reduced:
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad.mul_(1 / (self.world.size * self.after))
-        self._reduced = [p for p in self._reduced if not p.requires_grad]
+        self._reduced = {p for p in self._reduced if not p.requires_grad}
+
+    def _scale(self, gradient: Tensor) -> Tensor:
+        self._scaled = True
+        return gradient * self.before
+
+    def _remove_loss_hook(self) -> None:
+        if self._loss_hook is not None:
+            self._loss_hook.remove()
+        self._loss_hook, self._scaled = None, True
 
     def start(self, last_batch: bool = False) -> None:
         """Before backward: from here on, gradients are combined as they come.
@@ -155,6 +163,8 @@ class GradientBuckets:
             last_batch: whether the epoch ends with this batch; see `finish`.
         """
         trained = [parameter.requires_grad for parameter in self.parameters]
+        if self._local:  # what was frozen since then is still to be combined
+            trained = [now or before for now, before in zip(trained, self._local)]
         if trained != self._trained:
             self._lay_out(trained)
         self._active, self._last_batch, self._first = True, last_batch, None
@@ -165,6 +175,9 @@ class GradientBuckets:
     def leave(self) -> None:
         """After a backward without `start`, whose gradients stay local for now."""
         self._prepared = False
+        self._remove_loss_hook()
+        before = self._local or [False] * len(self.parameters)
+        self._local = [p.requires_grad or one for p, one in zip(self.parameters, before)]
 
     def is_by_itself(self, parameter: Parameter) -> bool:
         """Is there still something of such a gradient?"""
@@ -179,16 +192,15 @@ class GradientBuckets:
             Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
         """
         self._active = self._prepared = False
-        if self._loss_hook is not None:
-            self._loss_hook.remove()
+        self._local = []
+        self._remove_loss_hook()
         trained = [bucket for bucket in self.buckets if bucket.trained]
         backward = moment(self.parameters[0].device)
         for bucket in trained:
             if bucket.work is None:
                 self._launch(bucket)
-        for parameter, name in self.sparse.items():
-            if parameter.requires_grad:
-                self._gather(parameter, name)
+        for parameter, name in self._gathered:
+            self._gather(parameter, name)
         for index, bucket in enumerate(trained):
             waiting = trained[index:] if self._in_steps else [bucket]
             with shown_as(f"all-reduce {bucket.name}: wait"):
@@ -204,7 +216,7 @@ class GradientBuckets:
         for hook in self._hooks.values():
             hook.remove()
         self.buckets, self._hooks, self._bucket = [], {}, {}
-        self._reduced = []
+        self._reduced = set()
 
     def _lay_out(self, trained: list[bool]) -> None:
         """Make buckets whose parameters were always trained, or not trained, together.
@@ -214,9 +226,15 @@ class GradientBuckets:
         """
         self._trained = trained
         self._watch()
-        cut = any(len({p.requires_grad for p in bucket.parameters}) > 1 for bucket in self.buckets)
-        if self.buckets and not cut:
-            return
+        of = dict(zip(self.parameters, trained))
+        cut = any(len({of[p] for p in bucket.parameters}) > 1 for bucket in self.buckets)
+        if not self.buckets or cut:
+            self._make_buckets(trained)
+        for bucket in self.buckets:
+            bucket.trained = of[bucket.parameters[0]]
+        self._gathered = [(p, name) for p, name in self.sparse.items() if of[p]]
+
+    def _make_buckets(self, trained: list[bool]) -> None:
         self._together = [f"{past}{int(now)}" for past, now in zip(self._together, trained)]
         dense = [
             (parameter, (parameter.dtype, parameter.device, together))
@@ -237,8 +255,15 @@ class GradientBuckets:
                 self._hooks[parameter] = hook
 
     def _gradient_is_there(self, parameter: Parameter) -> None:
+        if not parameter.requires_grad:
+            return  # frozen since forward: autograd comes here all the same, and has added nothing
         if not self._active and not self._prepared:
             self.by_itself.add(parameter)
+        elif not self._scaled:
+            raise RuntimeError(
+                "a gradient of something else than the loss: begin backward at the loss that "
+                "training_step returns or manual_backward is given, or at what is made of it"
+            )
         if not self._active or parameter in self.sparse:
             return
         if parameter in self._seen:
@@ -292,7 +317,7 @@ class GradientBuckets:
             bucket.work = InFlight(steps)
 
     def _unpack(self, bucket: Bucket) -> None:
-        self._reduced += bucket.parameters
+        self._reduced.update(bucket.parameters)
         if self.after != 1:
             bucket.buffer[: sum(bucket.sizes)].mul_(self.after)
         if bucket.buffer.dtype == bucket.parameters[0].dtype and not bucket.unused:
@@ -321,7 +346,7 @@ class GradientBuckets:
             rows, values = wait(where), wait(what).to(parameter.dtype)
         if len(rows) or gradient is not None:
             parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
-        self._reduced.append(parameter)
+        self._reduced.add(parameter)
 
 
 def advance(buckets: list[Bucket]) -> bool:

@@ -27,6 +27,8 @@ MOST_BYTES = 2**30  # in one operation: Horovod counts elements in 32 bits
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
     torch.int16, torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128,
+    torch.uint16, torch.uint32, torch.uint64, torch.complex32, torch.float8_e4m3fn,
+    torch.float8_e5m2,
 ]  # fmt: skip
 OPERATIONS = {
     "mean": hvd.Sum, "avg": hvd.Sum, "sum": hvd.Sum,  # a mean is divided afterwards
@@ -164,10 +166,10 @@ class World:
                 for part, of_rank in zip(parts, piece.split(counts)):
                     part.append(of_rank)
 
-            filled = next(((dtype, shape) for dtype, shape in kinds if 0 not in shape), kinds[0])
+            filled = next(((dtype, shape) for dtype, shape in kinds if 0 not in shape), None)
             gathered = []
             for (dtype, shape), part in zip(kinds, parts):
-                if 0 in shape:
+                if 0 in shape and filled is not None:
                     dtype, shape = filled[0], [0, *filled[1][1:]]
                 gathered.append(torch.cat(part).view(dtype).reshape(shape))
             return gathered
@@ -239,4 +241,17 @@ class Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
         # Horovod's own averages where DDP's adds, and its operations have no names.
-        return ctx.world.reduce(gradients, "sum")[ctx.world.rank], None
+        return SumOfMine.apply(gradients, ctx.world), None
+
+
+class SumOfMine(torch.autograd.Function):
+    """What all ranks have in this rank's row, added up; each is the other's derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:
+        ctx.world = world
+        return world.reduce(rows, "sum")[world.rank]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return Gather.apply(gradient, ctx.world), None

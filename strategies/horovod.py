@@ -8,6 +8,7 @@ After n steps the weights are those of one process that sees the batches of all 
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
@@ -21,21 +22,29 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
 from pytorch_lightning.plugins.precision import HalfPrecision
 from pytorch_lightning.strategies.parallel import ParallelStrategy
 from pytorch_lightning.trainer.states import RunningStage, TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
-from strategies.buffers import warn_of_own_buffers
+from strategies.drift import warn_of_drift
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
-from strategies.metrics import keep_wide, leave_metrics, synchronize_metrics, warn_of_own_values
+from strategies.metrics import (
+    keep_wide,
+    leave_metrics,
+    read_by_all,
+    synchronize_metrics,
+    warn_of_own_values,
+)
 from strategies.randomness import OwnDraws
 from strategies.reductions import COMPRESSIONS, Reduction, adasum
 from strategies.refusals import (
@@ -46,7 +55,7 @@ from strategies.refusals import (
     refuse_strangers,
     refuse_unequal,
 )
-from strategies.samplers import batches_of_all, each_sample_once, leave_out_trained
+from strategies.samplers import batches_of_all, each_sample_once, leave_out_trained, move
 
 T = TypeVar("T")
 
@@ -119,7 +128,9 @@ class HorovodStrategy(ParallelStrategy):
         self._buckets: GradientBuckets | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
-        self._looked = False  # at the buffers of all ranks
+        self._looked = self._warned = False  # at what ranks have apart, and of it
+        self._own_buffers = False  # in this evaluation, so far
+        self._step_hooks: list[Any] = []  # of optimizers
         self._fewest_batches: WeakKeyDictionary[DataLoader, int] = WeakKeyDictionary()
         self._groups: dict[int, int] = {}  # of each optimizer, when it was last looked at
         self._resumed: dict[str, Any] = {}
@@ -216,8 +227,10 @@ class HorovodStrategy(ParallelStrategy):
         self.accelerator.setup(trainer)
         module = self.lightning_module
         fitting = trainer.state.fn == TrainerFn.FITTING
-        if self._layer_sync is not None and fitting and self.world.size > 1:
-            self._layer_sync = SyncLayers(self.world)  # torch's needs torch.distributed
+        if fitting and self.world.size > 1:  # torch's own needs torch.distributed
+            if not isinstance(self._layer_sync, SyncLayers):
+                all_ = self._layer_sync is not None  # by Trainer(sync_batchnorm=True)
+                self._layer_sync = SyncLayers(self.world, _BatchNorm if all_ else nn.SyncBatchNorm)
             self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         if isinstance(self.precision_plugin, HalfPrecision):
@@ -229,10 +242,15 @@ class HorovodStrategy(ParallelStrategy):
             synchronize_metrics(module, self.world)
             self._draws = OwnDraws(self.world.rank, self.root_device)
         if fitting:
+            known = {*module.parameters(), *module.buffers()}
             self.setup_optimizers(trainer)
             if self.world.size > 1:
                 refuse_own_clock(trainer)
+                refuse_other_models(module, self.world)  # configure_optimizers may have made some
+                tensors = [*module.parameters(), *module.buffers()]
+                self.world.broadcast([tensor for tensor in tensors if tensor not in known])
                 self._buckets = self._make_buckets()
+                read_by_all(trainer)
         self.setup_precision_plugin()
 
     def _make_buckets(self) -> GradientBuckets:
@@ -254,6 +272,13 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        self._remove_step_hooks()
+        # Not in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
+        self._step_hooks = [
+            optimizer.register_step_pre_hook(self._before_step)
+            for optimizer in self.optimizers
+            if isinstance(optimizer, Optimizer)
+        ]
         # Only a state that configure_optimizers loaded is there yet; a checkpoint's comes later.
         states = [o.state_dict() if o.state else None for o in self.optimizers]
         for optimizer, state in zip(self.optimizers, self.broadcast(states)):
@@ -303,6 +328,8 @@ class HorovodStrategy(ParallelStrategy):
             now = self._global_batch_size()
             then = self._resumed.get("global_batch_size") or now
             leave_out_trained(loaders, progress, then, now)
+        elif isinstance(trainer.num_training_batches, int):  # which may be others than then
+            move(progress, trainer.num_training_batches - progress.current.ready)
         for dataloader in loaders:
             epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
             _set_sampler_epoch(dataloader, epoch)
@@ -310,23 +337,34 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        # Buffers (running means of batch normalization) differ between ranks; a checkpoint has
-        # those of rank 0, so they are what is evaluated, as under DDP.
-        if self._buckets is not None:
-            assert self.lightning_module is not None
-            self._look_at_buffers()
-            self.world.broadcast(self.lightning_module.buffers())
+        if self._buckets is None:
+            return
+        if not self._looked and self._trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+            self._looked = True
+            self._look_at_all_ranks()
+        self._own_buffers = True
+        combined = self._trainer._evaluation_loop._combined_loader
+        if combined is None or batches_of_all(combined, 0, self._fewest_batches) in (0, math.inf):
+            self._share_buffers()  # now, as not all ranks may have a batch
+
+    def _share_buffers(self) -> None:
+        """Buffers (running means of batch normalization) differ between ranks; a checkpoint has
+        those of rank 0, so they are what is evaluated, as under DDP. In the first batch: callbacks
+        that evaluate averaged weights have put theirs in by then."""
+        assert self.lightning_module is not None
+        self._own_buffers = False
+        self.world.broadcast(self.lightning_module.buffers())
 
     @override
     def on_train_end(self) -> None:
-        self._look_at_buffers()
+        self._look_at_all_ranks()
 
-    def _look_at_buffers(self) -> None:
-        """Once a training, when it has made a step or more."""
-        if self._buckets is not None and not self._looked and self._trainer.global_step:
+    def _look_at_all_ranks(self) -> None:
+        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self._buckets is not None and not self._warned and trained:
             assert self.lightning_module is not None
-            warn_of_own_buffers(self.lightning_module, self.world)
-            self._looked = True
+            own_buffers = not self.broadcast_buffers  # are a mistake
+            self._warned = warn_of_drift(self.lightning_module, self.world, own_buffers)
 
     @override
     def on_validation_end(self) -> None:
@@ -345,7 +383,9 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._draws():
+        # A step that takes dataloader_iter has samplers draw in it, which all must do alike.
+        draws = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        with nullcontext() if draws else self._draws():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -378,6 +418,8 @@ class HorovodStrategy(ParallelStrategy):
             what = "prediction" if trainer.predicting else "evaluation"
             self.world.alone = f"batch {batch_idx} of the {what}"
         try:
+            if self._own_buffers:
+                self._share_buffers()
             with self._draws():
                 yield
         finally:
@@ -390,6 +432,8 @@ class HorovodStrategy(ParallelStrategy):
             return
         if batch_idx == 0:
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
+            for optimizer in self.optimizers:
+                refuse_strangers(optimizer, self._buckets.known)
         if self.broadcast_buffers:
             assert self.lightning_module is not None
             self.world.broadcast(self.lightning_module.buffers())
@@ -435,15 +479,18 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if self._buckets is not None and isinstance(optimizer, LBFGS):
+            # Its line search asks for another loss as long as this one does not please it.
+            closure = partial(self._of_all_ranks, closure)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Weights that a step moves by what one rank has alone would differ from then on."""
         if self._buckets is None:
-            return super().optimizer_step(optimizer, closure, *args, **kwargs)
+            return
         if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
             refuse_strangers(optimizer, self._buckets.known)
             self._groups[id(optimizer)] = len(optimizer.param_groups)
-        if isinstance(optimizer, LBFGS):
-            # Its line search asks for another loss as long as this one does not please it.
-            closure = partial(self._of_all_ranks, closure)
         if self._buckets.by_itself:
             stepped = (p for group in optimizer.param_groups for p in group["params"])
             if any(map(self._buckets.is_by_itself, stepped)):
@@ -451,7 +498,11 @@ class HorovodStrategy(ParallelStrategy):
                     "a step with gradients of loss.backward(), which each rank has for itself: "
                     "call self.manual_backward(loss), which averages them"
                 )
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    def _remove_step_hooks(self) -> None:
+        for hook in self._step_hooks:
+            hook.remove()
+        self._step_hooks = []
 
     def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
         return self.reduce(closure(), reduce_op="sum" if self.op == "sum" else "mean")
@@ -543,7 +594,8 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
-        self._looked = False
+        self._remove_step_hooks()
+        self._looked = self._warned = self._own_buffers = False
         self._fewest_batches.clear()
         self._groups.clear()
         if self.lightning_module is not None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import Callback, ProgressBar
 from pytorch_lightning.utilities.rank_zero import WarningCache
-from torch import nn
+from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
 
@@ -27,6 +31,59 @@ def synchronize_metrics(module: nn.Module, world: World) -> None:
         if metric.dist_sync_fn is None or isinstance(others, World):
             metric.dist_sync_fn = world.gather
             metric.distributed_available_fn = world.has_several_ranks
+            if _lists(metric):
+                metric._sync_dist = PaddedLists(metric, world)  # type: ignore[method-assign]
+            if hasattr(metric, "_gather_tuple_list"):  # MeanAveragePrecision's, of masks
+                metric._gather_tuple_list = partial(gather_lists, world)
+
+
+def _lists(metric: Metric) -> list[str]:
+    """States that are lists, and stay lists when they are gathered."""
+    return [
+        name for name, reduction in metric._reductions.items()
+        if reduction is None and isinstance(metric._defaults[name], list)
+    ]  # fmt: skip
+
+
+class PaddedLists:
+    """In the place of Metric._sync_dist, which gathers the tensors of such lists one by one.
+
+    Ranks with fewer have empty ones gathered beside the others', which are then dropped. With
+    samples repeated to make shares equal, as under DDP, all have equally many.
+    """
+
+    def __init__(self, metric: Metric, world: World) -> None:
+        self.metric, self.world = metric, world
+
+    def __call__(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        metric, size = self.metric, self.world.size
+        lists = {name: getattr(metric, name) for name in _lists(metric)}
+        mine = {
+            name: len(tensors)
+            for name, tensors in lists.items()
+            if all(isinstance(one, Tensor) for one in tensors)
+        }
+        ranks = self.world.gather_objects(mine)
+        counts = {
+            name: [other[name] for other in ranks]
+            for name in mine
+            if all(name in other for other in ranks)
+        }
+        for name, of_ranks in counts.items():
+            lacks = max(of_ranks) - mine[name]
+            setattr(metric, name, [*lists[name], *[torch.zeros(0, device=metric.device)] * lacks])
+        type(metric)._sync_dist(metric, dist_sync_fn, process_group)
+        for name, of_ranks in counts.items():
+            # The first of each rank, then the second of each, ...
+            gathered = enumerate(getattr(metric, name))
+            setattr(metric, name, [one for i, one in gathered if i // size < of_ranks[i % size]])
+
+
+def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> list[Any]:
+    """Of all ranks' lists the first elements, then the second ones, ..."""
+    ranks = world.gather_objects(mine)
+    longest = max(len(one) for one in ranks)
+    return [one[index] for index in range(longest) for one in ranks if index < len(one)]
 
 
 def keep_wide(module: nn.Module) -> None:
@@ -43,6 +100,24 @@ def leave_metrics(module: nn.Module, world: World) -> None:
         if isinstance(metric, Metric) and metric.dist_sync_fn == world.gather:
             metric.dist_sync_fn = None
             metric.distributed_available_fn = jit_distributed_available
+            for name in ("_sync_dist", "_gather_tuple_list"):
+                metric.__dict__.pop(name, None)
+
+
+class ReadByAll(Callback):
+    """Before a progress bar, which reads the epoch's metrics on rank 0 alone: to read is to reduce,
+    for which it would wait, or take what others reduce next for its own."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _ = trainer.progress_bar_metrics
+
+
+def read_by_all(trainer: pl.Trainer) -> None:
+    """Put it before the first progress bar, if there is one."""
+    callbacks = trainer.callbacks  # type: ignore[attr-defined]
+    bars = [i for i, callback in enumerate(callbacks) if isinstance(callback, ProgressBar)]
+    if bars and not any(isinstance(callback, ReadByAll) for callback in callbacks):
+        callbacks.insert(bars[0], ReadByAll())
 
 
 def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:

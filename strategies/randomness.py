@@ -18,6 +18,10 @@ class OwnDraws:
     so outside, it is as if nothing had been drawn inside. From that of a GPU only steps draw.
     Python's and NumPy's generators stay alike.
 
+    Where they begin follows from where the generator that all share stands: another place for each
+    training, evaluation and prediction of a program, as loaders draw from it in between, and the
+    same when it is run again with its seed.
+
     Args:
         rank: among those that train together.
         device: on which it trains.
@@ -25,16 +29,18 @@ class OwnDraws:
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank, self.device = rank, device
+        shared = torch.Generator()
+        shared.set_state(torch.get_rng_state())
+        self._of_all = int(torch.randint(2**62, (), generator=shared))
         self.seed(0)
 
     def seed(self, step: int) -> None:
-        """Start anew from what torch was seeded with; a resumed training repeats no draws.
+        """Start anew; a resumed training repeats no draws.
 
         Args:
             step: how many were made before.
         """
-        # Mixed, lest rank 1 of one run draws as rank 0 of another, whose seed is one more.
-        mixed = random.Random(f"{torch.initial_seed()} {self.rank} {step}").getrandbits(63)
+        mixed = random.Random(f"{self._of_all} {self.rank} {step}").getrandbits(63)
         self._own = torch.Generator().manual_seed(mixed).get_state()
         if self.device.type == "cuda":
             torch.cuda.manual_seed(mixed)

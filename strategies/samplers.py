@@ -142,9 +142,17 @@ def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
             order = partial(shuffled, sampler)
         even = EvenBatches(samples, world.size, world.rank, batches.batch_size, order)
         replace_batches(dataloader, even)
-    else:  # this rank's samples, without padding
-        sampler.total_size = samples
-        sampler.num_samples = len(range(world.rank, samples, world.size))
+        return dataloader
+    # This rank's samples, without padding; of copies, as training may have the same sampler.
+    sampler = copy.copy(sampler)
+    sampler.total_size = samples
+    sampler.num_samples = len(range(world.rank, samples, world.size))
+    if batches is None:
+        object.__setattr__(dataloader, "sampler", sampler)
+    else:
+        copied: Any = copy.copy(batches)
+        copied.sampler = sampler
+        replace_batches(dataloader, copied)
     return dataloader
 
 
@@ -221,5 +229,10 @@ def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int
         of_round = trained if trained <= length else trained % length
         replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
         moved = trained - ready
+    move(progress, moved)
+
+
+def move(progress: Any, batches: int) -> None:
+    """Have Lightning's progress in an epoch count so many batches more."""
     for count in ("ready", "started", "processed", "completed"):
-        setattr(progress.current, count, getattr(progress.current, count) + moved)
+        setattr(progress.current, count, getattr(progress.current, count) + batches)

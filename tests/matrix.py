@@ -322,6 +322,54 @@ def adversaries_that_step_together(strategy: str) -> dict[str, Any]:
     return fit(strategy, StepTogether())
 
 
+class LossesFirst(Adversaries):
+    """Both losses before either optimizer is toggled: autograd then also comes to parameters that
+    are toggled off. The critic has a part that only the rank with the first samples uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.critic.seldom = nn.Parameter(torch.ones(FEATURES))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        fake = self.generator(batch[0])
+        of_critic = (self.critic(fake.detach()) - self.critic(batch[0])).mean()
+        if RANK == 0:
+            index = GLOBAL_BATCH * batch_idx  # whose sample one process sees too, first of all
+            of_critic = of_critic + (samples()[index][0].to(fake) @ self.critic.seldom) / (
+                GLOBAL_BATCH // SIZE
+            )
+        of_generator = -self.critic(fake).mean()
+        for optimizer, loss in ((second, of_critic), (first, of_generator)):
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            self.untoggle_optimizer(optimizer)
+        second.step()
+        first.step()
+
+
+@case()
+def adversaries_whose_losses_come_first(strategy: str) -> dict[str, Any]:
+    return fit(strategy, LossesFirst())
+
+
+class Penalty(Net):
+    """The gradient of a function of all ranks' outputs, in the loss."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        outputs = self.all_gather(self(inputs), sync_grads=True)
+        (slope,) = torch.autograd.grad(outputs.square().sum(), inputs, create_graph=True)
+        # Each rank has had the whole function, whose slope is then that of all of them.
+        return outputs.square().mean() + (slope / SIZE).square().sum(1).mean()
+
+
+@case()
+def second_derivatives_through_all_gather(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Penalty(), precision="64-true", max_epochs=1)
+
+
 class Twice(Net):
     """Manual optimization with two backwards in a step, the second one of a part of the model."""
 
@@ -407,6 +455,32 @@ def frozen_parameters(strategy: str) -> dict[str, Any]:
     model = Net()
     model.net[0].requires_grad_(False)
     return fit(strategy, model)
+
+
+class FreezesWithin(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.net[0].requires_grad_(batch_idx % 4 < 1)
+        return super().training_step(batch, batch_idx)
+
+
+@case()
+def frozen_within_a_window(strategy: str) -> dict[str, Any]:
+    """Between two batches of an accumulation: the gradient of the first is still averaged."""
+    return fit(strategy, FreezesWithin(), accumulate_grad_batches=2)
+
+
+class MadeLate(Net):
+    def configure_optimizers(self) -> Any:
+        self.head = nn.Linear(CLASSES, CLASSES)  # on each rank with its own numbers
+        return super().configure_optimizers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(super().forward(x))
+
+
+@case(without_ddp="it broadcasts before")
+def parameters_made_by_configure_optimizers(strategy: str) -> dict[str, Any]:
+    return fit(strategy, MadeLate())
 
 
 class Shared(Net):
@@ -620,6 +694,28 @@ def sync_batchnorm(strategy: str) -> dict[str, Any]:
     return fit(strategy, Net(convolutions(normalization=True)), sync_batchnorm=SIZE > 1)
 
 
+def squash(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    return output.tanh()
+
+
+@case(without_ddp="torch's needs a GPU")
+def sync_batchnorm_with_a_hook(strategy: str) -> dict[str, Any]:
+    """It belongs to the layer that somebody made, and stays with it."""
+    model = Net(convolutions(normalization=True))
+    layer = model.net[2]
+    layer.register_forward_hook(squash)
+    result = fit(strategy, model, sync_batchnorm=SIZE > 1)
+    return {**result, "same": model.net[2] is layer, "kind": type(layer).__name__}
+
+
+@case(without_ddp="torch's needs a GPU")
+def sync_batchnorm_of_torch(strategy: str) -> dict[str, Any]:
+    """Layers that the model itself has made synchronous; the others stay as they are."""
+    model = Net(convolutions(normalization=True))
+    model.net = nn.SyncBatchNorm.convert_sync_batchnorm(model.net)
+    return fit(strategy, model)
+
+
 @case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_without_parameters(strategy: str) -> dict[str, Any]:
     normalization = nn.BatchNorm1d(FEATURES, momentum=None, affine=False)
@@ -653,9 +749,45 @@ class Ragged(Metric):
         return (values * order).sum() + self.largest + self.smallest + self.average
 
 
+class EachSample(Metric):
+    """Lists with a tensor for each sample, some of them empty, and one of tuples, as detection has
+    them. Ranks with fewer samples have fewer of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("boxes", "scores", "masks"):
+            self.add_state(name, default=[], dist_reduce_fx=None)
+
+    def update(self, values: Tensor) -> None:
+        for row in values:
+            self.boxes.append(row[row > 0.5].unsqueeze(1).repeat(1, 4))
+            self.scores.append(row[:1])
+            self.masks.append(tuple(row[:2].tolist()))
+
+    def _apply(self, fn: Callable) -> nn.Module:  # type: ignore[override]
+        return super()._apply(fn, exclude_state=("masks",))
+
+    def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
+        super()._sync_dist(dist_sync_fn, process_group)
+        self.masks = self._gather_tuple_list(self.masks, process_group)
+
+    @staticmethod
+    def _gather_tuple_list(mine: list[Any], process_group: Any = None) -> list[Any]:
+        """As torchmetrics' MeanAveragePrecision does it."""
+        ranks: list[Any] = [None] * torch.distributed.get_world_size(process_group)
+        torch.distributed.all_gather_object(ranks, mine, process_group)
+        return [one[index] for index in range(len(ranks[0])) for one in ranks]
+
+    def compute(self) -> Tensor:
+        samples = zip(self.boxes, self.scores, self.masks)  # of one sample, or the sum is another
+        found = [box.sum() * score + sum(mask) * len(box) for box, score, mask in samples]
+        return torch.stack([value.reshape(()) for value in found]).sort().values.sum()
+
+
 class Measured(Net):
     def __init__(self) -> None:
         super().__init__()
+        self.each_sample = EachSample()
         accuracy = MulticlassAccuracy(CLASSES, average="micro")
         self.collection = MetricCollection({"acc": accuracy, "f1": MulticlassF1Score(CLASSES)})
         self.ragged, self.auroc = Ragged(), BinaryAUROC()
@@ -666,6 +798,8 @@ class Measured(Net):
         self.collection(scores, batch[1])
         self.log_dict(self.collection)  # as objects
         self.ragged(batch[0][:, 0])
+        self.each_sample.update(batch[0])
+        self.log("each sample", self.each_sample)
         self.auroc(scores[:, 0].sigmoid(), (batch[1] == 0).int())
         self.log("ragged", self.ragged)
         for metric in self.several:
@@ -737,6 +871,29 @@ def metrics_of_a_sampler_of_ones_own(strategy: str) -> dict[str, Any]:
     order = list(range(19, 10, -1))
     batches = DataLoader(samples(20), batch_size=GLOBAL_BATCH // SIZE, sampler=order)
     return {"validated": trainer(strategy).validate(Measured(), batches, verbose=False)[0]}
+
+
+class Summary(Net):
+    """A metric logged, and another that is computed when the epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.first(batch[0][:, 0])
+        self.log("first", self.first, on_step=False, on_epoch=True)
+        self.second.update(100 + batch[0][:, 1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("second", self.second.compute())
+        self.second.reset()
+
+
+@case(without_ddp="rank 0 alone reduces what its bar shows: values get mixed up, or it hangs")
+def metrics_with_a_progress_bar(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Summary(), enable_progress_bar=True)
 
 
 @case()

@@ -20,7 +20,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CPUAccelerator
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
@@ -41,6 +41,7 @@ from strategies import HorovodStrategy, buckets, ddp
 from strategies.buckets import GradientBuckets
 from strategies.collectives import longest_pause, on_own_gpu, wait_until
 from strategies.metrics import synchronize_metrics
+from strategies.randomness import OwnDraws
 from strategies.reductions import adasum
 from strategies.samplers import batches_of_all, drawn_anew
 from tests.conftest import run
@@ -70,17 +71,24 @@ class Evaluated(Net):
         self.log("val_loss", loss, sync_dist=True)
 
 
-def train_with_running_means() -> dict[str, Any]:
-    run = trainer("horovod")
+def train_with_running_means(averaged: bool) -> dict[str, Any]:
+    run = trainer("horovod", callbacks=[EMAWeightAveraging()] if averaged else [])
     model = Evaluated(convolutions(normalization=True))
     kept: list[Tensor] = []
-    model.on_validation_epoch_end = lambda: kept.append(model.net[2].running_mean.clone())
-    run.fit(model, loader(), DataLoader(samples(16), batch_size=4))
+
+    def keep(layer: Any, *_: Any) -> None:
+        if not layer.training:
+            kept.append(layer.running_mean.clone())
+
+    model.net[2].register_forward_hook(keep)
+    run.fit(model, loader(), DataLoader(samples(16), batch_size=8))
     return {"running": kept, "loss": float(run.callback_metrics["val_loss"])}
 
 
-def test_running_means_of_rank_0_are_evaluated(launch: Callable) -> None:
-    first, second = launch(train_with_running_means, 2)
+@pytest.mark.parametrize("averaged", [False, True])
+def test_running_means_of_rank_0_are_evaluated(launch: Callable, averaged: bool) -> None:
+    """Also those that a callback puts in their place for the time of an evaluation."""
+    first, second = launch(train_with_running_means, 2, averaged=averaged)
     assert len(first["running"]) == 3  # the first is the sanity check
     assert first["running"][1].abs().sum() > 0
     for mine, other in zip(first["running"], second["running"]):
@@ -97,8 +105,9 @@ def collectives() -> dict[str, Any]:
         reduced = {op: strategy.reduce(inference, reduce_op=op) for op in ("mean", "sum", "max")}
     odd = {
         str(dtype): strategy.all_gather(torch.tensor(rank, dtype=dtype))
-        for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64)
-    }
+        for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64, torch.uint16,
+                      torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+    }  # fmt: skip
     mine = torch.arange(20.0).half() * (rank + 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("strategies.collectives.MOST_BYTES", 7)
@@ -113,6 +122,7 @@ def collectives() -> dict[str, Any]:
     return {
         "gathered": gathered, "reduced": reduced, "odd": odd, "inference": inference,
         "ragged": strategy.world.gather(torch.full((rank, 2), rank)),
+        "empty": [tuple(each.shape) for each in strategy.world.gather(torch.zeros(0, rank + 3))],
         "integer": strategy.reduce(torch.tensor(rank * 3), reduce_op="mean"),
         "broadcast": strategy.broadcast({"from": rank}, src=1),
         "all": strategy.reduce_boolean_decision(rank == 0, all=True),
@@ -130,11 +140,10 @@ def test_collectives(launch: Callable) -> None:
         assert rank["inference"].tolist() == [1.0 * (index + 1), 5.0 * (index + 1)]
         reduced = {op: value.tolist() for op, value in rank["reduced"].items()}
         assert reduced == {"mean": [1.5, 7.5], "sum": [3, 15], "max": [2, 10]}
-        assert {name: value.tolist() for name, value in rank["odd"].items()} == {
-            "torch.bool": [False, True], "torch.bfloat16": [0, 1],
-            "torch.int16": [0, 1], "torch.float64": [0, 1],
-        }  # fmt: skip
+        for dtype, value in rank["odd"].items():
+            assert (str(value.dtype), value.double().tolist()) == (dtype, [0, 1])
         assert [t.shape for t in rank["ragged"]] == [(0, 2), (1, 2)]
+        assert rank["empty"] == [(0, 3), (0, 4)]
         assert rank["integer"].item() == 1.5
         assert rank["broadcast"] == {"from": 1}
         assert rank["pieces"]["mine"].tolist() == [2.0 * value for value in range(20)]
@@ -277,6 +286,44 @@ def warm_optimizer() -> Any:
     run = trainer("horovod", limit_train_batches=0)
     run.fit(Warm(), loader())
     return run.optimizers[0].state_dict()["state"]
+
+
+class Validates(Remembers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.validated: list[int] = []  # after so many epochs
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated.append(self.current_epoch)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        pass
+
+
+def end_an_epoch(folder: str, resumed: bool) -> dict[str, Any]:
+    """One of a number of batches that follows from the number of ranks; a second after a resume."""
+    keep = ModelCheckpoint(folder, filename="end", every_n_train_steps=80 // 4 // SIZE)
+    saving: dict[str, Any] = {"callbacks": [keep], "enable_checkpointing": True}
+    run = trainer(
+        "horovod", max_epochs=1 + resumed, num_sanity_val_steps=0, **({} if resumed else saving)
+    )
+    model, path = Validates(), f"{folder}/end.ckpt" if resumed else None
+    batches = DataLoader(samples(), batch_size=4)
+    run.fit(model, batches, DataLoader(samples(16), batch_size=4), ckpt_path=path)
+    seen = everyones(run, model.seen)
+    return {"seen": seen, "validated": model.validated, "steps": run.global_step}
+
+
+@pytest.mark.parametrize("then,now", [(1, 2), (2, 1)])
+def test_a_resume_at_the_end_of_an_epoch_trains_the_next(
+    launch: Callable, tmp_path: Path, then: int, now: int
+) -> None:
+    """On another number of ranks, which have another number of batches."""
+    launch(end_an_epoch, then, folder=str(tmp_path), resumed=False)
+    expected = sorted(samples().tensors[0][:, 0].tolist())
+    for told in launch(end_an_epoch, now, folder=str(tmp_path), resumed=True):
+        assert told["seen"] == expected and told["validated"][-1] == 1
+        assert told["steps"] == 20 // then + 20 // now
 
 
 class RemembersTwo(Net):
@@ -488,28 +535,43 @@ class Codebook(Net):
         return super().training_step(batch, batch_idx)
 
 
-def train_buffers() -> dict[str, Any]:
+class MovesItself(Net):
+    """A weight that something else than averaged gradients moves, in the last of 20 steps."""
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        if self.global_step == 20:
+            with torch.no_grad():
+                self.net[2].bias[1] += 1e-6 * RANK
+
+
+def train_apart() -> dict[str, Any]:
     found = {}
     for name, model, options in (
         ("own", Codebook(), {}),
         ("alike", Codebook(), {"broadcast_buffers": True}),
         ("running", Net(convolutions(normalization=True)), {}),
+        ("weight", MovesItself(), {}),
     ):
+        validation = DataLoader(samples(16), batch_size=4)
         with warnings.catch_warnings(record=True) as told:
-            trainer(HorovodStrategy(**options)).fit(model, loader())
-        found[f"{name} told"] = [str(w.message) for w in told if "the buffer" in str(w.message)]
+            trainer(HorovodStrategy(**options)).fit(model, loader(), validation)
+        said = [str(warning.message) for warning in told]
+        found[f"{name} told"] = [text for text in said if "differs between ranks" in text]
         if isinstance(model, Codebook):
             found[name] = torch.stack(model.begins)
     return found
 
 
-def test_buffers_that_ranks_move_are_told_of_or_rank_0s(launch: Callable) -> None:
-    first, second = launch(train_buffers, 2)
+def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
+    first, second = launch(train_apart, 2)
     assert not torch.equal(first["own"], second["own"])
     assert torch.equal(first["alike"], second["alike"]) and first["alike"][-1].any()
     (text,) = first["own told"]
     assert text.startswith("the buffer centre differs between ranks, and checkpoints have that of")
-    assert not first["running told"] and not second["own told"]
+    (text,) = first["weight told"]
+    assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints have")
+    assert not first["running told"] and not first["alike told"]
+    assert not second["own told"] and not second["weight told"]
 
 
 def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
@@ -646,6 +708,45 @@ def test_each_rank_draws_for_itself_in_its_steps(launch: Callable, tmp_path: Pat
         assert epoch["outside"] == other["outside"]
         assert len(set(epoch["outside"])) == 4
         assert len(set(epoch["seen"] + other["seen"])) == 16
+
+
+def test_draws_begin_elsewhere_each_time_and_move_nothing() -> None:
+    torch.manual_seed(3)
+    before, drawn = torch.get_rng_state(), []
+    for _ in range(2):
+        draws = OwnDraws(0, torch.device("cpu"))
+        assert torch.equal(torch.get_rng_state(), before)
+        with draws():
+            drawn.append(float(torch.rand(1)))
+    torch.rand(1)  # as a loader does
+    with OwnDraws(0, torch.device("cpu"))():
+        assert drawn == [drawn[0]] * 2 and float(torch.rand(1)) != drawn[0]
+
+
+class DrawsItsBatches(Net):
+    """Asks the loader for its batches, whose sampler draws in the step then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        self.seen.append(batch[0][:, 0])
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def train_on_an_iterator() -> list[float]:
+    model = DrawsItsBatches()  # seeds torch by its rank
+    torch.manual_seed(3)
+    drawing = DataLoader(samples(16), 2, sampler=SubsetRandomSampler(range(16)))
+    trainer("horovod", max_epochs=1).fit(model, drawing)
+    return torch.cat(model.seen).tolist()
+
+
+def test_a_step_that_asks_for_its_batches_draws_them_as_all_do(launch: Callable) -> None:
+    first, second = launch(train_on_an_iterator, 2)
+    assert sorted(first + second) == sorted(samples(16).tensors[0][:, 0].tolist())
 
 
 def test_one_process_draws_as_without_horovod(launch: Callable, tmp_path: Path) -> None:
@@ -872,6 +973,15 @@ def mistakes() -> dict[str, str]:
         "complex": refused(lambda: trainer("horovod").fit(Complex(), loader())),
         "left out": refused(lambda: trainer("horovod").fit(LeavesOut(), loader())),
         "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
+        "passed by": refused(
+            lambda: trainer("horovod").fit(CallsBackward("step", bare=True), loader())
+        ),
+        "elsewhere": refused(lambda: trainer("horovod").fit(BeginsElsewhere(), loader())),
+        "made": refused(lambda: trainer("horovod").fit(MadeApart(), loader())),
+        "own forward": refused(
+            lambda: with_model(nn.Sequential(Doubled(FEATURES)), sync_batchnorm=True)
+        ),
+        "penalty": refused(lambda: trainer("horovod", sync_batchnorm=True).fit(Slope(), loader())),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
         "strides": refused(lambda: with_model(strided)),
         "lazy": refused(lambda: with_model(nn.LazyLinear(CLASSES))),
@@ -927,17 +1037,49 @@ class LeavesOut(Net):
 class CallsBackward(LeavesOut):
     """Makes each step of gradients of its own; or takes them away before those of all ranks."""
 
-    def __init__(self, then: str) -> None:
+    def __init__(self, then: str, bare: bool = False) -> None:
         super().__init__()
-        self.then = then
+        self.then, self.bare = then, bare
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        loss, optimizer = Net.training_step(self, batch, batch_idx), self.optimizers()
+        loss = Net.training_step(self, batch, batch_idx)
+        optimizer = self.optimizers(use_pl_optimizer=not self.bare)
         loss.backward(retain_graph=True)
         if self.then != "step":
             optimizer.zero_grad(set_to_none=self.then == "none")  # type: ignore[union-attr]
             self.manual_backward(loss)
         optimizer.step()  # type: ignore[union-attr]
+
+
+class BeginsElsewhere(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        sum(parameter.sum() for parameter in self.parameters()).backward()  # type: ignore[union-attr]
+
+
+class MadeApart(Net):
+    """What configure_optimizers makes has another size on each rank."""
+
+    def configure_optimizers(self) -> Any:
+        self.late = nn.Linear(CLASSES, 2 + RANK)
+        return super().configure_optimizers()
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Slope(Net):
+    """Has the gradient of a network with batch normalization in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        outputs = self(inputs).square().sum()
+        (slope,) = torch.autograd.grad(outputs, inputs, create_graph=True)
+        return slope.square().mean()
 
 
 class Hides(Net):
@@ -1003,6 +1145,11 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["complex"].startswith("Horovod adds no complex gradients")
         assert told["left out"].startswith("for some ranks the epoch ends with this backward")
         assert told["alone"].startswith("a step with gradients of loss.backward()")
+        assert told["passed by"] == told["alone"]
+        assert told["elsewhere"].startswith("a gradient of something else than the loss: begin")
+        assert told["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")
+        assert told["own forward"].startswith("sync_batchnorm: net.0 is a Doubled with a forward")
+        assert "once_differentiable" in told["penalty"]
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
         assert "strided (27, 1, 9, 3) trained;" in told["strides"]
@@ -1201,6 +1348,8 @@ def evaluate_in_orders_of_its_own() -> dict[str, Any]:
     both = DataLoader(samples(67), batch_size=8, sampler=sampler)
     model = Sees()
     trainer("horovod").fit(model, both, both)
+    single, one_by_one = DataLoader(samples(67), None, sampler=sampler), Sees()
+    trainer("horovod", max_epochs=1).fit(one_by_one, both, single)
     alone = None
     if RANK == 0:
         alone = pl.Trainer(
@@ -1212,6 +1361,7 @@ def evaluate_in_orders_of_its_own() -> dict[str, Any]:
         "shuffled": seen(
             DataLoader(samples(), batch_size=4, shuffle=True), limit_val_batches=1
         ),
+        "one by one": [len(one_by_one.seen), sum(len(seen) for seen in one_by_one.trained)],
         "shares": [torch.cat(model.trained[at : at + 5]).tolist() for at in (0, 5)],
         "alone": alone,
     }  # fmt: skip
@@ -1228,6 +1378,8 @@ def test_evaluation_in_orders_of_its_own(launch: Callable) -> None:
         for epoch, share in enumerate(told["shares"]):
             expected.set_epoch(epoch)
             assert share == samples(67).tensors[0][list(expected), 0].tolist()
+        # 34 and 33 validated beside two of the sanity check; of training one is there twice
+        assert told["one by one"] == [2 + 34 - rank, 34]
         if rank == 0:  # after training, without rank 1
             assert told["alone"][0]["mean"] == pytest.approx(float(samples(4).tensors[0].mean()))
 

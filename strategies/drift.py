@@ -1,0 +1,63 @@
+"""Weights and buffers that have gone apart between ranks, though gradients suppose them equal."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from strategies.collectives import World
+
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
+    """Name the first parameter, or else (with `buffers`) the first buffer, that is not the same on
+    all ranks; return whether there is one."""
+    sums = dict(zip([name for name, _ in module.named_parameters()], _sums(module)))
+    if name := _first_apart(sums, world):
+        rank_zero_warn(
+            f"the parameter {name} differs between ranks, and checkpoints have that of rank 0: "
+            "something else than averaged gradients has moved it (a step or gradients of each "
+            "rank alone, weights set when training had begun, Embedding(max_norm=))"
+        )
+        return True
+    digests = {name: _digest(buffer) for name, buffer in own_buffers(module) if buffers}
+    if name := _first_apart(digests, world):
+        rank_zero_warn(
+            f"the buffer {name} differs between ranks, and checkpoints have that of rank 0: "
+            "update it with what all ranks have (self.all_gather), or take "
+            "HorovodStrategy(broadcast_buffers=True), in conf/ strategy.broadcast_buffers=true"
+        )
+    return bool(name)
+
+
+def own_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """All but running means and variances, which training does not read."""
+    for prefix, layer in module.named_modules():
+        if not isinstance(layer, _NormBase):
+            yield from layer.named_buffers(prefix, recurse=False)
+
+
+def _first_apart(mine: Mapping[str, object], world: World) -> str:
+    ranks = world.gather_objects(mine)
+    return next((n for n in mine if any(o.get(n, mine[n]) != mine[n] for o in ranks)), "")
+
+
+def _sums(module: nn.Module) -> list[int]:
+    """Of the bits of each parameter, as whole numbers: the same in any order, and no copy."""
+    with torch.no_grad():
+        found = [
+            torch.view_as_real(p) if p.is_complex() else p.detach() for p in module.parameters()
+        ]
+        sums = [p.view(WHOLE[p.element_size()]).sum(dtype=torch.int64) for p in found]
+        return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+
+
+def _digest(buffer: Tensor) -> bytes:
+    raw = buffer.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return hashlib.sha256(raw.numpy().tobytes()).digest()

@@ -324,17 +324,18 @@ def adversaries_that_step_together(strategy: str) -> dict[str, Any]:
 
 class LossesFirst(Adversaries):
     """Both losses before either optimizer is toggled: autograd then also comes to parameters that
-    are toggled off. The critic has a part that only the rank with the first samples uses."""
+    are toggled off. The critic may have a part that only the rank with the first samples uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, seldom: bool) -> None:
         super().__init__()
-        self.critic.seldom = nn.Parameter(torch.ones(FEATURES))
+        if seldom:
+            self.critic.seldom = nn.Parameter(torch.ones(FEATURES))
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         first, second = self.optimizers()
         fake = self.generator(batch[0])
         of_critic = (self.critic(fake.detach()) - self.critic(batch[0])).mean()
-        if RANK == 0:
+        if RANK == 0 and hasattr(self.critic, "seldom"):
             index = GLOBAL_BATCH * batch_idx  # whose sample one process sees too, first of all
             of_critic = of_critic + (samples()[index][0].to(fake) @ self.critic.seldom) / (
                 GLOBAL_BATCH // SIZE
@@ -351,7 +352,7 @@ class LossesFirst(Adversaries):
 
 @case()
 def adversaries_whose_losses_come_first(strategy: str) -> dict[str, Any]:
-    return fit(strategy, LossesFirst())
+    return {f"seldom {also}": fit(strategy, LossesFirst(also)) for also in (False, True)}
 
 
 class Penalty(Net):
@@ -779,7 +780,8 @@ class EachSample(Metric):
         return [one[index] for index in range(len(ranks[0])) for one in ranks]
 
     def compute(self) -> Tensor:
-        samples = zip(self.boxes, self.scores, self.masks)  # of one sample, or the sum is another
+        # Those of one sample, or the sum is another.
+        samples = zip(self.boxes, self.scores, self.masks, strict=True)
         found = [box.sum() * score + sum(mask) * len(box) for box, score, mask in samples]
         return torch.stack([value.reshape(()) for value in found]).sort().values.sum()
 

@@ -130,7 +130,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lists of metrics have what fills them up in them", "metrics.py",
-        "if i // size < of_ranks[i % size]", "if True", "horovod-2 and validation_while_training",
+        "if i // size < of_ranks[i % size]", "if True", "horovod-2 and sampler_of_ones_own",
     ),
     Mutation(
         "a progress bar reads metrics on one rank", "horovod.py",

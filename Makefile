@@ -42,11 +42,14 @@ $(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name)))
 # Before anything is installed: make takes model.lr=0.1 and DRY_RUN=1 for variables of its own, which
 # nothing reads.
 KNOWN := ARGS NP HOSTS HOSTFILE PYTHON STOP_SECONDS STRATEGY LAUNCHER FOLLOW MPI INSTALL $(OURS)
-ENVIRONMENT := WHEELS FORWARD PRELOAD HOROVOD_% NCCL_% GLOO_% CUDA_% OMP_% MKL_% TORCH% PYTORCH_% PL_% HYDRA_% SHELL
+ENVIRONMENT := WHEELS FORWARD PRELOAD HOROVOD_% NCCL_% GLOO_% UCX_% CUDA_% OMP_% MKL_% OPENBLAS_% TORCH% \
+  PYTORCH_% PL_% HYDRA_% PIP_% CXX SHELL MAKEFLAGS __BASH_MAKE_COMPLETION__
+ifeq ($(MAKELEVEL),0) # another Makefile hands on its own
 $(foreach name,$(filter-out $(KNOWN) $(ENVIRONMENT),$(.VARIABLES)),\
   $(if $(filter command,$(firstword $(origin $(name)))),\
     $(error $(name)=$($(name)): no variable of this Makefile, see make help; changes to conf/ go into \
       ARGS="key=value ...", variables for the environment before make)))
+endif
 ifneq ($(filter train launch sweep profile,$(MAKECMDGOALS)),)
   $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it is of make bench; here ARGS="strategy=$(STRATEGY)"))
 endif

@@ -17,8 +17,10 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +47,7 @@ from cluster.ssh import connecting, diagnose
 from cluster.sync import synced, tracked
 
 PROBE = (Path(__file__).parent / "probe.py").read_text()
+MOST_KINDS = 200  # of files that are compared: they go on a command line
 QUICK_SECONDS = 40  # an interpreter from a slow file system, nvidia-smi of many GPUs
 ANSWER_SECONDS = 100  # torch from there too
 PAIR_SECONDS = 90
@@ -184,9 +187,11 @@ def _here(quick: bool) -> dict[str, Any]:
 
 
 def _asked(quick: bool) -> dict[str, Any]:
-    kinds = {*CODE, *(Path(name).suffix or Path(name).name for name in tracked())}
+    kinds = Counter(Path(name).suffix or Path(name).name for name in tracked())
+    common = {kind for kind, _ in kinds.most_common(MOST_KINDS)}
     return {
-        "root": str(ROOT), "python": sys.executable, "quick": quick, "kinds": sorted(kinds),
+        "root": str(ROOT), "python": sys.executable, "quick": quick,
+        "kinds": sorted({*CODE, *common}),
     }  # fmt: skip
 
 
@@ -245,8 +250,8 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
         if first == second and first.slots < 2:
             return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
         of[host.name] = entry(host) | of[host.name]
-    # In memory: it may hold variables that are nobody's business, and is gone when we are.
-    with os.fdopen(os.memfd_create("hosts"), "w") as file:
+    # Without a name: it may hold variables that are nobody's business, and is gone when we are.
+    with tempfile.TemporaryFile("w") as file:
         file.write(yaml.safe_dump({"hosts": of}))
         file.flush()
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
@@ -255,6 +260,7 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
         process = subprocess.Popen(
             command, cwd=ROOT, encoding="utf-8", errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
         )  # fmt: skip
         try:
             printed, said_last = process.communicate(timeout=PAIR_SECONDS)

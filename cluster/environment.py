@@ -99,11 +99,12 @@ def locked(file: Path, told: str) -> Iterator[None]:
     """One at a time: a second one waits, which it tells, and then finds the work done."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            print(told, flush=True)
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks keeps no two apart
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(told, flush=True)
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 

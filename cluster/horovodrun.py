@@ -243,7 +243,7 @@ class Job:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)
             who = f"rank {rank} on {host.name}"
-            if code == -signal.SIGABRT and (late := self._late()):  # Gloo's, when it has waited
+            if code == -signal.SIGABRT and (late := self._late(rank)):  # Gloo's, when it has waited
                 self._fail(1, f"{late} did not come to hvd.init(), and {who} gave up", code)
             elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
@@ -259,11 +259,12 @@ class Job:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
 
-    def _late(self) -> str:
-        """Ranks for which others wait in hvd.init()."""
+    def _late(self, rank: int) -> str:
+        """Ranks for which this one has waited in hvd.init(); empty when it had not come to it."""
         assert self._rendezvous is not None
-        come = {key for key in self._rendezvous.store if key.startswith("global/")}
-        late = [m for m in self.members if f"global/{m.rank}" not in come] if come else []
+        come = {*list(self._rendezvous.store)}  # in one go: another thread adds to it
+        waited = f"global/{rank}" in come
+        late = [m for m in self.members if waited and f"global/{m.rank}" not in come]
         told = [f"rank {member.rank} on {member.host.name}" for member in late[:3]]
         return ", ".join(told) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
 
@@ -286,7 +287,9 @@ class Job:
             self._cause = (4, f"stopped by {signal.Signals(number).name}")
             self._deadlines["stop"] = time.monotonic() + self.stop_seconds
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
-        elif number != signal.SIGTERM:  # of another `make stop`, which asks for the same
+        # Other signals only ask again: another `make stop`, a terminal that closes (it may tell us
+        # twice, and we tell ourselves). Of two at once AT_ONCE may be the first to get here.
+        if number == AT_ONCE or (self._signals > 1 and number == signal.SIGINT):
             self._deadlines["stop"] = 0
 
     def _ask_to_stop(self) -> None:

@@ -133,6 +133,7 @@ class Record:
             out = sys.stdout if stream == "stdout" else sys.stderr
             try:
                 print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
+                self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
             except OSError as error:  # who read it is gone: `| tee`, or the terminal, which tells
                 # only the first process of its session; that may be a make that waits for us.
                 if error.errno == errno.EIO and self._in_foreground:

@@ -69,7 +69,8 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
     # By content: an edit may leave the size as it was.
-    changes = _rsync(host, ROOT, [*rules(), "--checksum"], dry_run)
+    options, given = rules()
+    changes = _rsync(host, ROOT, [*options, "--checksum"], dry_run, given)
     counted = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
     told = (["would be: "] if dry_run and counted else [""])[0] + (", ".join(counted) or "the same")
     lines = [told + (f" (there was no {ROOT})" if state == "missing" else "")]
@@ -81,35 +82,41 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
 def synced() -> set[str] | None:
     """The files that are copied; None where rsync is missing."""
     try:
-        return _listed(rules())
+        return {name for name in _listed(*rules()) if not name.endswith("/")}
     except FileNotFoundError:
         return None
 
 
 @functools.cache
-def rules() -> list[str]:
-    """rsync's, for what stays where it is: .syncignore, and .gitignore as git reads it.
+def rules() -> tuple[list[str], str]:
+    """Options of rsync's, and its input, for what stays where it is: .syncignore, .gitignore.
 
-    rsync does not know `!` in a .gitignore, nor files that git was told to add all the same.
+    rsync does not know `!` in a .gitignore, nor files that git was told to add all the same; so
+    what git tracks or would add is named one by one where .gitignore keeps it from rsync.
     """
-    stays, ignored = ["--exclude=/.sync-*", "--exclude-from=.syncignore"], "--filter=:- .gitignore"
-    found = _listed([*stays, ignored])
-    lost = _known_to_git("--cached", "--others") - found
+    stays = ["--exclude=/.sync-*", "--exclude-from=.syncignore"]
+    ignored = ["--filter=:- .gitignore"]
+    if (ROOT / ".gitignore").exists():  # ours protects files of the other side before it is there
+        ignored.insert(0, "--filter=.- .gitignore")
+    found = _listed([*stays, *ignored])
+    lost = (_known_to_git("--cached", "--others") & _listed(stays)) - found
     folders = _folders(lost)
-    kept = [f"--include=/{_literally(name)}" for name in sorted(lost | folders)]
+    kept = [f"+ /{_literally(name)}" for name in sorted(lost | folders)]
     # Of a folder that is ignored as a whole nothing else.
-    kept += [f"--exclude=/{_literally(name)}*" for name in sorted(folders - _folders(found))]
-    return [*stays, *kept, ignored]
+    kept += [f"- /{_literally(name)}*" for name in sorted(folders - found)]
+    # By the input: they may be too many for a command line.
+    return [*stays, "--filter=. -", *ignored], "".join(f"{rule}\n" for rule in kept)
 
 
-def _listed(rules: list[str]) -> set[str]:
-    """The files here that rsync would copy."""
+def _listed(options: list[str], given: str = "") -> set[str]:
+    """The files here that rsync would copy, and their folders, with a slash behind them."""
     done = subprocess.run(
-        ["rsync", "-r", "--list-only", *rules, "./"],
+        ["rsync", "-r8", "--list-only", *options, "./"], input=given,
         cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
     )  # fmt: skip
     # permissions, size, date, time, name
-    return {line.split(None, 4)[4] for line in done.stdout.splitlines() if line.startswith("-")}
+    lines = [line for line in done.stdout.splitlines() if line[:1] in ("-", "d")]
+    return {line.split(None, 4)[4] + "/" * (line[0] == "d") for line in lines}
 
 
 @functools.cache
@@ -120,14 +127,22 @@ def tracked() -> set[str]:
 
 
 def _known_to_git(*which: str) -> set[str]:
-    """Files that git tracks (--cached), or would add (--others)."""
+    """Files that git tracks (--cached), or would add (--others).
+
+    Raises:
+        Refusal: for a repository that git cannot read.
+    """
+    # Also of another user's checkout, as in a container; and not of a hook's repository.
+    git = ["git", "-c", "safe.directory=*", "ls-files", "-z", *which, "--exclude-standard"]
+    environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
-            ["git", "ls-files", "-z", *which, "--exclude-standard"],
-            cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
-        )  # fmt: skip
+            git, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", errors="replace"
+        )
     except FileNotFoundError:
         return set()
+    if done.returncode and "not a git repository" not in done.stderr:
+        raise Refusal(f"{ROOT}: {done.stderr.strip().splitlines()[0]}")
     return {name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()}
 
 
@@ -167,19 +182,20 @@ def _environment(host: Host, dry_run: bool) -> list[str]:
     return [f"environment: {count} files copied, it runs"]
 
 
-def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[str, list[str]]:
+def _rsync(
+    host: Host, folder: Path, options: list[str], dry_run: bool, given: str = ""
+) -> dict[str, list[str]]:
     """What changed, by its kind; the folder is made if it is missing."""
     target = f"{host.user}@{host.name}" if host.user else host.name
     ssh = shlex.join(host.ssh_options())
     path = shlex.quote(str(folder))
     there = "rsync" if dry_run else f"mkdir -p {path} && rsync"
     # -s: rsync before 3.2.4 has the path split at its blanks there, and deletes in a part of it.
-    # -after: by then the host has our .gitignore; by its old one it would delete what ours names.
     done = _run([
-        "rsync", "-azs", "--delete-after", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
+        "rsync", "-azs", "--delete", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
         f"--rsync-path={there}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
         f"{folder}/", f"{target}:{folder}/",
-    ], host)  # fmt: skip
+    ], host, given=given)  # fmt: skip
     changes: dict[str, list[str]] = {"+": [], "*": [], "-": []}
     for line in done.splitlines():
         what, _, name = line.partition(" ")
@@ -194,11 +210,11 @@ def _rsync(host: Host, folder: Path, options: list[str], dry_run: bool) -> dict[
     return changes
 
 
-def _run(command: list[str], host: Host, seconds: float | None = None) -> str:
+def _run(command: list[str], host: Host, seconds: float | None = None, given: str = "") -> str:
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=seconds,
+            timeout=seconds, input=given,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Refusal(

@@ -27,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name in ("MAKEFLAGS", "ARGS"):
+    for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):
         os.environ.pop(name, None)
 
 

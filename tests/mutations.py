@@ -148,16 +148,17 @@ MUTATIONS = [
     ),
     Mutation(
         "what is ignored since the last time is deleted on other hosts", "sync.py",
-        '"--delete-after", ', '"--delete", ', "ignored_since", "cluster/test_sync", "cluster",
+        '(ROOT / ".gitignore").exists()', "False", "ignored_since", "cluster/test_sync", "cluster",
     ),
     Mutation(
         "what git tracks stays here where it is ignored", "sync.py",
-        "    return [*stays, *kept, ignored]", "    return [*stays, ignored]",
+        "    lost = (", "    lost = set() and (",
         "git_tracks", "cluster/test_sync", "cluster",
     ),
     Mutation(
         "a second request to stop ends the run at once", "horovodrun.py",
-        "elif number != signal.SIGTERM:", "else:", "another_stop", "cluster/test_jobs", "cluster",
+        "if number == AT_ONCE or (self._signals > 1 and number == signal.SIGINT):",
+        "if self._signals > 1:", "another_stop", "cluster/test_jobs", "cluster",
     ),
     Mutation(
         "buffers stay apart though asked for", "horovod.py",
@@ -484,7 +485,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is gone here stays on other hosts", "sync.py",
-        '"--delete-after", ', "", "stale", "cluster/test_sync", "cluster",
+        '"--delete", ', "", "stale", "cluster/test_sync", "cluster",
     ),
     Mutation(
         "secrets are copied", "sync.py",

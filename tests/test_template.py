@@ -482,6 +482,19 @@ class TestMistakes:
         done = run([*make, "NP=1 2", "INSTALL=true"])
         assert done.returncode != 0 and "give one number of processes" in done.stdout
 
+    def test_make_lets_be_what_is_no_mistake(self) -> None:
+        """What make itself, the installer, or a shell that completes sets; another Makefile's."""
+        for variable in (
+            "CXX=ccache g++",
+            "MAKEFLAGS=",
+            "__BASH_MAKE_COMPLETION__=1",
+            "UCX_TLS=tcp",
+        ):
+            done = run(["make", "-n", "hello", variable])
+            assert done.returncode == 0 and "cluster.exchange" in done.stdout, done.stdout
+        assert run(["make", "-n", "hello", "VERBOSE=1"], MAKELEVEL="1").returncode == 0
+        assert run(["make", "-n", "hello", "VERBOSE=1"]).returncode == 2
+
     @pytest.mark.parametrize(
         ("target", "message"),
         [

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster import jobs, testbed
+from cluster import jobs, record, testbed
 from cluster.agent import SILENCE_SECONDS
-from cluster.horovodrun import GLOO_SECONDS
+from cluster.horovodrun import AT_ONCE, GLOO_SECONDS
 from cluster.hosts import Host, Refusal
 from cluster.record import birth, write
 from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
@@ -503,6 +503,56 @@ class TestEnd:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert (tmp_path / "told").read_text() == "asked\n"
+
+    def test_a_terminal_that_closes_may_tell_twice(self, tmp_path: Path) -> None:
+        """Its shell and the kernel; the checkpoint is waited for all the same."""
+        script = f"trap 'sleep 5; echo saved >{tmp_path}/told; exit' USR1; trap '' TERM; echo hi; "
+        script += "while :; do sleep .1; done"
+        command = horovodrun("--stop-seconds", "60", "-H", "localhost:1", "sh", "-c", script)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None and b"hi" in process.stdout.readline()
+        for _ in range(3):
+            process.send_signal(signal.SIGHUP)
+            time.sleep(0.3)
+        assert process.wait(timeout=50) == 128 + signal.SIGHUP
+        assert (tmp_path / "told").read_text() == "saved\n"
+
+    def test_at_once_is_at_once_when_it_comes_first(self) -> None:
+        """Of two signals that wait Python takes the one of the lower number."""
+        lasts = "trap '' TERM USR1; echo hi; while :; do sleep .1; done"
+        command = horovodrun("--stop-seconds", "600", "-H", "localhost:1", "sh", "-c", lasts)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        assert process.stdout is not None and b"hi" in process.stdout.readline()
+        for number in (AT_ONCE, signal.SIGTERM):
+            process.send_signal(number)
+        assert process.wait(timeout=60) == 128 + AT_ONCE
+
+    def test_a_job_that_left_the_foreground_goes_on_without_its_terminal(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """By Ctrl-Z, bg and disown."""
+        monkeypatch.setattr(record, "FOLDER", tmp_path / "logs")
+
+        def gone(*_: object, **__: object) -> None:
+            raise OSError(errno.EIO, "")
+
+        for foreground, signals in (([True, False], []), ([True, True], [signal.SIGHUP])):
+            sent: list[int] = []
+            with monkeypatch.context() as patched:
+                patched.setattr(os, "kill", lambda _, number, sent=sent: sent.append(number))
+                patched.setattr(record, "_in_foreground", iter(foreground).__next__)
+                kept = record.Record(None, [], ["true"], 8)
+                kept.line(0, "stdout", "is read")
+                patched.setattr("builtins.print", gone)
+                for _ in range(2):
+                    kept.line(0, "stdout", "is not")
+            assert sent == signals
+
+    def test_a_rank_that_aborts_before_others_wait_for_it(self) -> None:
+        code = "import os, horovod.torch as hvd; os.environ['HOROVOD_RANK'] == '1' or os.abort(); "
+        done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", f"{code} hvd.init()"))
+        told = "horovodrun: rank 0 on localhost was killed by SIGABRT"
+        assert done.stdout.splitlines()[-1] == told, done.stdout
 
     def test_a_stop_hides_no_failure(self, tmp_path: Path) -> None:
         """Ctrl-C while the others of a rank that failed are being ended."""

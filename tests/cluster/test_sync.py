@@ -112,6 +112,72 @@ def test_what_is_ignored_since_the_last_time_stays_there(
     assert (theirs / "outputs" / "own.csv").read_text() == "years of work"
 
 
+def test_a_look_tells_what_goes_and_what_stays(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """Where .gitignore has lost a line and gained one, a copy deletes what DRY=1 has shown."""
+    (project / ".gitignore").write_text("/outputs\n")
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    for folder in ("outputs", "results"):
+        (theirs / folder).mkdir()
+        (theirs / folder / "own.csv").write_text("years of work")
+    (project / ".gitignore").write_text("/results\n")
+    look, copy = (
+        on(apart[0], "cluster.sync", "-H", "node2", *only, cwd=project).stdout
+        for only in (["--dry-run"], [])
+    )
+    assert look.replace("would be: ", "") == copy and "1 changed\n  * .gitignore\n" in copy
+    assert (theirs / "outputs" / "own.csv").exists() and (theirs / "results" / "own.csv").exists()
+
+
+def test_what_lies_beside_tracked_files_is_as_it_was(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """Folders of links, folders that are links, old code beside the last file of a folder."""
+    with (project / ".gitignore").open("a") as file:
+        file.write("/outputs\n*.so\n")
+    for name in ("ext/a.so", "ext/old.py", "outputs/best.csv"):
+        (project / name).parent.mkdir(exist_ok=True)
+        (project / name).write_text("here")
+    for command in (["init", "-q"], ["add", "-f", "ext", "outputs"]):
+        subprocess.run(["git", *command], cwd=project, check=True)
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    assert (theirs / "outputs" / "best.csv").exists()
+    (theirs / "outputs" / "best.csv").write_text("better there")
+    (project / "ext" / "old.py").unlink()
+    (project / "outputs").rename(tmp_path / "elsewhere")
+    (project / "outputs").symlink_to(tmp_path / "elsewhere")
+    (project / "links").mkdir()
+    (project / "links" / "dangling").symlink_to("/nowhere/at/all")
+    for index in range(3000):  # tracked, and never copied
+        (project / f"secrets-{'x' * 40}-{index}").touch()
+    subprocess.run(["git", "add", "."], cwd=project, check=True)
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    assert done.returncode == 0, done.stdout
+    assert (theirs / "outputs" / "best.csv").read_text() == "better there"
+    assert (theirs / "ext" / "a.so").exists() and not (theirs / "ext" / "old.py").exists()
+    assert os.readlink(theirs / "links" / "dangling") == "/nowhere/at/all"
+    assert not list(theirs.glob("secrets-*"))
+
+
+def test_a_repository_that_git_cannot_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told; one of another user can be read, and a hook's is not taken for this one."""
+    monkeypatch.setattr(sync, "ROOT", tmp_path)
+    assert sync._known_to_git("--cached") == set()  # none
+    (tmp_path / "a").touch()
+    for command in (["init", "-q"], ["add", "a"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    monkeypatch.setenv("GIT_DIR", "/nowhere")
+    for path in (tmp_path, *(tmp_path / ".git").rglob("*")):
+        os.chown(path, 12345, 12345)
+    assert sync._known_to_git("--cached") == {"a"}
+    (tmp_path / ".git" / "index").write_bytes(b"broken")
+    with pytest.raises(Refusal, match="index file"):
+        sync._known_to_git("--cached")
+
+
 def test_what_git_tracks_is_copied_whatever_is_ignored(
     on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ torch's own needs torch.distributed and a GPU, Horovod's a GPU. Tested on CPUs o
 
 from __future__ import annotations
 
+import copyreg
 from functools import cache
 from typing import Any
 
@@ -31,6 +32,11 @@ class SyncBatchNorm(_BatchNorm):
 
     sync_name: str
     sync_world: World
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies, and what is saved, are layers of the class that this one was made with."""
+        state = {k: value for k, value in vars(self).items() if not k.startswith("sync_")}
+        return copyreg._reconstructor, (type(self).__bases__[1], object, None), state  # type: ignore[attr-defined]
 
     @override
     def forward(self, input: Tensor) -> Tensor:

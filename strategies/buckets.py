@@ -38,6 +38,10 @@ from strategies.collectives import World, wait, wait_until
 from strategies.reductions import InFlight, Reduction, add
 
 MIB = 2**20
+ELSEWHERE = (
+    "a gradient of something else than the loss: begin backward at the loss that training_step "
+    "returns or manual_backward is given, or at what is made of it, and set no gradients by hand"
+)
 
 
 @dataclass
@@ -137,9 +141,10 @@ class GradientBuckets:
         self._prepared = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
         self._remove_loss_hook()
-        if loss.requires_grad and self.before != 1:
+        self._scaled = self.before == 1
+        if loss.requires_grad and not self._scaled:
             # Here, not in each gradient: of all that is to be divided it is the smallest.
-            self._loss_hook, self._scaled = loss.register_hook(self._scale), False
+            self._loss_hook = loss.register_hook(self._scale)
         # What an earlier backward left, all ranks have: added up again, it shall count once. That
         # of an optimizer that is toggled off is left alone by this backward.
         for parameter in self._reduced:
@@ -191,6 +196,9 @@ class GradientBuckets:
         Returns:
             Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
         """
+        by_hand = (p for p in self.parameters if p.grad is not None and p not in self._seen)
+        if not self._scaled and not self._local and any(p.requires_grad for p in by_hand):
+            raise RuntimeError(ELSEWHERE)
         self._active = self._prepared = False
         self._local = []
         self._remove_loss_hook()
@@ -260,10 +268,7 @@ class GradientBuckets:
         if not self._active and not self._prepared:
             self.by_itself.add(parameter)
         elif not self._scaled:
-            raise RuntimeError(
-                "a gradient of something else than the loss: begin backward at the loss that "
-                "training_step returns or manual_backward is given, or at what is made of it"
-            )
+            raise RuntimeError(ELSEWHERE)
         if not self._active or parameter in self.sparse:
             return
         if parameter in self._seen:

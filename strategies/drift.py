@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from strategies.collectives import World
 
+PIECE = 2**22  # numbers, 32 MiB of 64 bits
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -49,13 +50,19 @@ def _first_apart(mine: Mapping[str, object], world: World) -> str:
 
 
 def _sums(module: nn.Module) -> list[int]:
-    """Of the bits of each parameter, as whole numbers: the same in any order, and no copy."""
+    """Of the bits of each parameter, as whole numbers."""
     with torch.no_grad():
         found = [
             torch.view_as_real(p) if p.is_complex() else p.detach() for p in module.parameters()
         ]
-        sums = [p.view(WHOLE[p.element_size()]).sum(dtype=torch.int64) for p in found]
+        sums = [_sum(p.view(WHOLE[p.element_size()]).reshape(-1)) for p in found]
         return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+
+
+def _sum(numbers: Tensor) -> Tensor:
+    # In pieces, of which torch makes copies of 64 bits.
+    pieces = [piece.sum(dtype=torch.int64) for piece in numbers.split(PIECE)]
+    return torch.stack(pieces).sum()
 
 
 def _digest(buffer: Tensor) -> bytes:

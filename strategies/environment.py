@@ -21,14 +21,9 @@ MIB = 2**20
 
 # Set before hvd.init() unless the user has set them; figures in benchmarks/NOTES.md. Gradients come
 # in buckets, so there is nothing to wait for that could be fused (a copy into a fusion buffer and
-# one out of it). Where there is nothing to do, Horovod's thread sleeps up to 100 ms instead of
+# one out of it). And where there is nothing to do, Horovod's thread sleeps up to 100 ms instead of
 # asking all ranks each ms; the Horovod that cluster/wheel.py builds knows this, others ignore it.
-# And a rank that others wait for ends the job after half an hour, as torch.distributed has it;
-# Horovod would wait forever.
-HOROVOD_DEFAULTS = {
-    "HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100",
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1800",
-}  # fmt: skip
+HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
 
 
 def keep_freed_memory() -> None:

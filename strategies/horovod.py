@@ -273,11 +273,12 @@ class HorovodStrategy(ParallelStrategy):
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
         self._remove_step_hooks()
-        # Not in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
+        # As well as in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
+        # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
         self._step_hooks = [
             optimizer.register_step_pre_hook(self._before_step)
             for optimizer in self.optimizers
-            if isinstance(optimizer, Optimizer)
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")
         ]
         # Only a state that configure_optimizers loaded is there yet; a checkpoint's comes later.
         states = [o.state_dict() if o.state else None for o in self.optimizers]
@@ -342,15 +343,17 @@ class HorovodStrategy(ParallelStrategy):
         if not self._looked and self._trainer.fit_loop.epoch_loop.batch_progress.total.ready:
             self._looked = True
             self._look_at_all_ranks()
-        self._own_buffers = True
+        self._share_buffers()
         combined = self._trainer._evaluation_loop._combined_loader
-        if combined is None or batches_of_all(combined, 0, self._fewest_batches) in (0, math.inf):
-            self._share_buffers()  # now, as not all ranks may have a batch
+        assert combined is not None
+        batches = batches_of_all(combined, 0, self._fewest_batches)
+        # Again in the first batch, if all ranks have it: callbacks that evaluate averaged weights
+        # have put theirs in by then.
+        self._own_buffers = batches not in (0, math.inf)
 
     def _share_buffers(self) -> None:
         """Buffers (running means of batch normalization) differ between ranks; a checkpoint has
-        those of rank 0, so they are what is evaluated, as under DDP. In the first batch: callbacks
-        that evaluate averaged weights have put theirs in by then."""
+        those of rank 0, so they are what is evaluated, as under DDP."""
         assert self.lightning_module is not None
         self._own_buffers = False
         self.world.broadcast(self.lightning_module.buffers())
@@ -479,12 +482,13 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
+        self._before_step(optimizer)
         if self._buckets is not None and isinstance(optimizer, LBFGS):
             # Its line search asks for another loss as long as this one does not please it.
             closure = partial(self._of_all_ranks, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Weights that a step moves by what one rank has alone would differ from then on."""
         if self._buckets is None:
             return

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback, ProgressBar
+from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torchmetrics import Metric
@@ -69,9 +69,10 @@ class PaddedLists:
             for name in mine
             if all(name in other for other in ranks)
         }
+        device = "cpu" if metric.compute_on_cpu else metric.device
         for name, of_ranks in counts.items():
             lacks = max(of_ranks) - mine[name]
-            setattr(metric, name, [*lists[name], *[torch.zeros(0, device=metric.device)] * lacks])
+            setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * lacks])
         type(metric)._sync_dist(metric, dist_sync_fn, process_group)
         for name, of_ranks in counts.items():
             # The first of each rank, then the second of each, ...
@@ -105,19 +106,18 @@ def leave_metrics(module: nn.Module, world: World) -> None:
 
 
 class ReadByAll(Callback):
-    """Before a progress bar, which reads the epoch's metrics on rank 0 alone: to read is to reduce,
-    for which it would wait, or take what others reduce next for its own."""
+    """Before a progress bar, or a callback of rank 0 alone, reads the epoch's metrics: to read is
+    to reduce, for which it would wait, or take what others reduce next for its own."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _ = trainer.progress_bar_metrics
 
 
 def read_by_all(trainer: pl.Trainer) -> None:
-    """Put it before the first progress bar, if there is one."""
+    """Put it before all other callbacks; on all ranks, as some may have none that reads."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    bars = [i for i, callback in enumerate(callbacks) if isinstance(callback, ProgressBar)]
-    if bars and not any(isinstance(callback, ReadByAll) for callback in callbacks):
-        callbacks.insert(bars[0], ReadByAll())
+    if not any(isinstance(callback, ReadByAll) for callback in callbacks):
+        callbacks.insert(0, ReadByAll())
 
 
 def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:

@@ -144,14 +144,14 @@ def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
         replace_batches(dataloader, even)
         return dataloader
     # This rank's samples, without padding; of copies, as training may have the same sampler.
-    sampler = copy.copy(sampler)
-    sampler.total_size = samples
-    sampler.num_samples = len(range(world.rank, samples, world.size))
+    share = copy.copy(sampler)
+    share.total_size = samples
+    share.num_samples = len(range(world.rank, samples, world.size))
     if batches is None:
-        object.__setattr__(dataloader, "sampler", sampler)
-    else:
-        copied: Any = copy.copy(batches)
-        copied.sampler = sampler
+        object.__setattr__(dataloader, "sampler", share)
+    else:  # which may have the sampler in several places
+        known = {id(sampler): share, id(sampler.dataset): sampler.dataset}
+        copied: Any = copy.deepcopy(batches, known)
         replace_batches(dataloader, copied)
     return dataloader
 

@@ -7,7 +7,9 @@ see test_gpu.py.
 
 from __future__ import annotations
 
+import copy
 import os
+import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -699,14 +701,25 @@ def squash(layer: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output.tanh()
 
 
+class Saves(Net):
+    """Copies itself, and saves itself whole, while it is trained."""
+
+    copies: list[nn.Module]
+
+    def on_train_epoch_end(self) -> None:
+        self.copies = [copy.deepcopy(self.net), pickle.loads(pickle.dumps(self.net))]
+
+
 @case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_with_a_hook(strategy: str) -> dict[str, Any]:
-    """It belongs to the layer that somebody made, and stays with it."""
-    model = Net(convolutions(normalization=True))
+    """It belongs to the layer that somebody made, and stays with it; copies are as it was made."""
+    model = Saves(convolutions(normalization=True))
     layer = model.net[2]
     layer.register_forward_hook(squash)
     result = fit(strategy, model, sync_batchnorm=SIZE > 1)
-    return {**result, "same": model.net[2] is layer, "kind": type(layer).__name__}
+    kinds = [type(net[2]).__name__ for net in (model.net, *model.copies)]
+    weights = [net.state_dict() for net in model.copies]
+    return {**result, "same": model.net[2] is layer, "kinds": kinds, "copies": weights}
 
 
 @case(without_ddp="torch's needs a GPU")
@@ -895,7 +908,7 @@ class Summary(Net):
 
 @case(without_ddp="rank 0 alone reduces what its bar shows: values get mixed up, or it hangs")
 def metrics_with_a_progress_bar(strategy: str) -> dict[str, Any]:
-    return fit(strategy, Summary(), enable_progress_bar=True)
+    return fit(strategy, Summary(), enable_progress_bar=RANK == 0)
 
 
 @case()

@@ -92,7 +92,7 @@ MUTATIONS = [
     ),
     Mutation(
         "buffers are broadcast before a callback has put its weights in", "horovod.py",
-        "        self._own_buffers = True\n", "        self._share_buffers()\n",
+        "batches not in (0, math.inf)", "False",
         "running_means", "test_strategy",
     ),
     Mutation(
@@ -138,7 +138,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sampler of training is changed by an evaluation", "samplers.py",
-        "    sampler = copy.copy(sampler)\n    sampler.total_size", "    sampler.total_size",
+        "    share = copy.copy(sampler)\n", "    share = sampler\n",
         "orders_of_its_own", "test_strategy",
     ),
     Mutation(
@@ -330,7 +330,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a loss that is prepared twice is scaled twice", "buckets.py",
-        "        self._remove_loss_hook()\n        if", "        if",
+        "        self._remove_loss_hook()\n        self._scaled =", "        self._scaled =",
         "prepared_twice", "test_properties",
     ),
     Mutation(

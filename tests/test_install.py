@@ -29,12 +29,12 @@ class TestWheel:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
         tag = wheel.platform_tag()
         name = wheel.wheel_name(info(), "0.28.1", mpi=False)
-        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p2-cp312-cp312-{tag}.whl"
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p3-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
         label = wheel.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
-        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p2.mpi.sm80.sm90"
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p3.mpi.sm80.sm90"
         label = wheel.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
-        assert label.startswith("0.28.1+torch2.11.0.cpu.p2")
+        assert label.startswith("0.28.1+torch2.11.0.cpu.p3")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
@@ -53,11 +53,11 @@ class TestUnmet:
     @pytest.mark.parametrize(
         ("horovod", "mpi", "expected"),
         [
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p2", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p2.mpi", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p2", True, ["horovod"]),
-            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p2", False, ["horovod"]),
-            ("0.28.1+torch2.11.0.cpu.p2", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p3", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p3.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p3", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p3", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu.p3", False, ["horovod"]),
             ("0.28.1", False, ["horovod"]),
         ],
     )
@@ -67,7 +67,7 @@ class TestUnmet:
         assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
 
     def test_other_versions_are_seen(self) -> None:
-        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p2"
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p3"
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
 
@@ -89,7 +89,7 @@ class TestPatch:
     def test_has_a_number_of_its_own(self) -> None:
         """Wheels of other patches have other names: count PATCH up with each change."""
         digest = hashlib.sha256(repr(patches.PATCHES).encode()).hexdigest()[:12]
-        assert (patches.PATCH, digest) == ("p2", "6824c97e2bfc")
+        assert (patches.PATCH, digest) == ("p3", "41cc6c405948")
 
     def test_is_refused_where_the_sources_are_others(self, tmp_path: Path) -> None:
         sources = self.sources(tmp_path)

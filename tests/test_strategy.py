@@ -28,9 +28,11 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -81,8 +83,11 @@ def train_with_running_means(averaged: bool) -> dict[str, Any]:
             kept.append(layer.running_mean.clone())
 
     model.net[2].register_forward_hook(keep)
+    begins: list[Tensor] = []
+    model.on_validation_epoch_start = lambda: begins.append(model.net[2].running_mean.clone())
     run.fit(model, loader(), DataLoader(samples(16), batch_size=8))
-    return {"running": kept, "loss": float(run.callback_metrics["val_loss"])}
+    loss = float(run.callback_metrics["val_loss"])
+    return {"running": kept, "begins": begins, "loss": loss}
 
 
 @pytest.mark.parametrize("averaged", [False, True])
@@ -91,8 +96,9 @@ def test_running_means_of_rank_0_are_evaluated(launch: Callable, averaged: bool)
     first, second = launch(train_with_running_means, 2, averaged=averaged)
     assert len(first["running"]) == 3  # the first is the sanity check
     assert first["running"][1].abs().sum() > 0
-    for mine, other in zip(first["running"], second["running"]):
-        assert torch.equal(mine, other)
+    for where in ("running",) if averaged else ("running", "begins"):
+        for mine, other in zip(first[where], second[where], strict=True):
+            assert torch.equal(mine, other)
 
 
 def collectives() -> dict[str, Any]:
@@ -171,6 +177,17 @@ def barrier() -> float:
 
 def test_barrier_waits(launch: Callable) -> None:
     assert min(launch(barrier, 2)) >= 0.9
+
+
+def test_who_is_waited_for_is_told() -> None:
+    """Also over Gloo, and who is late goes on as if nothing were."""
+    code = (
+        "import time; from strategies import HorovodStrategy; strategy = HorovodStrategy(); "
+        "time.sleep(4 * strategy.global_rank); strategy.barrier()"
+    )
+    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
+    done = run([*launcher, sys.executable, "-c", code], HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    assert done.returncode == 0 and "Missing ranks:\n[0]<stderr>:1: [allreduce.barrier]" in done.stdout
 
 
 def wake_ups(**environment: str) -> int:
@@ -572,6 +589,37 @@ def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
     assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints have")
     assert not first["running told"] and not first["alike told"]
     assert not second["own told"] and not second["weight told"]
+
+
+class Wraps(torch.optim.Optimizer):
+    """An optimizer around another, made without Optimizer.__init__, as many are."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+        self.defaults = inner.defaults
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+
+class IsWrapped(Net):
+    def configure_optimizers(self) -> Any:
+        return Wraps(torch.optim.SGD(self.parameters(), lr=0.05))
+
+
+def train_wrapped() -> Any:
+    model = IsWrapped()
+    trainer("horovod").fit(model, loader())
+    return model.state_dict()
+
+
+def test_an_optimizer_around_another(launch: Callable) -> None:
+    (alone,) = launch(train_wrapped, 1)
+    for rank in launch(train_wrapped, 2):
+        assert_same(rank, alone, 1e-6)
 
 
 def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
@@ -976,7 +1024,9 @@ def mistakes() -> dict[str, str]:
         "passed by": refused(
             lambda: trainer("horovod").fit(CallsBackward("step", bare=True), loader())
         ),
+        "replaced": refused(lambda: trainer("horovod").fit(Replaces("step"), loader())),
         "elsewhere": refused(lambda: trainer("horovod").fit(BeginsElsewhere(), loader())),
+        "by hand": refused(lambda: trainer("horovod").fit(SetsByHand(), loader())),
         "made": refused(lambda: trainer("horovod").fit(MadeApart(), loader())),
         "own forward": refused(
             lambda: with_model(nn.Sequential(Doubled(FEATURES)), sync_batchnorm=True)
@@ -1051,9 +1101,25 @@ class CallsBackward(LeavesOut):
         optimizer.step()  # type: ignore[union-attr]
 
 
+class Replaces(CallsBackward):
+    def on_train_start(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
+
+
 class BeginsElsewhere(Net):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         sum(parameter.sum() for parameter in self.parameters()).backward()  # type: ignore[union-attr]
+
+
+class SetsByHand(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(self.parts, parameters)):
+            parameter.grad = gradient
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.parts = super().training_step(batch, batch_idx)
+        return self.parts * 2
 
 
 class MadeApart(Net):
@@ -1146,7 +1212,9 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["left out"].startswith("for some ranks the epoch ends with this backward")
         assert told["alone"].startswith("a step with gradients of loss.backward()")
         assert told["passed by"] == told["alone"]
+        assert told["replaced"] == told["alone"]
         assert told["elsewhere"].startswith("a gradient of something else than the loss: begin")
+        assert told["by hand"] == told["elsewhere"]
         assert told["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")
         assert told["own forward"].startswith("sync_batchnorm: net.0 is a Doubled with a forward")
         assert "once_differentiable" in told["penalty"]
@@ -1284,6 +1352,33 @@ def test_a_sampler_that_deals_in_its_own_way_is_left_alone(launch: Callable) -> 
     assert first["all"] == second["all"] == feature[:8]
     assert sorted(first["named"] + second["named"]) == sorted(feature)
     assert not first["named told"] and not first["all told"]
+
+
+class InBuckets(Sampler[list[int]]):
+    """Batches of one's own making, which has its sampler in two places."""
+
+    def __init__(self, sampler: DistributedSampler) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, 2, False
+        self.order = BatchSampler(sampler, 2, drop_last=False)
+
+    def __iter__(self) -> Any:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def evaluate_in_buckets() -> list[float]:
+    batches = InBuckets(DistributedSampler(samples(5), SIZE, RANK, shuffle=False))
+    model, given = Sees(), DataLoader(samples(5), batch_sampler=batches)
+    trainer("horovod", use_distributed_sampler=False).validate(model, given, verbose=False)
+    assert len(batches.sampler) == 3  # as it was
+    return torch.cat(model.seen).tolist()
+
+
+def test_evaluation_in_batches_of_ones_own(launch: Callable) -> None:
+    feature = samples(5).tensors[0][:, 0].tolist()
+    assert launch(evaluate_in_buckets, 2) == [feature[::2], feature[1::2]]
 
 
 class LogsSteps(Net):

@@ -89,15 +89,15 @@ def synced() -> set[str] | None:
 
 @functools.cache
 def rules() -> tuple[list[str], str]:
-    """Options of rsync's, and its input, for what stays where it is: .syncignore, .gitignore.
+    """Options of rsync's, and its input, for what stays where it is: what .syncignore names, and
+    what git ignores.
 
     rsync does not know `!` in a .gitignore, nor files that git was told to add all the same; so
     what git tracks or would add is named one by one where .gitignore keeps it from rsync.
     """
     stays = ["--exclude=/.sync-*", "--exclude-from=.syncignore"]
-    ignored = ["--filter=:- .gitignore"]
-    if (ROOT / ".gitignore").exists():  # ours protects files of the other side before it is there
-        ignored.insert(0, "--filter=.- .gitignore")
+    # Our patterns protect files of the other side before it has them.
+    ignored = [f"--filter=.- {file}" for file in _patterns()] + ["--filter=:- .gitignore"]
     found = _listed([*stays, *ignored])
     lost = (_known_to_git("--cached", "--others") & _listed(stays)) - found
     folders = _folders(lost)
@@ -126,24 +126,39 @@ def tracked() -> set[str]:
     return {name for name in names if not name.endswith(UNREAD) and not name.startswith(RESULTS)}
 
 
+def _patterns() -> list[Path]:
+    """Where it stands what git ignores in all of this checkout: for all, this clone, this user."""
+    clone = _git("rev-parse", "--git-path", "info/exclude").strip()
+    user = _git("config", "--type=path", "--get", "core.excludesFile").strip()
+    config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
+    files = [ROOT / ".gitignore", ROOT / clone, Path(user or f"{config}/git/ignore").expanduser()]
+    return [file for file in files if file.is_file()]
+
+
 def _known_to_git(*which: str) -> set[str]:
-    """Files that git tracks (--cached), or would add (--others).
+    """Files that git tracks (--cached), or would add (--others)."""
+    names = _git("ls-files", "-z", *which, "--exclude-standard").split("\0")
+    return {name for name in names if name and (ROOT / name).is_file()}
+
+
+def _git(*words: str) -> str:
+    """What git says; nothing where there is no git, or no repository.
 
     Raises:
         Refusal: for a repository that git cannot read.
     """
     # Also of another user's checkout, as in a container; and not of a hook's repository.
-    git = ["git", "-c", "safe.directory=*", "ls-files", "-z", *which, "--exclude-standard"]
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
     try:
         done = subprocess.run(
-            git, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", errors="replace"
-        )
+            ["git", "-c", "safe.directory=*", *words],
+            cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", errors="replace",
+        )  # fmt: skip
     except FileNotFoundError:
-        return set()
-    if done.returncode and "not a git repository" not in done.stderr:
+        return ""
+    if done.returncode and done.stderr and "not a git repository" not in done.stderr:
         raise Refusal(f"{ROOT}: {done.stderr.strip().splitlines()[0]}")
-    return {name for name in done.stdout.split("\0") if name and (ROOT / name).is_file()}
+    return done.stdout
 
 
 def _folders(names: set[str]) -> set[str]:

@@ -148,7 +148,8 @@ MUTATIONS = [
     ),
     Mutation(
         "what is ignored since the last time is deleted on other hosts", "sync.py",
-        '(ROOT / ".gitignore").exists()', "False", "ignored_since", "cluster/test_sync", "cluster",
+        "for file in _patterns()", "for file in ()",
+        "ignored_since", "cluster/test_sync", "cluster",
     ),
     Mutation(
         "what git tracks stays here where it is ignored", "sync.py",

@@ -119,7 +119,9 @@ def test_a_look_tells_what_goes_and_what_stays(
     (project / ".gitignore").write_text("/outputs\n")
     assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
     theirs = tmp_path / "theirs" / "project"
-    for folder in ("outputs", "results"):
+    subprocess.run(["git", "init", "-q"], cwd=project, check=True)
+    (project / ".git" / "info" / "exclude").write_text("# of this clone alone\n/notes\n")
+    for folder in ("outputs", "results", "notes"):
         (theirs / folder).mkdir()
         (theirs / folder / "own.csv").write_text("years of work")
     (project / ".gitignore").write_text("/results\n")
@@ -128,7 +130,8 @@ def test_a_look_tells_what_goes_and_what_stays(
         for only in (["--dry-run"], [])
     )
     assert look.replace("would be: ", "") == copy and "1 changed\n  * .gitignore\n" in copy
-    assert (theirs / "outputs" / "own.csv").exists() and (theirs / "results" / "own.csv").exists()
+    for folder in ("outputs", "results", "notes"):
+        assert (theirs / folder / "own.csv").exists()
 
 
 def test_what_lies_beside_tracked_files_is_as_it_was(

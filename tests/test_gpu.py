@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from strategies.batchnorm import SyncBatchNorm
+from strategies.batchnorm import SyncLayers
 from strategies.collectives import DTYPES, World
 from strategies.environment import initialize
 from tests.conftest import run
@@ -132,7 +132,7 @@ def normalize(device: str, half: bool) -> dict[str, tuple[Tensor, Tensor]]:
     torch.manual_seed(0)
     whole = torch.randn(4 * world.size, 3, 5, 5, device=place)
     layers: list[nn.Module] = [nn.BatchNorm2d(3).to(place)]
-    layers.append(SyncBatchNorm(nn.BatchNorm2d(3).to(place), "layer", world))
+    layers.append(SyncLayers(world).apply(nn.BatchNorm2d(3).to(place)))
     found: list[dict[str, Tensor]] = []
     for layer, rows in zip(layers, (slice(None), slice(world.rank, None, world.size))):
         x = whole[rows].clone().requires_grad_()

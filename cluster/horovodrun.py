@@ -262,7 +262,7 @@ class Job:
     def _late(self, rank: int) -> str:
         """Ranks for which this one has waited in hvd.init(); empty when it had not come to it."""
         assert self._rendezvous is not None
-        come = {*list(self._rendezvous.store)}  # in one go: another thread adds to it
+        come = list(self._rendezvous.store)  # in one go: another thread adds to it
         waited = f"global/{rank}" in come
         late = [m for m in self.members if waited and f"global/{m.rank}" not in come]
         told = [f"rank {member.rank} on {member.host.name}" for member in late[:3]]

@@ -8,19 +8,16 @@ After n steps the weights are those of one process that sees the batches of all 
 
 from __future__ import annotations
 
-import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.utilities.data import _set_sampler_epoch, sized_len
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
 from pytorch_lightning.plugins.precision import HalfPrecision
@@ -38,6 +35,7 @@ from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.drift import warn_of_drift
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
+from strategies.evaluation import Evaluation
 from strategies.metrics import (
     keep_wide,
     leave_metrics,
@@ -55,7 +53,8 @@ from strategies.refusals import (
     refuse_strangers,
     refuse_unequal,
 )
-from strategies.samplers import batches_of_all, each_sample_once, leave_out_trained, move
+from strategies.resuming import global_batch_size, resume
+from strategies.samplers import each_sample_once
 
 T = TypeVar("T")
 
@@ -129,9 +128,8 @@ class HorovodStrategy(ParallelStrategy):
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
         self._looked = self._warned = False  # at what ranks have apart, and of it
-        self._own_buffers = False  # in this evaluation, so far
         self._step_hooks: list[Any] = []  # of optimizers
-        self._fewest_batches: WeakKeyDictionary[DataLoader, int] = WeakKeyDictionary()
+        self._evaluation = Evaluation(self.world)
         self._groups: dict[int, int] = {}  # of each optimizer, when it was last looked at
         self._resumed: dict[str, Any] = {}
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
@@ -304,9 +302,7 @@ class HorovodStrategy(ParallelStrategy):
         if trainer.state.stage in EVALUATING:
             stage = "test" if trainer.testing else "validate"
             dataloader = each_sample_once(dataloader, self.world, stage)
-        if (length := sized_len(dataloader)) is not None:
-            fewest = self.reduce(torch.tensor(length), reduce_op="min")
-            self._fewest_batches[dataloader] = int(fewest)
+        self._evaluation.count(dataloader)
         return dataloader
 
     @override
@@ -319,22 +315,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None and loop._data_fetcher is not None:
             # Of an unsized dataset the first batch is fetched by now.
             refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)
-        if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
-            return
-        # Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
-        # configure_optimizers asks how many steps there are. Their workers have begun with the
-        # order of the first epoch by then.
-        loaders, progress = loop._combined_loader.flattened, loop.epoch_loop.batch_progress
-        if not progress.is_last_batch:
-            now = self._global_batch_size()
-            then = self._resumed.get("global_batch_size") or now
-            leave_out_trained(loaders, progress, then, now)
-        elif isinstance(trainer.num_training_batches, int):  # which may be others than then
-            move(progress, trainer.num_training_batches - progress.current.ready)
-        for dataloader in loaders:
-            epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
-            _set_sampler_epoch(dataloader, epoch)
-        iter(loop._data_fetcher)
+        resume(loop, self._resumed.get("global_batch_size", 0), self.world.size)
 
     @override
     def on_validation_start(self) -> None:
@@ -343,20 +324,7 @@ class HorovodStrategy(ParallelStrategy):
         if not self._looked and self._trainer.fit_loop.epoch_loop.batch_progress.total.ready:
             self._looked = True
             self._look_at_all_ranks()
-        self._share_buffers()
-        combined = self._trainer._evaluation_loop._combined_loader
-        assert combined is not None
-        batches = batches_of_all(combined, 0, self._fewest_batches)
-        # Again in the first batch, if all ranks have it: callbacks that evaluate averaged weights
-        # have put theirs in by then.
-        self._own_buffers = batches not in (0, math.inf)
-
-    def _share_buffers(self) -> None:
-        """Buffers (running means of batch normalization) differ between ranks; a checkpoint has
-        those of rank 0, so they are what is evaluated, as under DDP."""
-        assert self.lightning_module is not None
-        self._own_buffers = False
-        self.world.broadcast(self.lightning_module.buffers())
+        self._evaluation.start(self._trainer)
 
     @override
     def on_train_end(self) -> None:
@@ -393,40 +361,18 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_batch(*args, **kwargs):
+        with self._evaluation.batch(self._trainer, *args, **kwargs), self._draws():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_batch(*args, **kwargs):
+        with self._evaluation.batch(self._trainer, *args, **kwargs), self._draws():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation_batch(*args, **kwargs):
+        with self._evaluation.batch(self._trainer, *args, **kwargs), self._draws():
             return super().predict_step(*args, **kwargs)
-
-    @contextmanager
-    def _evaluation_batch(
-        self, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
-    ) -> Generator[None, None, None]:
-        """Inside, a rank has its own draws, and no collective in batches that not all have."""
-        trainer = self._trainer
-        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-        assert loop._combined_loader is not None
-        combined = loop._combined_loader
-        if batch_idx is None:  # a step that does not ask for it
-            batch_idx = loop.batch_progress.current.ready - 1
-        if batch_idx >= batches_of_all(combined, dataloader_idx, self._fewest_batches):
-            what = "prediction" if trainer.predicting else "evaluation"
-            self.world.alone = f"batch {batch_idx} of the {what}"
-        try:
-            if self._own_buffers:
-                self._share_buffers()
-            with self._draws():
-                yield
-        finally:
-            self.world.alone = ""
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -561,16 +507,9 @@ class HorovodStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        checkpoint[SAVED] = {"global_batch_size": self._global_batch_size()}
+        size = global_batch_size(self._trainer.fit_loop, self.world.size)
+        checkpoint[SAVED] = {"global_batch_size": size}
         super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def _global_batch_size(self) -> int:
-        """Of the first loader of this epoch's training that tells; 0 where none does."""
-        combined = self._trainer.fit_loop._combined_loader
-        loaders = combined.flattened if combined is not None else []
-        batches = [getattr(loader, "batch_sampler", None) for loader in loaders]
-        sizes = [getattr(each, "batch_size", None) or 0 for each in batches]
-        return next(filter(None, sizes), 0) * self.world.size
 
     @override
     def load_checkpoint(
@@ -599,8 +538,8 @@ class HorovodStrategy(ParallelStrategy):
             self._buckets.remove()
             self._buckets = None
         self._remove_step_hooks()
-        self._looked = self._warned = self._own_buffers = False
-        self._fewest_batches.clear()
+        self._looked = self._warned = False
+        self._evaluation = Evaluation(self.world)
         self._groups.clear()
         if self.lightning_module is not None:
             leave_metrics(self.lightning_module, self.world)

@@ -1,25 +1,16 @@
-"""Which samples a rank sees: each once in evaluation, none twice after a resume."""
+"""Which samples a rank evaluates: each once, whatever their number and that of the ranks."""
 
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    DistributedSampler,
-    IterableDataset,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from strategies.collectives import World
 
@@ -58,25 +49,6 @@ class EvenBatches(Sampler[list[int]]):
             batch = self.indices[taken : taken + size]
             yield list(batch) if order is None else [order[index] for index in batch]
             taken += size
-
-
-class WithoutFirst(Sampler[list[int]]):
-    """The batches of a seeded sampler; the first time without those that were trained already."""
-
-    def __init__(self, batches: BatchSampler, trained: int) -> None:
-        self.batches, self.trained = batches, trained
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.batches, name)  # sampler, batch_size
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        trained, self.trained = self.trained, 0
-        for index, batch in enumerate(self.batches):
-            if index >= trained:
-                yield batch
 
 
 def shuffled(sampler: DistributedSampler) -> list[int]:
@@ -160,79 +132,3 @@ def draw(order: Any, world: World) -> list[int]:
     """Rank 0's: the random numbers of ranks may have gone apart by now."""
     order.reset()
     return world.broadcast_object([order[index] for index in range(len(order))])
-
-
-def batches_of_all(
-    combined: CombinedLoader, dataloader_idx: int, fewest: Mapping[DataLoader, int]
-) -> float:
-    """So many batches of an evaluation all ranks have, as far as that is known.
-
-    Args:
-        dataloader_idx: whose batches, where loaders take turns.
-        fewest: batches of a loader on the rank that has fewest.
-    """
-    counts = [
-        fewest.get(loader, math.inf) if isinstance(loader, DataLoader) else math.inf
-        for loader in combined.flattened
-    ]
-    if combined._mode == "sequential":
-        return counts[dataloader_idx]
-    # A batch is one of each loader.
-    return min(counts) if combined._mode == "min_size" else max(counts)
-
-
-def drawn_anew(batches: Any) -> str:
-    """The class of the sampler whose order a resume does not find again, as far as one can know;
-    empty where it follows from a seed and the epoch, or is that of the data set."""
-    sampler = getattr(batches, "sampler", batches)
-    if isinstance(sampler, DistributedSamplerWrapper):
-        sampler = getattr(sampler.dataset, "_sampler", None)
-    known = isinstance(sampler, (DistributedSampler, SequentialSampler))
-    return "" if known else type(sampler).__name__
-
-
-def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int) -> None:
-    """Have a resumed epoch go on behind the batches that were trained.
-
-    Rounded up: where batches have another size than before, some samples may be left out of this
-    epoch; none is seen twice.
-
-    Args:
-        progress: Lightning's, of the batches in this epoch; counts batches of now afterwards.
-        then: global batch size when the checkpoint was written.
-        now: that of the first of the loaders.
-    """
-    ready, moved = progress.current.ready, 0
-    for dataloader in dataloaders:
-        batches = getattr(dataloader, "batch_sampler", None)
-        if (
-            not isinstance(dataloader, DataLoader)
-            or isinstance(dataloader.dataset, IterableDataset)
-            or not isinstance(getattr(batches, "batch_size", None), int)
-        ):
-            if ready and not hasattr(dataloader, "load_state_dict"):
-                rank_zero_warn(
-                    f"the resumed epoch goes on at batch {ready}, but with the first samples: "
-                    "trained ones can be left out of a DataLoader with batch_size and a data set "
-                    f"of known length, not of this {type(dataloader).__name__}"
-                )
-            continue
-        if order := drawn_anew(batches):
-            rank_zero_warn(
-                f"the resumed epoch draws its samples anew, by a {order}: of those that were "
-                "trained some come again; shuffle=True without a sampler of one's own leaves them "
-                "out"
-            )
-        trained = -(-ready * then // now)
-        length = len(batches)  # type: ignore[arg-type]
-        # A shorter loader beside it (max_size_cycle) is in another of its rounds.
-        of_round = trained if trained <= length else trained % length
-        replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
-        moved = trained - ready
-    move(progress, moved)
-
-
-def move(progress: Any, batches: int) -> None:
-    """Have Lightning's progress in an epoch count so many batches more."""
-    for count in ("ready", "started", "processed", "completed"):
-        setattr(progress.current, count, getattr(progress.current, count) + batches)

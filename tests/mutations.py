@@ -45,7 +45,7 @@ MUTATIONS = [
     Mutation(
         "a rank without any batch is not looked for", "horovod.py",
         "refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)", "pass",
-        "mistakes_are_told", "test_strategy",
+        "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "the model is not broadcast", "horovod.py",
@@ -54,36 +54,37 @@ MUTATIONS = [
     ),
     Mutation(
         "all ranks draw the same in their steps", "randomness.py",
-        "{self.rank} {step}", "{step}", "draws_for_itself", "test_strategy",
+        "{self.rank} {step}", "{step}", "draws_for_itself", "test_randomness",
     ),
     Mutation(
         "what a rank draws in its steps moves what it draws outside", "randomness.py",
-        "torch.set_rng_state(of_all)", "pass", "draws_for_itself", "test_strategy",
+        "torch.set_rng_state(of_all)", "pass", "draws_for_itself", "test_randomness",
     ),
     Mutation(
         "a resumed training draws what was drawn before", "horovod.py",
         "self._draws.seed(trainer.global_step)", "self._draws.seed(0)",
-        "draws_for_itself", "test_strategy",
+        "draws_for_itself", "test_randomness",
     ),
     Mutation(
-        "loaders beside each other are counted by one of them", "samplers.py",
+        "loaders beside each other are counted by one of them", "evaluation.py",
         'return min(counts) if combined._mode == "min_size" else max(counts)',
-        "return counts[dataloader_idx]", "several_loaders or beside_each", "test_strategy",
+        "return counts[dataloader_idx]", "several_loaders or beside_each", "test_evaluation",
     ),
     Mutation(
         "a sampler that deals in its own way is dealt out anew", "samplers.py",
         "if not wrapped and type(sampler).__iter__ is not DistributedSampler.__iter__:",
-        "if False:", "own_way", "test_strategy",
+        "if False:", "own_way", "test_evaluation",
     ),
     Mutation(
         "a sampler of all samples is dealt out", "samplers.py",
         "if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):", "if False:",
-        "own_way", "test_strategy",
+        "own_way", "test_evaluation",
     ),
     Mutation(
         "a resume counts in the batches of the first epoch", "horovod.py",
-        "size\": self._global_batch_size()", "size\": 2 * self.world.size",
-        "counts_in_the_batches", "test_strategy",
+        "size = global_batch_size(self._trainer.fit_loop, self.world.size)",
+        "size = 2 * self.world.size",
+        "counts_in_the_batches", "test_resuming",
     ),
     Mutation(
         "what ranks have moved apart is not looked at", "horovod.py",
@@ -91,14 +92,14 @@ MUTATIONS = [
         "gone_apart", "test_strategy",
     ),
     Mutation(
-        "buffers are broadcast before a callback has put its weights in", "horovod.py",
+        "buffers are broadcast before a callback has put its weights in", "evaluation.py",
         "batches not in (0, math.inf)", "False",
-        "running_means", "test_strategy",
+        "running_means", "test_evaluation",
     ),
     Mutation(
-        "a resume takes the end of an epoch for a place in it", "horovod.py",
-        "move(progress, trainer.num_training_batches - progress.current.ready)", "pass",
-        "resume_at_the_end", "test_strategy",
+        "a resume takes the end of an epoch for a place in it", "resuming.py",
+        "move(progress, loop.max_batches - progress.current.ready)", "pass",
+        "resume_at_the_end", "test_resuming",
     ),
     Mutation(
         "what configure_optimizers makes is each rank's own", "horovod.py",
@@ -108,12 +109,12 @@ MUTATIONS = [
     Mutation(
         "a step that takes an iterator draws its batches apart", "horovod.py",
         "with nullcontext() if draws else self._draws():", "with self._draws():",
-        "asks_for_its_batches", "test_strategy",
+        "asks_for_its_batches", "test_randomness",
     ),
     Mutation(
         "steps that pass Lightning by are not looked at", "horovod.py",
         "optimizer.register_step_pre_hook(self._before_step)",
-        "optimizer.register_step_pre_hook(str)", "mistakes", "test_strategy",
+        "optimizer.register_step_pre_hook(str)", "mistakes", "test_mistakes",
     ),
     Mutation(
         "what is frozen within a window stays one rank's own", "buckets.py",
@@ -126,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a backward that passes the loss by is not averaged", "buckets.py",
-        "elif not self._scaled:", "elif False:", "mistakes", "test_strategy",
+        "elif not self._scaled:", "elif False:", "mistakes", "test_mistakes",
     ),
     Mutation(
         "lists of metrics have what fills them up in them", "metrics.py",
@@ -139,12 +140,12 @@ MUTATIONS = [
     Mutation(
         "a sampler of training is changed by an evaluation", "samplers.py",
         "    share = copy.copy(sampler)\n", "    share = sampler\n",
-        "orders_of_its_own", "test_strategy",
+        "orders_of_its_own", "test_evaluation",
     ),
     Mutation(
         "what ranks draw moves what all share", "randomness.py",
         "torch.randint(2**62, (), generator=shared)", "torch.randint(2**62, ())",
-        "move_nothing", "test_strategy",
+        "move_nothing", "test_randomness",
     ),
     Mutation(
         "what is ignored since the last time is deleted on other hosts", "sync.py",
@@ -164,12 +165,12 @@ MUTATIONS = [
     Mutation(
         "buffers stay apart though asked for", "horovod.py",
         "        if self.broadcast_buffers:\n", "        if False:\n",
-        "buffers_that", "test_strategy",
+        "gone_apart", "test_strategy",
     ),
     Mutation(
-        "buffers are not broadcast before an evaluation", "horovod.py",
-        "= False\n        self.world.broadcast(self.lightning_module.buffers())", "= False",
-        "running_means", "test_strategy",
+        "buffers are not broadcast before an evaluation", "evaluation.py",
+        "self.world.broadcast(module.buffers())", "pass",
+        "running_means", "test_evaluation",
     ),
     Mutation(
         "the optimizer's state is not broadcast", "horovod.py",
@@ -202,7 +203,7 @@ MUTATIONS = [
     ),
     Mutation(
         "workers that persist go on with the old batches", "samplers.py",
-        "if dataloader._iterator is not None:", "if False:", "made_before_it", "test_strategy",
+        "if dataloader._iterator is not None:", "if False:", "made_before_it", "test_resuming",
     ),
     Mutation(
         "toggled parameters share buckets with others", "buckets.py",
@@ -230,7 +231,7 @@ MUTATIONS = [
     Mutation(
         "a second gradient in one backward is taken", "buckets.py",
         "if parameter in self._seen:\n            raise", "if False:\n            raise",
-        "mistakes", "test_strategy",
+        "mistakes", "test_mistakes",
     ),
     Mutation(
         "a predivided gradient is not brought back", "buckets.py",
@@ -272,7 +273,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the mean of integers is cut to an integer", "collectives.py",
-        "return reduced if mean_of_integers else", "return", "collectives", "test_strategy",
+        "return reduced if mean_of_integers else", "return", "collectives", "test_collectives",
     ),
     Mutation(
         "evaluation repeats samples", "horovod.py",
@@ -282,11 +283,12 @@ MUTATIONS = [
     Mutation(
         "each rank draws an order of its own", "samplers.py",
         "world.broadcast_object([order[index] for index in range(len(order))])",
-        "[order[index] for index in range(len(order))]", "orders", "test_strategy",
+        "[order[index] for index in range(len(order))]", "orders_of_its_own", "test_evaluation",
     ),
     Mutation(
         "an evaluation changes the loader of training", "samplers.py",
-        "dataloader = copy.copy(given)", "dataloader = given", "orders", "test_strategy",
+        "dataloader = copy.copy(given)", "dataloader = given",
+        "orders_of_its_own", "test_evaluation",
     ),
     Mutation(
         "gradients are strided otherwise than parameters", "buckets.py",
@@ -299,12 +301,12 @@ MUTATIONS = [
     ),
     Mutation(
         "learning rates are not compared", "refusals.py",
-        "if rates != all_[0][1]:", "if False:", "mistakes_are_told", "test_strategy",
+        "if rates != all_[0][1]:", "if False:", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "an optimizer may have parameters of its own", "refusals.py",
         "if parameter not in known:", "if False:",
-        "mistakes_are_told", "test_strategy",
+        "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "a rank that failed waits for the others", "horovod.py",
@@ -323,11 +325,12 @@ MUTATIONS = [
     Mutation(
         "of a large tensor only the first piece is broadcast", "collectives.py",
         "pieces = raw.split(MOST_BYTES)", "pieces = raw.split(MOST_BYTES)[:1]",
-        "test_collectives", "test_strategy",
+        "test_collectives", "test_collectives",
     ),
     Mutation(
         "Horovod asks all ranks all the time", "environment.py",
-        '"HOROVOD_IDLE_TIME": "100"', '"HOROVOD_IDLE_TIME": "0"', "nothing_to_do", "test_strategy",
+        '"HOROVOD_IDLE_TIME": "100"', '"HOROVOD_IDLE_TIME": "0"',
+        "nothing_to_do", "test_collectives",
     ),
     Mutation(
         "a loss that is prepared twice is scaled twice", "buckets.py",
@@ -338,12 +341,12 @@ MUTATIONS = [
         "a proven disagreement is passed over", "horovod.py",
         "            raise MisconfigurationException(\n                \"for some",
         "            str(\n                \"for some",
-        "mistakes", "test_strategy",
+        "mistakes", "test_mistakes",
     ),
     Mutation(
         "gradients of a gather stay one rank's own", "collectives.py",
         'world.reduce(rows, "sum")[world.rank]', "rows[world.rank]", "test_collectives",
-        "test_strategy",
+        "test_collectives",
     ),
     Mutation(
         "a gather loses the order of ranks", "collectives.py",
@@ -352,20 +355,20 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that share a core ask as often as others", "collectives.py",
-        "max(1, hvd.local_size() / cores)", "1", "who_waits", "test_strategy",
+        "max(1, hvd.local_size() / cores)", "1", "who_waits", "test_collectives",
     ),
     Mutation(
         "the barrier lets pass", "collectives.py",
-        "        token = torch.zeros(1)\n", "        return\n", "barrier", "test_strategy",
+        "        token = torch.zeros(1)\n", "        return\n", "barrier", "test_collectives",
     ),
     Mutation(
-        "a resumed epoch begins anew", "samplers.py",
+        "a resumed epoch begins anew", "resuming.py",
         "replace_batches(dataloader, WithoutFirst(batches, of_round))", "pass",
         "horovod-2 and resume",
     ),
     Mutation(
-        "workers go on with the order of the first epoch", "horovod.py",
-        "        iter(loop._data_fetcher)\n", "", "loaders_were_made", "test_strategy",
+        "workers go on with the order of the first epoch", "resuming.py",
+        "    iter(loop._data_fetcher)\n", "", "loaders_were_made", "test_resuming",
     ),
     Mutation(
         "on_after_backward sees the gradients of its own rank", "horovod.py",
@@ -393,12 +396,12 @@ MUTATIONS = [
     ),
     Mutation(
         "models are not compared", "horovod.py",
-        "            refuse_other_models(module, self.world)\n", "", "mistakes", "test_strategy",
+        "            refuse_other_models(module, self.world)\n", "", "mistakes", "test_mistakes",
     ),
     Mutation(
         "the end of an epoch is not told to others", "buckets.py",
         "bucket.flags[-1 if self._last_batch else -2] = 0", "bucket.flags[-1] = 0",
-        "mistakes", "test_strategy",
+        "mistakes", "test_mistakes",
     ),
     Mutation(
         "all ranks work together, whatever set they are in", "environment.py",
@@ -457,7 +460,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
-        "self.by_itself.add(parameter)", "pass", "mistakes_are_told", "test_strategy",
+        "self.by_itself.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "forked ranks are left when their agent is killed", "preload.py",

@@ -1,13 +1,30 @@
-"""The mutations of `make test-mutations` fit the code as it is."""
+"""The mutations of `make test-mutations` fit the code and its tests as they are."""
 
 from __future__ import annotations
 
+import sys
+from collections import defaultdict
+
 import pytest
 
+from tests.conftest import run
 from tests.mutations import MUTATIONS, ROOT, Mutation
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_the_text_is_there_once(mutation: Mutation) -> None:
     assert (ROOT / mutation.folder / mutation.file).read_text().count(mutation.old) == 1
-    assert (ROOT / "tests" / f"{mutation.module}.py").exists()
+
+
+def test_the_tests_are_there() -> None:
+    """Each word that chooses them is in the name of one at least."""
+    modules = sorted({f"tests/{mutation.module}.py" for mutation in MUTATIONS})
+    collect = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not gpu", *modules]
+    found = run(collect).stdout.splitlines()
+    names = defaultdict(list)
+    for module, _, name in (line.partition("::") for line in found):
+        names[module].append(name)
+    for mutation in MUTATIONS:
+        for word in set(mutation.tests.split()) - {"and", "or", "not"}:
+            of_module = names[f"tests/{mutation.module}.py"]
+            assert any(word in name for name in of_module), (mutation.name, word)

@@ -18,7 +18,8 @@ from strategies import HorovodStrategy, collectives
 from strategies.buckets import MIB, GradientBuckets, split
 from strategies.collectives import DTYPES, World
 from strategies.reductions import add
-from strategies.samplers import EvenBatches, WithoutFirst
+from strategies.resuming import WithoutFirst
+from strategies.samplers import EvenBatches
 from tests.matrix import RANK, SIZE
 
 COUNTS = draw.integers(1, 200)

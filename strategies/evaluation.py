@@ -1,0 +1,91 @@
+"""Evaluation by several ranks, which may have different buffers and unequal numbers of batches."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import pytorch_lightning as pl
+import torch
+from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader
+
+from strategies.collectives import World
+
+
+class Evaluation:
+    """What ranks agree on before they validate, test or predict, and keep to in each batch."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._fewest: WeakKeyDictionary[DataLoader, int] = WeakKeyDictionary()
+        self._own_buffers = False  # in this evaluation, so far
+
+    def count(self, dataloader: DataLoader) -> None:
+        """Ask all ranks for how many batches they have of it, where they know."""
+        length = sized_len(dataloader)
+        if length is not None and self.world.size > 1:
+            self._fewest[dataloader] = int(self.world.reduce(torch.tensor(length), "min"))
+
+    def start(self, trainer: pl.Trainer) -> None:
+        """Before a validation within training: all ranks get the buffers of rank 0."""
+        self._share_buffers(trainer.lightning_module)
+        combined = trainer._evaluation_loop._combined_loader
+        assert combined is not None
+        batches = batches_of_all(combined, 0, self._fewest)
+        # Again in the first batch, if all ranks have it: callbacks that evaluate averaged weights
+        # have put theirs in by then.
+        self._own_buffers = batches not in (0, math.inf)
+
+    def _share_buffers(self, module: nn.Module) -> None:
+        """Buffers (running means of batch normalization) differ between ranks; a checkpoint has
+        those of rank 0, so they are what is evaluated, as under DDP."""
+        self._own_buffers = False
+        self.world.broadcast(module.buffers())
+
+    @contextmanager
+    def batch(
+        self, trainer: pl.Trainer, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
+    ) -> Generator[None, None, None]:
+        """Inside, no collective can be made in a batch that not all ranks have.
+
+        Args:
+            batch, batch_idx, dataloader_idx: what the step is called with.
+        """
+        loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+        assert loop._combined_loader is not None
+        if batch_idx is None:  # a step that does not ask for it
+            batch_idx = loop.batch_progress.current.ready - 1
+        if batch_idx >= batches_of_all(loop._combined_loader, dataloader_idx, self._fewest):
+            what = "prediction" if trainer.predicting else "evaluation"
+            self.world.alone = f"batch {batch_idx} of the {what}"
+        try:
+            if self._own_buffers:
+                self._share_buffers(trainer.lightning_module)
+            yield
+        finally:
+            self.world.alone = ""
+
+
+def batches_of_all(
+    combined: CombinedLoader, dataloader_idx: int, fewest: Mapping[DataLoader, int]
+) -> float:
+    """So many batches of an evaluation all ranks have, as far as that is known.
+
+    Args:
+        dataloader_idx: whose batches, where loaders take turns.
+        fewest: batches of a loader on the rank that has fewest.
+    """
+    counts = [
+        fewest.get(loader, math.inf) if isinstance(loader, DataLoader) else math.inf
+        for loader in combined.flattened
+    ]
+    if combined._mode == "sequential":
+        return counts[dataloader_idx]
+    # A batch is one of each loader.
+    return min(counts) if combined._mode == "min_size" else max(counts)

@@ -1,0 +1,130 @@
+"""A resumed epoch goes on behind the samples that were trained: none is seen twice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from lightning_fabric.utilities.data import _set_sampler_epoch
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
+
+from strategies.samplers import replace_batches
+
+
+def resume(loop: _FitLoop, then: int, ranks: int) -> None:
+    """Have an epoch of training that a checkpoint was written in go on where it was.
+
+    Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
+    configure_optimizers asks how many steps there are. Their workers have begun with the order of
+    the first epoch by then.
+
+    Args:
+        loop: which may not be restarting; then nothing is done.
+        then: global batch size when the checkpoint was written; 0 where it does not say.
+    """
+    if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
+        return
+    loaders, progress = loop._combined_loader.flattened, loop.epoch_loop.batch_progress
+    if not progress.is_last_batch:
+        now = global_batch_size(loop, ranks)
+        leave_out_trained(loaders, progress, then or now, now)
+    elif isinstance(loop.max_batches, int):  # which may be others than then
+        move(progress, loop.max_batches - progress.current.ready)
+    for dataloader in loaders:
+        epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
+        _set_sampler_epoch(dataloader, epoch)
+    iter(loop._data_fetcher)
+
+
+def global_batch_size(loop: _FitLoop, ranks: int) -> int:
+    """Of the first loader of this epoch's training that tells; 0 where none does."""
+    loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
+    batches = [getattr(loader, "batch_sampler", None) for loader in loaders]
+    sizes = [getattr(each, "batch_size", None) or 0 for each in batches]
+    return next(filter(None, sizes), 0) * ranks
+
+
+def drawn_anew(batches: Any) -> str:
+    """The class of the sampler whose order a resume does not find again, as far as one can know;
+    empty where it follows from a seed and the epoch, or is that of the data set."""
+    sampler = getattr(batches, "sampler", batches)
+    if isinstance(sampler, DistributedSamplerWrapper):
+        sampler = getattr(sampler.dataset, "_sampler", None)
+    known = isinstance(sampler, (DistributedSampler, SequentialSampler))
+    return "" if known else type(sampler).__name__
+
+
+def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int) -> None:
+    """Have a resumed epoch go on behind the batches that were trained.
+
+    Rounded up: where batches have another size than before, some samples may be left out of this
+    epoch; none is seen twice.
+
+    Args:
+        progress: Lightning's, of the batches in this epoch; counts batches of now afterwards.
+        then: global batch size when the checkpoint was written.
+        now: that of the first of the loaders.
+    """
+    ready, moved = progress.current.ready, 0
+    for dataloader in dataloaders:
+        batches = getattr(dataloader, "batch_sampler", None)
+        if (
+            not isinstance(dataloader, DataLoader)
+            or isinstance(dataloader.dataset, IterableDataset)
+            or not isinstance(getattr(batches, "batch_size", None), int)
+        ):
+            if ready and not hasattr(dataloader, "load_state_dict"):
+                rank_zero_warn(
+                    f"the resumed epoch goes on at batch {ready}, but with the first samples: "
+                    "trained ones can be left out of a DataLoader with batch_size and a data set "
+                    f"of known length, not of this {type(dataloader).__name__}"
+                )
+            continue
+        if order := drawn_anew(batches):
+            rank_zero_warn(
+                f"the resumed epoch draws its samples anew, by a {order}: of those that were "
+                "trained some come again; shuffle=True without a sampler of one's own leaves them "
+                "out"
+            )
+        trained = -(-ready * then // now)
+        length = len(batches)  # type: ignore[arg-type]
+        # A shorter loader beside it (max_size_cycle) is in another of its rounds.
+        of_round = trained if trained <= length else trained % length
+        replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
+        moved = trained - ready
+    move(progress, moved)
+
+
+def move(progress: Any, batches: int) -> None:
+    """Have Lightning's progress in an epoch count so many batches more."""
+    for count in ("ready", "started", "processed", "completed"):
+        setattr(progress.current, count, getattr(progress.current, count) + batches)
+
+
+class WithoutFirst(Sampler[list[int]]):
+    """The batches of a seeded sampler; the first time without those that were trained already."""
+
+    def __init__(self, batches: BatchSampler, trained: int) -> None:
+        self.batches, self.trained = batches, trained
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)  # sampler, batch_size
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        trained, self.trained = self.trained, 0
+        for index, batch in enumerate(self.batches):
+            if index >= trained:
+                yield batch

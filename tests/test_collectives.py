@@ -1,0 +1,157 @@
+"""World and its collectives on two ranks, and who waits in them."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytest
+import torch
+
+from strategies import HorovodStrategy
+from strategies.collectives import longest_pause, wait_until
+from tests.conftest import run
+
+
+def collectives() -> dict[str, Any]:
+    """The strategy's collectives, under inference mode too, with ragged and empty tensors."""
+    strategy = HorovodStrategy()
+    rank = hvd.rank()
+    with torch.inference_mode():
+        inference = torch.tensor([1.0, 5.0]) * (rank + 1)
+        gathered = strategy.all_gather(inference)
+        reduced = {op: strategy.reduce(inference, reduce_op=op) for op in ("mean", "sum", "max")}
+    odd = {
+        str(dtype): strategy.all_gather(torch.tensor(rank, dtype=dtype))
+        for dtype in (torch.bool, torch.bfloat16, torch.int16, torch.float64, torch.uint16,
+                      torch.uint32, torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2)
+    }  # fmt: skip
+    mine = torch.arange(20.0).half() * (rank + 1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("strategies.collectives.MOST_BYTES", 7)
+        strategy.world.broadcast([mine], root=1)
+        pieces = strategy.broadcast({"mine": mine, "of": f"rank {rank}"}, src=1)
+    gradient = torch.ones(2, requires_grad=True)
+    (strategy.all_gather(gradient * (rank + 1), sync_grads=True) ** 2).sum().backward()
+    strided = torch.ones(2, 3, requires_grad=True)  # whose gradient comes back transposed
+    weights = torch.arange(12.0).reshape(2, 2, 3)
+    gathered_strided = strategy.all_gather(strided, sync_grads=True)
+    (gathered_strided.transpose(0, 1) * weights).sum().backward()
+    return {
+        "gathered": gathered, "reduced": reduced, "odd": odd, "inference": inference,
+        "ragged": strategy.world.gather(torch.full((rank, 2), rank)),
+        "empty": [tuple(each.shape) for each in strategy.world.gather(torch.zeros(0, rank + 3))],
+        "integer": strategy.reduce(torch.tensor(rank * 3), reduce_op="mean"),
+        "broadcast": strategy.broadcast({"from": rank}, src=1),
+        "all": strategy.reduce_boolean_decision(rank == 0, all=True),
+        "any": strategy.reduce_boolean_decision(rank == 0, all=False),
+        "transposed": strategy.reduce(torch.arange(6.0).reshape(2, 3).T, reduce_op="sum"),
+        "gradient": gradient.grad, "ranks": [strategy.local_rank, strategy.node_rank],
+        "pieces": pieces, "strided": strided.grad,
+    }  # fmt: skip
+
+
+def test_collectives(launch: Callable) -> None:
+    ranks = launch(collectives, 2)
+    for index, rank in enumerate(ranks):
+        assert rank["gathered"].tolist() == [[1, 5], [2, 10]]
+        assert rank["inference"].tolist() == [1.0 * (index + 1), 5.0 * (index + 1)]
+        reduced = {op: value.tolist() for op, value in rank["reduced"].items()}
+        assert reduced == {"mean": [1.5, 7.5], "sum": [3, 15], "max": [2, 10]}
+        for dtype, value in rank["odd"].items():
+            assert (str(value.dtype), value.double().tolist()) == (dtype, [0, 1])
+        assert [t.shape for t in rank["ragged"]] == [(0, 2), (1, 2)]
+        assert rank["empty"] == [(0, 3), (0, 4)]
+        assert rank["integer"].item() == 1.5
+        assert rank["broadcast"] == {"from": 1}
+        assert rank["pieces"]["mine"].tolist() == [2.0 * value for value in range(20)]
+        assert rank["pieces"]["of"] == "rank 1"
+        assert (rank["all"], rank["any"]) == (False, True)
+        assert rank["ranks"] == [index, 0]
+        # d/dx of the sum over ranks of (x_r (r+1))^2, which both ranks compute: 2 * 2 x (r+1)^2
+        assert rank["gradient"].tolist() == [4.0 * (index + 1) ** 2] * 2
+        assert rank["transposed"].tolist() == [[0, 6], [2, 8], [4, 10]]
+        # Of both ranks, from what stands at this rank's place.
+        weights = torch.arange(12.0).reshape(2, 2, 3)
+        assert torch.equal(rank["strided"], 2 * weights[:, index])
+
+
+def barrier() -> float:
+    """Rank 1 comes a second later; both leave together."""
+    strategy = HorovodStrategy()
+    strategy.barrier()
+    started = time.monotonic()
+    if hvd.rank() == 1:
+        time.sleep(1)
+    strategy.barrier()
+    return time.monotonic() - started
+
+
+def test_barrier_waits(launch: Callable) -> None:
+    assert min(launch(barrier, 2)) >= 0.9
+
+
+def test_who_is_waited_for_is_told() -> None:
+    """Also over Gloo, and who is late goes on as if nothing were."""
+    code = (
+        "import time; from strategies import HorovodStrategy; strategy = HorovodStrategy(); "
+        "time.sleep(4 * strategy.global_rank); strategy.barrier()"
+    )
+    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
+    done = run([*launcher, sys.executable, "-c", code], HOROVOD_STALL_CHECK_TIME_SECONDS="1")
+    told = "Missing ranks:\n[0]<stderr>:1: [allreduce.barrier]"
+    assert done.returncode == 0 and told in done.stdout, done.stdout
+
+
+def wake_ups(**environment: str) -> int:
+    """How often Horovod's threads wake up in a second with nothing to do; then some work."""
+    os.environ.update(environment)
+    strategy = HorovodStrategy()
+    strategy.barrier()
+
+    def count() -> int:
+        threads = Path("/proc/self/task").glob("[0-9]*")
+        others = [thread / "status" for thread in threads if int(thread.name) != os.getpid()]
+        found = [re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", s.read_text()) for s in others]
+        return sum(int(number[1]) for number in found if number)
+
+    before = count()
+    time.sleep(1)
+    idle = count() - before
+    for _ in range(30):
+        time.sleep(0.001)
+        strategy.barrier()
+    return idle
+
+
+@pytest.mark.slow
+def test_horovod_sleeps_while_there_is_nothing_to_do(launch_anew: Callable) -> None:
+    asks_all_the_time = launch_anew(wake_ups, 2, HOROVOD_IDLE_TIME="0")
+    # Were a call for work lost, each of the barriers would take ten seconds, and time runs out.
+    sleeps = launch_anew(wake_ups, 2, HOROVOD_IDLE_TIME="10000")
+    assert 2 * max(sleeps) < min(asks_all_the_time)
+    by_default = launch_anew(wake_ups, 2)
+    assert 2 * max(by_default) < min(asks_all_the_time)
+
+
+@pytest.mark.parametrize("ranks, cores, longest", [(1, 4, 1e-4), (4, 4, 1e-4), (32, 2, 1.6e-3)])
+def test_who_waits_leaves_a_shared_core_to_others(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, cores: int, longest: float
+) -> None:
+    pauses: list[float] = []
+    done = iter([False] * 40 + [True])
+    longest_pause.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd, "local_size", lambda: ranks)
+        patch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+        patch.setattr(time, "sleep", pauses.append)
+        wait_until(lambda: next(done))
+    longest_pause.cache_clear()
+    assert len(pauses) == 40
+    assert pauses[0] < 1e-4 and max(pauses) == pytest.approx(longest)

@@ -1,0 +1,318 @@
+"""Evaluation on several ranks: each sample once, rank 0's buffers, no collective alone."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging
+from pytorch_lightning.strategies import SingleDeviceStrategy
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+)
+from torchmetrics import MaxMetric, MeanMetric, SumMetric
+
+from strategies.evaluation import batches_of_all
+from tests.matrix import FEATURES, RANK, SIZE, Measured, Net, convolutions, loader, samples, trainer
+from tests.test_resuming import OwnLoader
+
+
+class Evaluated(Net):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.log("val_loss", loss, sync_dist=True)
+
+
+def train_with_running_means(averaged: bool) -> dict[str, Any]:
+    run = trainer("horovod", callbacks=[EMAWeightAveraging()] if averaged else [])
+    model = Evaluated(convolutions(normalization=True))
+    kept: list[Tensor] = []
+
+    def keep(layer: Any, *_: Any) -> None:
+        if not layer.training:
+            kept.append(layer.running_mean.clone())
+
+    model.net[2].register_forward_hook(keep)
+    begins: list[Tensor] = []
+    model.on_validation_epoch_start = lambda: begins.append(model.net[2].running_mean.clone())
+    run.fit(model, loader(), DataLoader(samples(16), batch_size=8))
+    loss = float(run.callback_metrics["val_loss"])
+    return {"running": kept, "begins": begins, "loss": loss}
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_running_means_of_rank_0_are_evaluated(launch: Callable, averaged: bool) -> None:
+    """Also those that a callback puts in their place for the time of an evaluation."""
+    first, second = launch(train_with_running_means, 2, averaged=averaged)
+    assert len(first["running"]) == 3  # the first is the sanity check
+    assert first["running"][1].abs().sum() > 0
+    for where in ("running",) if averaged else ("running", "begins"):
+        for mine, other in zip(first[where], second[where], strict=True):
+            assert torch.equal(mine, other)
+
+
+class LogsItsOwn(Evaluated):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.log("own", float(RANK))
+        self.log("largest", MaxMetric()(torch.tensor(float(RANK))), sync_dist=True)
+
+    test_step = validation_step
+
+
+def evaluate_what_is_its_own() -> list[str]:
+    batches = DataLoader(samples(16), batch_size=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        trainer("horovod").validate(LogsItsOwn(), batches, verbose=False)
+        trainer("horovod").test(LogsItsOwn(), batches, verbose=False)
+        trainer("horovod").validate(LogsComputed(), batches, verbose=False)
+    return [str(warning.message) for warning in told if "sync_dist" in str(warning.message)]
+
+
+def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
+    (first, second), (alone,) = (
+        launch(evaluate_what_is_its_own, 2),
+        launch(evaluate_what_is_its_own, 1),
+    )
+    assert len(first) == 1 and first[0].startswith("own is what each rank has by itself")
+    assert second == alone == []
+
+
+def evaluate_single_samples() -> None:
+    """3 samples in batches of one on 2 ranks: rank 0 has a batch that rank 1 has not."""
+    trainer("horovod").validate(Measured(), DataLoader(samples(3), batch_size=1))
+
+
+class WithoutIndex(Net):
+    """Its step does not ask for the number of the batch, and the collective is a metric's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = SumMetric(dist_sync_on_step=True)
+
+    def validation_step(self, batch: list[Tensor]) -> None:
+        self.log("sum", self.metric(batch[0].sum()))
+
+
+def evaluate_single_samples_without_index() -> None:
+    trainer("horovod").validate(WithoutIndex(), DataLoader(samples(3), batch_size=1))
+
+
+class GathersPredictions(Net):
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.all_gather(batch[0])
+
+
+def predict_with_a_collective() -> None:
+    """9 samples: 5 and 4 in batches of 4."""
+    trainer("horovod").predict(GathersPredictions(), DataLoader(samples(9), batch_size=4))
+
+
+@pytest.mark.parametrize(
+    "evaluate",
+    [evaluate_single_samples, evaluate_single_samples_without_index, predict_with_a_collective],
+)
+def test_a_collective_that_some_ranks_would_not_join(launch: Callable, evaluate: Callable) -> None:
+    with pytest.raises(AssertionError, match="batch 1 of the .*tion is there on some ranks only"):
+        launch(evaluate, 2)
+
+
+class Sees(Net):
+    """Keeps the first feature of what it evaluates and what it trains on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+        self.trained: list[Tensor] = []
+        self.mean = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trained.append(batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.seen.append(batch[0].reshape(-1, FEATURES)[:, 0])
+        self.log("mean", self.mean(batch[0].mean()))
+
+
+class Parts(DistributedSampler):
+    """Gives rank r the r-th part, the last one filled up with the first sample."""
+
+    def __iter__(self) -> Any:
+        whole = [*range(len(self.dataset)), *range(self.total_size - len(self.dataset))]
+        return iter(whole[self.rank * self.num_samples :][: self.num_samples])
+
+
+def evaluate_with_samplers_of_its_own() -> dict[str, Any]:
+    found = {}
+    for name, sampler in (
+        ("parts", Parts(samples(25), SIZE, RANK)),
+        ("all", DistributedSampler(samples(8), 1, 0, shuffle=False)),
+        ("named", type("Mine", (DistributedSampler,), {})(samples(25), SIZE, RANK, shuffle=False)),
+    ):
+        model = Sees()
+        batches = DataLoader(sampler.dataset, batch_size=2, sampler=sampler)
+        with warnings.catch_warnings(record=True) as told:
+            run = trainer("horovod", use_distributed_sampler=False)
+            run.validate(model, batches, verbose=False)
+        found[name] = torch.cat(model.seen).tolist()
+        found[f"{name} told"] = [str(w.message) for w in told if "count twice" in str(w.message)]
+    return found
+
+
+def test_a_sampler_that_deals_in_its_own_way_is_left_alone(launch: Callable) -> None:
+    feature = samples(25).tensors[0][:, 0].tolist()
+    first, second = launch(evaluate_with_samplers_of_its_own, 2)
+    assert (first["parts"], second["parts"]) == (feature[:13], [*feature[13:], feature[0]])
+    (text,) = first["parts told"]
+    assert text.startswith("Parts has 26 samples to validate on 2 ranks, of a data set of 25")
+    assert first["all"] == second["all"] == feature[:8]
+    assert sorted(first["named"] + second["named"]) == sorted(feature)
+    assert not first["named told"] and not first["all told"]
+
+
+class InBuckets(Sampler[list[int]]):
+    """Batches of one's own making, which has its sampler in two places."""
+
+    def __init__(self, sampler: DistributedSampler) -> None:
+        self.sampler, self.batch_size, self.drop_last = sampler, 2, False
+        self.order = BatchSampler(sampler, 2, drop_last=False)
+
+    def __iter__(self) -> Any:
+        return iter(self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+def evaluate_in_buckets() -> list[float]:
+    batches = InBuckets(DistributedSampler(samples(5), SIZE, RANK, shuffle=False))
+    model, given = Sees(), DataLoader(samples(5), batch_sampler=batches)
+    trainer("horovod", use_distributed_sampler=False).validate(model, given, verbose=False)
+    assert len(batches.sampler) == 3  # as it was
+    return torch.cat(model.seen).tolist()
+
+
+def test_evaluation_in_batches_of_ones_own(launch: Callable) -> None:
+    feature = samples(5).tensors[0][:, 0].tolist()
+    assert launch(evaluate_in_buckets, 2) == [feature[::2], feature[1::2]]
+
+
+class LogsSteps(Net):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        here = [part for part in batch.values() if part is not None]
+        self.log("here", float(len(here)), on_step=True, on_epoch=True, sync_dist=True)
+
+
+def evaluate_combined(mode: str, counts: list[int]) -> float:
+    """Batches of 1, of two loaders with so many samples."""
+    loaders = {f"{i}": DataLoader(samples(count)) for i, count in enumerate(counts)}
+    run = trainer("horovod")
+    run.validate(LogsSteps(), CombinedLoader(loaders, mode), verbose=False)
+    return float(run.callback_metrics["here_epoch"])
+
+
+@pytest.mark.parametrize(
+    "mode,counts,expected",
+    [
+        ("max_size", [4, 10], 1.4),  # 2 and 5 batches a rank
+        ("max_size_cycle", [4, 10], 2.0),
+        ("min_size", [10, 4], 2.0),
+    ],
+)
+def test_loaders_that_are_evaluated_beside_each_other(
+    launch: Callable, mode: str, counts: list[int], expected: float
+) -> None:
+    first, second = launch(evaluate_combined, 2, mode=mode, counts=counts)
+    assert first == second == pytest.approx(expected)
+
+
+def test_batches_that_all_ranks_have_of_several_loaders() -> None:
+    loaders = [DataLoader(samples()) for _ in range(2)]
+    fewest = dict(zip(loaders, (4, 2)))
+    for mode, expected in (("max_size", 4), ("max_size_cycle", 4), ("min_size", 2)):
+        assert batches_of_all(CombinedLoader(loaders, mode), 0, fewest) == expected
+    in_turn = CombinedLoader([*loaders, OwnLoader()], "sequential")
+    assert [batches_of_all(in_turn, index, fewest) for index in range(3)] == [4, 2, math.inf]
+
+
+class Pairs(Dataset):
+    """Whole batches, of two equal samples."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> list[Tensor]:
+        return [torch.full((2, FEATURES), float(index))]
+
+
+def evaluate_in_orders_of_its_own() -> dict[str, Any]:
+    def seen(batches: DataLoader, **arguments: Any) -> list[float]:
+        model = Sees()
+        run = trainer("horovod", **arguments)
+        run.validate(model, batches, verbose=False)
+        shares = run.strategy.world.gather_objects(torch.cat(model.seen).tolist())
+        return sorted(value for share in shares for value in share)
+
+    torch.manual_seed(RANK)  # as after training with random numbers of each rank's own
+    some = SubsetRandomSampler(range(10))
+    sampler = DistributedSampler(samples(67), SIZE, RANK, shuffle=True)
+    both = DataLoader(samples(67), batch_size=8, sampler=sampler)
+    model = Sees()
+    trainer("horovod").fit(model, both, both)
+    single, one_by_one = DataLoader(samples(67), None, sampler=sampler), Sees()
+    trainer("horovod", max_epochs=1).fit(one_by_one, both, single)
+    alone = None
+    if RANK == 0:
+        alone = pl.Trainer(
+            strategy=SingleDeviceStrategy("cpu"), logger=False, enable_progress_bar=False
+        ).validate(model, DataLoader(samples(4), batch_size=4), verbose=False)
+    return {
+        "drawn": seen(DataLoader(samples(), batch_size=2, sampler=some)),
+        "pairs": seen(DataLoader(Pairs(), batch_size=None)),
+        "shuffled": seen(
+            DataLoader(samples(), batch_size=4, shuffle=True), limit_val_batches=1
+        ),
+        "one by one": [len(one_by_one.seen), sum(len(seen) for seen in one_by_one.trained)],
+        "shares": [torch.cat(model.trained[at : at + 5]).tolist() for at in (0, 5)],
+        "alone": alone,
+    }  # fmt: skip
+
+
+def test_evaluation_in_orders_of_its_own(launch: Callable) -> None:
+    """Each sample once on all ranks together, and training goes on as it was."""
+    feature = samples().tensors[0][:, 0]
+    for rank, told in enumerate(launch(evaluate_in_orders_of_its_own, 2)):
+        assert told["drawn"] == sorted(feature[:10].tolist())
+        assert told["pairs"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert len(told["shuffled"]) == 8 and told["shuffled"] != sorted(feature[:8].tolist())
+        expected = DistributedSampler(samples(67), 2, rank, shuffle=True)  # 34, one twice
+        for epoch, share in enumerate(told["shares"]):
+            expected.set_epoch(epoch)
+            assert share == samples(67).tensors[0][list(expected), 0].tolist()
+        # 34 and 33 validated beside two of the sanity check; of training one is there twice
+        assert told["one by one"] == [2 + 34 - rank, 34]
+        if rank == 0:  # after training, without rank 1
+            assert told["alone"][0]["mean"] == pytest.approx(float(samples(4).tensors[0].mean()))
+
+
+class LogsComputed(Sees):
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.mean.update(batch[0].mean())
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("computed", self.mean.compute())
+        self.mean.reset()

@@ -1,0 +1,283 @@
+"""Users' mistakes, each an error of one line on all ranks and never a hang."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from strategies import HorovodStrategy
+from tests.matrix import (
+    CLASSES,
+    FEATURES,
+    RANK,
+    SIZE,
+    Counting,
+    Measured,
+    Net,
+    convolutions,
+    loader,
+    samples,
+    trainer,
+)
+
+
+def refused(function: Callable[[], Any]) -> str:
+    """What a mistake is called; every rank must be told, so that none waits for another."""
+    with pytest.raises((MisconfigurationException, RuntimeError)) as error:
+        function()
+    return str(error.value)
+
+
+def with_model(net: nn.Module, **arguments: Any) -> None:
+    trainer("horovod", **arguments).fit(Net(net), loader())
+
+
+def refused_file() -> str:
+    with pytest.raises(FileNotFoundError) as error:
+        trainer("horovod").fit(Net(), loader(), ckpt_path="/nowhere/to/be/found.ckpt")
+    return str(error.value)
+
+
+class Reentered(Net):
+    """A layer in two parts that are checkpointed in the reentrant way: two gradients for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, layer = x.requires_grad_(), self.net[0]
+        first = checkpoint(layer, x, use_reentrant=True)
+        return self.net[2](first + checkpoint(layer, x * 2, use_reentrant=True))
+
+
+class KeepsGraph(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        loss.backward(create_graph=True)
+
+
+class LeavesOut(Net):
+    """Rank 0 makes no backward of its fourth batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if (RANK, batch_idx) != (0, 3):
+            self.manual_backward(super().training_step(batch, batch_idx))
+
+
+class CallsBackward(LeavesOut):
+    """Makes each step of gradients of its own; or takes them away before those of all ranks."""
+
+    def __init__(self, then: str, bare: bool = False) -> None:
+        super().__init__()
+        self.then, self.bare = then, bare
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = Net.training_step(self, batch, batch_idx)
+        optimizer = self.optimizers(use_pl_optimizer=not self.bare)
+        loss.backward(retain_graph=True)
+        if self.then != "step":
+            optimizer.zero_grad(set_to_none=self.then == "none")  # type: ignore[union-attr]
+            self.manual_backward(loss)
+        optimizer.step()  # type: ignore[union-attr]
+
+
+class Replaces(CallsBackward):
+    def on_train_start(self) -> None:
+        self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
+
+
+class BeginsElsewhere(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        sum(parameter.sum() for parameter in self.parameters()).backward()  # type: ignore[union-attr]
+
+
+class SetsByHand(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(self.parts, parameters)):
+            parameter.grad = gradient
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.parts = super().training_step(batch, batch_idx)
+        return self.parts * 2
+
+
+class MadeApart(Net):
+    """What configure_optimizers makes has another size on each rank."""
+
+    def configure_optimizers(self) -> Any:
+        self.late = nn.Linear(CLASSES, 2 + RANK)
+        return super().configure_optimizers()
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Slope(Net):
+    """Has the gradient of a network with batch normalization in its loss."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Linear(FEATURES, CLASSES)))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        inputs = batch[0].clone().requires_grad_()
+        outputs = self(inputs).square().sum()
+        (slope,) = torch.autograd.grad(outputs, inputs, create_graph=True)
+        return slope.square().mean()
+
+
+class Hides(Net):
+    """A layer that only its optimizer knows, and another that comes when training has begun."""
+
+    def __init__(self, when: str) -> None:
+        super().__init__()
+        self.when, self.hidden = when, [nn.Linear(CLASSES, 3)]
+
+    def on_train_start(self) -> None:
+        if self.when == "later":
+            self.layer = self.hidden[0]
+            self.optimizers().add_param_group({"params": [*self.layer.parameters()]})  # type: ignore[union-attr]
+
+    def configure_optimizers(self) -> Any:
+        hidden = self.hidden[0].parameters() if self.when == "at once" else []
+        return torch.optim.SGD([*self.parameters(), *hidden], lr=0.05)
+
+
+class GoesByItsOwn(Net):
+    """What it logs falls on rank 0 and rises on rank 1, whose learning rate falls."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        own = self.current_epoch * (2.0 * RANK - 1)
+        self.log("own", own, on_epoch=True, on_step=False)
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "monitor": "own"}}
+
+
+class Embedded(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 3, sparse=True)
+
+
+class Complex(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+def mistakes() -> dict[str, str]:
+    """Several in one process, one after another: a refusal leaves nothing behind."""
+    unequal = DataLoader(TensorDataset(*samples(80 - 8 * RANK).tensors), batch_size=4)
+    unequal_batches = 6 - 2 * RANK
+    sizes = nn.Sequential(nn.Linear(FEATURES, 4 + RANK), nn.Linear(4 + RANK, CLASSES))
+    fewer = nn.Sequential(*[nn.Linear(FEATURES, FEATURES) for _ in range(2 - RANK)])
+    kinds = nn.Linear(FEATURES, CLASSES, dtype=(torch.float32, torch.float64)[RANK])
+    frozen = nn.Linear(FEATURES, CLASSES).requires_grad_(RANK == 0)
+    strided = convolutions(normalization=False)
+    graph = nn.Linear(FEATURES, CLASSES)
+    graph.register_buffer("edges", torch.eye(3).to_sparse())
+    if RANK == 1:
+        strided.to(memory_format=torch.contiguous_format)
+    found = {
+        "sizes": refused(lambda: with_model(sizes)),
+        "fewer": refused(lambda: with_model(fewer)),
+        "kinds": refused(lambda: with_model(kinds)),
+        "frozen": refused(lambda: with_model(frozen)),
+        "hosts": refused(lambda: with_model(nn.Linear(FEATURES, CLASSES), num_nodes=2)),
+        "devices": refused(lambda: with_model(nn.Linear(FEATURES, CLASSES), devices=3)),
+        "batches": refused(lambda: trainer("horovod").fit(Net(), unequal)),
+        "endless": refused(
+            lambda: trainer("horovod").fit(Net(), DataLoader(Counting(unequal_batches), 4))
+        ),
+        "empty": refused(lambda: trainer("horovod").fit(Net(), DataLoader(Counting(1 - RANK), 4))),
+        "few": refused(lambda: trainer("horovod").validate(Measured(), DataLoader(samples(1)))),
+        "checkpoint": refused_file(),
+        "twice": refused(lambda: trainer("horovod").fit(Reentered(), loader())),
+        "complex": refused(lambda: trainer("horovod").fit(Complex(), loader())),
+        "left out": refused(lambda: trainer("horovod").fit(LeavesOut(), loader())),
+        "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
+        "passed by": refused(
+            lambda: trainer("horovod").fit(CallsBackward("step", bare=True), loader())
+        ),
+        "replaced": refused(lambda: trainer("horovod").fit(Replaces("step"), loader())),
+        "elsewhere": refused(lambda: trainer("horovod").fit(BeginsElsewhere(), loader())),
+        "by hand": refused(lambda: trainer("horovod").fit(SetsByHand(), loader())),
+        "made": refused(lambda: trainer("horovod").fit(MadeApart(), loader())),
+        "own forward": refused(
+            lambda: with_model(nn.Sequential(Doubled(FEATURES)), sync_batchnorm=True)
+        ),
+        "penalty": refused(lambda: trainer("horovod", sync_batchnorm=True).fit(Slope(), loader())),
+        "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
+        "strides": refused(lambda: with_model(strided)),
+        "lazy": refused(lambda: with_model(nn.LazyLinear(CLASSES))),
+        "graph": refused(lambda: trainer("horovod").fit(KeepsGraph(), loader())),
+        "layout": refused(lambda: with_model(graph)),
+        "hidden": refused(lambda: trainer("horovod").fit(Hides("at once"), loader())),
+        "hidden later": refused(lambda: trainer("horovod").fit(Hides("later"), loader())),
+        "rates": refused(lambda: trainer("horovod", max_epochs=3).fit(GoesByItsOwn(), loader())),
+        "clock": refused(
+            lambda: trainer("horovod", val_check_interval="00:00:00:01").fit(Net(), loader())
+        ),
+    }
+    for then in ("none", "zeros"):
+        trainer("horovod", max_epochs=1).fit(CallsBackward(then), loader())
+    run, model = trainer("horovod", max_epochs=1), Net()
+    run.fit(model, loader())
+    found["goes on"] = f"{run.global_step} steps of {SIZE} ranks"
+    return found
+
+
+def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
+    host = os.uname().nodename
+    for told in launch(mistakes, 2):
+        rank_1 = f"rank 1 on {host} has another model than rank 0: "
+        assert told["sizes"].startswith(f"{rank_1}net.0.weight (5, 12) float32 trained where rank")
+        assert "rank 0 has net.0.weight (4, 12) float32 trained;" in told["sizes"]
+        assert told["fewer"].startswith(f"{rank_1}nothing where rank 0 has net.1.weight")
+        assert told["kinds"].startswith(f"{rank_1}net.weight (5, 12) float64 trained where")
+        assert told["frozen"].startswith(f"{rank_1}net.weight (5, 12) float32 where")
+        assert told["hosts"].startswith("Trainer(num_nodes=2), and horovodrun runs on 1;")
+        assert told["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
+        assert told["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
+        assert told["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
+        assert told["empty"].startswith(f"rank 1 on {host} has 0 training batches an epoch, others")
+        assert told["few"].startswith("1 samples to validate on 2 ranks")
+        assert "/nowhere/to/be/found.ckpt" in told["checkpoint"]
+        assert told["twice"].startswith("a parameter got a second gradient in one backward")
+        assert told["complex"].startswith("Horovod adds no complex gradients")
+        assert told["left out"].startswith("for some ranks the epoch ends with this backward")
+        assert told["alone"].startswith("a step with gradients of loss.backward()")
+        assert told["passed by"] == told["alone"]
+        assert told["replaced"] == told["alone"]
+        assert told["elsewhere"].startswith("a gradient of something else than the loss: begin")
+        assert told["by hand"] == told["elsewhere"]
+        assert told["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")
+        assert told["own forward"].startswith("sync_batchnorm: net.0 is a Doubled with a forward")
+        assert "once_differentiable" in told["penalty"]
+        assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
+        assert "'words'" in told["sparse"]
+        assert "strided (27, 1, 9, 3) trained;" in told["strides"]
+        assert told["lazy"].startswith("net.weight has no shape before the first batch")
+        assert told["graph"].startswith("backward(create_graph=True) gives gradients with a graph")
+        assert told["layout"].startswith(
+            "net.edges is torch.sparse_coo, which Horovod does not send"
+        )
+        hidden = "SGD has a parameter (3, 5) that the module has not, or not before training"
+        assert told["hidden"].startswith(hidden) and told["hidden later"].startswith(hidden)
+        assert told["rates"].startswith(f"rank 1 on {host} has the learning rates 0.005, rank 0")
+        assert told["clock"].startswith("a val_check_interval of 1 s: by its own clock each rank")
+        assert told["goes on"] == "10 steps of 2 ranks"

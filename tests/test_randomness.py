@@ -1,0 +1,177 @@
+"""What ranks draw: each for itself in its steps, all alike outside of them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, SubsetRandomSampler
+
+from strategies.randomness import OwnDraws
+from tests.matrix import FEATURES, Net, samples, trainer
+
+
+class Prepared(pl.LightningDataModule):
+    """Files that rank 0 of the host takes a second to make, and batches that workers draw."""
+
+    def __init__(self, folder: str) -> None:
+        super().__init__()
+        self.folder = Path(folder)
+
+    def prepare_data(self) -> None:
+        time.sleep(1)
+        (self.folder / str(hvd.rank())).touch()
+
+    def setup(self, stage: str) -> None:
+        self.seen = sorted(path.name for path in self.folder.iterdir())
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Random(), batch_size=2, num_workers=1)
+
+
+class Random(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.rand(FEATURES)
+
+
+class Keeps(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(FEATURES, 1)
+        self.drawn: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.drawn.append(batch)
+        return self.net(batch).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def use_data(folder: str) -> dict[str, Any]:
+    run = trainer("horovod", max_epochs=1)
+    pl.seed_everything(3, workers=True)
+    data, model = Prepared(folder), Keeps()
+    run.fit(model, data)
+    return {"seen": data.seen, "drawn": torch.cat(model.drawn)}
+
+
+def test_data_is_prepared_once_and_workers_draw_apart(launch: Callable, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    first, second = launch(use_data, 2, folder=str(tmp_path / "data"))
+    assert first["seen"] == second["seen"] == ["0"]
+    assert first["drawn"].shape == second["drawn"].shape == (4, FEATURES)
+    assert not torch.equal(first["drawn"], second["drawn"])
+
+
+class Noisy(Net):
+    """Keeps what its steps drew, what was drawn outside of them, and the labels it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn: dict[str, list[Tensor]] = defaultdict(list)
+
+    def draw(self, where: str) -> None:
+        self.drawn[where].append(torch.rand(1))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.draw("transfer")
+        return batch
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.draw("train")
+        self.drawn["seen"].append(batch[0][:, 0])
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.draw("val")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.draw("outside")
+
+
+def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
+    """In a first epoch, and in a second one of another Trainer, which goes on."""
+    told, path = [], None
+    for epochs in (1, 2):
+        model = Noisy()  # seeds torch by its rank
+        torch.manual_seed(3)
+        run = trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0)
+        drawing = DataLoader(samples(16), 2, sampler=SubsetRandomSampler(range(16)))
+        run.fit(model, drawing, DataLoader(samples(7), batch_size=1), ckpt_path=path)
+        path = f"{folder}/one.ckpt"
+        run.save_checkpoint(path)
+        told.append({where: torch.cat(drawn).tolist() for where, drawn in model.drawn.items()})
+    return told
+
+
+def test_each_rank_draws_for_itself_in_its_steps(launch: Callable, tmp_path: Path) -> None:
+    """But not outside of them, also where ranks have unequally many batches to evaluate."""
+    ranks = launch(draw_in_steps, 2, strategy="horovod", folder=str(tmp_path))
+    first, second = (rank[0] for rank in ranks)
+    assert len(first["val"]) - len(second["val"]) == 1
+    for where in ("transfer", "train", "val"):
+        drawn = first[where] + second[where] + ranks[0][1][where] + ranks[1][1][where]
+        assert len(set(drawn)) == len(drawn) > 12
+    for epoch, other in zip(*ranks):
+        assert epoch["outside"] == other["outside"]
+        assert len(set(epoch["outside"])) == 4
+        assert len(set(epoch["seen"] + other["seen"])) == 16
+
+
+def test_draws_begin_elsewhere_each_time_and_move_nothing() -> None:
+    torch.manual_seed(3)
+    before, drawn = torch.get_rng_state(), []
+    for _ in range(2):
+        draws = OwnDraws(0, torch.device("cpu"))
+        assert torch.equal(torch.get_rng_state(), before)
+        with draws():
+            drawn.append(float(torch.rand(1)))
+    torch.rand(1)  # as a loader does
+    with OwnDraws(0, torch.device("cpu"))():
+        assert drawn == [drawn[0]] * 2 and float(torch.rand(1)) != drawn[0]
+
+
+class DrawsItsBatches(Net):
+    """Asks the loader for its batches, whose sampler draws in the step then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        batch, _, _ = next(dataloader_iter)
+        self.seen.append(batch[0][:, 0])
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
+def train_on_an_iterator() -> list[float]:
+    model = DrawsItsBatches()  # seeds torch by its rank
+    torch.manual_seed(3)
+    drawing = DataLoader(samples(16), 2, sampler=SubsetRandomSampler(range(16)))
+    trainer("horovod", max_epochs=1).fit(model, drawing)
+    return torch.cat(model.seen).tolist()
+
+
+def test_a_step_that_asks_for_its_batches_draws_them_as_all_do(launch: Callable) -> None:
+    first, second = launch(train_on_an_iterator, 2)
+    assert sorted(first + second) == sorted(samples(16).tensors[0][:, 0].tolist())
+
+
+def test_one_process_draws_as_without_horovod(launch: Callable, tmp_path: Path) -> None:
+    (ours,), (single,) = (
+        launch(draw_in_steps, 1, strategy=strategy, folder=str(tmp_path))
+        for strategy in ("horovod", "single")
+    )
+    for where in ("transfer", "train", "val", "outside"):
+        assert ours[0][where] == single[0][where]

@@ -60,9 +60,20 @@ endif
 ifneq ($(filter export,$(MAKECMDGOALS)),)
   $(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
 endif
-ifneq ($(filter bench-step,$(MAKECMDGOALS)),)
-  $(if $(HOSTFILE),$(error HOSTFILE=$(HOSTFILE): this takes HOSTS=node1:1,node2:1))
-endif
+$(if $(filter bench-step,$(MAKECMDGOALS)),$(ONE_SIZE))
+# What each measurement takes of these; make would hand on nothing else, without a word.
+TAKES_bench := NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK
+TAKES_bench-step := $(if $(filter override,$(origin HOSTS)),HOSTS,NP) REPEATS
+TAKES_bench-step-slow := REPEATS
+TAKES_bench-overheads := NP REPEATS
+TAKES_bench-allreduce := NP HOSTS HOSTFILE NETWORK
+TAKES_bench-split := BATCH STEPS REPEATS
+TAKES_bench-start := NP REPEATS
+TAKES_bench-losses := NP STEPS
+$(foreach goal,$(filter bench%,$(MAKECMDGOALS)),$(if $(TAKES_$(goal)),\
+  $(foreach name,$(filter-out $(TAKES_$(goal)),NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK BATCH),\
+    $(if $(filter command override,$(firstword $(origin $(name)))),\
+      $(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) and ARGS; see its docstring for more)))))
 ifneq ($(filter bench-check,$(MAKECMDGOALS)),)
   $(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
 endif
@@ -168,14 +179,16 @@ bench-readme: dev-environment ## write the README's table from the newest result
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
-	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(ARGS)
+	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
-	  $(abspath $(PYTHON)) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit $(ARGS)
+	  $(abspath $(PYTHON)) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit \
+	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
-	@$(PYTHON) -m benchmarks.overheads $(ARGS)
+	@$(PYTHON) -m benchmarks.overheads $(if $(filter command environment,$(origin NP)),--ranks $(NP)) \
+	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-allreduce: dev-environment ## all-reduce bandwidth between HOSTS by size; NETWORK=25gbit names it
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)

@@ -2,12 +2,13 @@
 
     make bench-check OLD=benchmarks/results/scaling_a.json NEW=benchmarks/results/scaling_b.json
 
-A row has regressed when its median step is slower by more than the noise of both files together
-(benchmarks/efficiency.py says what noise is) and by more than `FLOOR`; or when even its fastest
-repeat is slower than the slowest of OLD by more than `FLOOR`. Exit status: 0 without a regression,
-1 with one, and the rows are named; 2 for files that cannot be compared: unfinished, another job,
-other hardware, other settings, or too few repeats to know the noise. Versions and the commit may
-differ: that is what is compared.
+A row has regressed when its median step is slower by more than `FLOOR`, and its repeats are slower
+than those of OLD by more than chance: in a rank test (Mann and Whitney 1947) as large a difference
+comes in `CHANCE` of all cases where there is none. The slowest repeat of OLD, of five or more, is
+left out of the test, as it may have hung. Exit status: 0 without a regression, 1 with one, and the
+rows are named; 2 for files that cannot be compared: unfinished, another job, other hardware, other
+settings, a machine that has become slower itself, or too few repeats to know the noise. Versions
+and the commit may differ, and keys that only one of them knows: that is what is compared.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.efficiency import MIN_REPEATS, Results, Row, noise, rows
+from scipy.stats import mannwhitneyu
+
+from benchmarks.efficiency import MIN_REPEATS, Results, Row, rows
+from benchmarks.load import DRIFT
+from cluster.hosts import Refusal
 
 # Placement of memory and order of start differ between two launches of the same job: by a few
 # percent, more than its repeats within one file show.
 FLOOR = 0.03
+# In how many of all cases a row that is as before may be called slower. Of three or four repeats,
+# all of which are slower, chance says no less than 1 in 20, and 1 in 70.
+CHANCE, OF_FEW = 0.01, 0.05
 # What must be equal for times to be comparable; sizes, strategies and modes may be more in NEW.
 SAME_SETTINGS = ("hosts", "network", "threads", "batch_size", "warmup", "epochs")
 SAME_HARDWARE = ("cpu", "cores", "memory_gib", "gpus", "nics")
-
-
-class Refusal(Exception):
-    """Why two files cannot be compared, in one line."""
 
 
 def read(file: Path) -> Results:
@@ -64,6 +68,7 @@ def compare(old: Results, new: Results) -> tuple[list[str], list[str]]:
             raise Refusal(f"not comparable: {name} was {before} and is {after}")
     if not rows(old):
         raise Refusal("not comparable: OLD has no runs")
+    _refuse_slower_machines(old, new)
     after_of = {_name(row): row for row in rows(new)}
     told, regressed = [], []
     for before in rows(old):
@@ -83,22 +88,28 @@ def compare(old: Results, new: Results) -> tuple[list[str], list[str]]:
 
 def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
     was, now = statistics.median(before.step_ms), statistics.median(after.step_ms)
-    allowed = max(noise(before.step_ms) + noise(after.step_ms), FLOOR * was)
-    change = now - was
-    # One repeat that hung makes the noise large; the others still tell.
-    slower = min(after.step_ms) - max(before.step_ms) > FLOOR * was or change > allowed
-    faster = min(before.step_ms) - max(after.step_ms) > FLOOR * was or -change > allowed
-    verdict = "slower" if slower else "faster" if faster else "as before"
+    change = now / was - 1
+    slow, fast = (after, before) if change > 0 else (before, after)
+    chance = _chance(slow.step_ms, fast.step_ms)
+    allowed = CHANCE if min(len(slow.step_ms), len(fast.step_ms)) >= 5 else OF_FEW
+    differs = abs(change) > FLOOR and chance <= allowed
+    verdict = "as before" if not differs else "slower" if change > 0 else "faster"
     marks = "; ".join(
         f"{which}: {', '.join(row.marks)}"
         for which, row in (("OLD", before), ("NEW", after))
         if row.marks
     )
     line = (
-        f"{name}: {was:.2f} -> {now:.2f} ms a step, {change / was:+.1%}; "
-        f"noise and floor {allowed / was:.1%}: {verdict}{f'  ({marks})' if marks else ''}"
+        f"{name}: {was:.2f} -> {now:.2f} ms a step, {change:+.1%}; by chance in "
+        f"{chance:.1%} of cases: {verdict}{f'  ({marks})' if marks else ''}"
     )
-    return line, slower
+    return line, verdict == "slower"
+
+
+def _chance(slow: list[float], fast: list[float]) -> float:
+    """In which share of cases so many of the one are above so many of the other by chance."""
+    kept = sorted(fast)[:-1] if len(fast) >= 5 else fast
+    return float(mannwhitneyu(slow, kept, alternative="greater", method="exact").pvalue)
 
 
 def _name(row: Row) -> str:
@@ -114,8 +125,23 @@ def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
         other = new["hosts"].get(name, {})
         found += [(f"{key} of {name}", host[key], other.get(key)) for key in SAME_HARDWARE]
     one, two = _flat(old["config"]), _flat(new["config"])
-    found += [(key, one.get(key), two.get(key)) for key in dict.fromkeys([*one, *two])]
-    return found
+    return found + [(key, one[key], two[key]) for key in one if key in two]
+
+
+def _refuse_slower_machines(old: Results, new: Results) -> None:
+    for name in old["hosts"]:
+        was, now = _arithmetic_ms(old, name), _arithmetic_ms(new, name)
+        if abs(now / was - 1) > DRIFT:
+            raise Refusal(
+                f"not comparable: the same arithmetic took {was:.2f} ms on {name} and takes "
+                f"{now:.2f}: the machine has changed; measure both again, one after the other"
+            )
+
+
+def _arithmetic_ms(results: Results, host: str) -> float:
+    """The median of all runs of a host: how fast its cores were."""
+    of_host = [run["hosts"][host] for run in results["runs"] if host in run["hosts"]]
+    return statistics.median(each["arithmetic_ms"] for each in of_host)
 
 
 def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:

@@ -8,6 +8,7 @@ benchmarks/scaling.py and allreduce.py ask each host of a job so.
 from __future__ import annotations
 
 import datetime
+import fcntl
 import hashlib
 import itertools
 import json
@@ -23,9 +24,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+_LOCKED: dict[Path, int] = {}  # folders of results, open as long as this process lives
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
+FASTER = ("HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PRELOAD", "MALLOC_")
 PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no machine's
 
 
@@ -39,13 +42,15 @@ def write_json(results: dict[str, Any], file: Path) -> None:
 
 def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path, dict[str, Any]]:
     """What the same command left when it was interrupted, and its file; else `results`, unfinished,
-    and a file that is not there yet.
+    and a file that is not there yet. Until this process ends, no other one measures for the same
+    folder: it would write the same file, and both would disturb each other.
 
     Args:
         results: all that is known before the first measurement.
         file: where they are to be written; its name ends with the date.
         measured: keys of what is measured; the others, but for the time, must be equal.
     """
+    _measure_alone(file.parent)
     results = {**json.loads(json.dumps(results)), "finished": False}
     varies = {*measured, "date", "load_before"}
     for place in sorted(file.parent.glob(f"{file.stem[: -len('2026-01-31')]}*.json")):
@@ -59,6 +64,22 @@ def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path
             print(f"going on with {place}, of {found['date']}", file=sys.stderr)
             return place, found
     return unused(file), results
+
+
+def _measure_alone(folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder in _LOCKED:
+        return
+    _LOCKED[folder] = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(_LOCKED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(
+            f"error: another measurement writes to {folder} now: wait for its end, as both would "
+            "disturb each other"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
 
 
 def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
@@ -104,7 +125,7 @@ def gpus() -> list[str]:
 
 
 def software() -> dict[str, Any]:
-    """Versions of Python and packages, the commit, and when."""
+    """Versions of Python and packages, the commit, variables that matter, and when."""
     installed = {}
     for package in PACKAGES:
         try:
@@ -116,6 +137,7 @@ def software() -> dict[str, Any]:
         "versions": installed,
         "commit": _git("describe", "--always", "--dirty").strip() or None,
         "changes": _changes(),
+        "environment": _environment(),
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }
 
@@ -126,9 +148,18 @@ def versions(results: dict[str, Any]) -> str:
 
 
 def _changes() -> str | None:
-    """A digest of what differs from the commit in files that git knows; None if nothing does."""
+    """A digest of what differs from the commit, new code and configuration too; None if nothing
+    does."""
     difference = _git("diff", "HEAD")
+    new = _git("ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml").split("\0")
+    for file in (ROOT / name for name in new if name):
+        difference += f"{file}\n{file.read_text(errors='replace') if file.is_file() else ''}"
     return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None
+
+
+def _environment() -> dict[str, str]:
+    """The variables that reach all ranks and change how fast they are."""
+    return {key: value for key, value in sorted(os.environ.items()) if key.startswith(FASTER)}
 
 
 def _git(*arguments: str) -> str:

@@ -1,12 +1,13 @@
 """What our own tools and collectives cost as ranks grow, and by which law.
 
     make bench-overheads                        2, 4, 8, 16, 32 ranks on this host
-    make bench-overheads ARGS="--ranks 2 4 8"
+    make bench-overheads NP="2 4 8 16" REPEATS=5
 
 A stub stands for the job: it imports what each rank needs, and makes the strategy's collectives
 with little in them. Each quantity gets the law that fits it best of: constant, log p, p, p log p,
-p^2, each with a constant beside it. All ranks share this host's cores, so what each rank computes
-grows with p here, and would not on hosts of their own.
+p^2, each with a constant beside it; from four sizes on, as any of them fits two or three. All ranks
+share this host's cores, so what each rank computes grows with p here, and would not on hosts of
+their own.
 Results go to benchmarks/results/ as JSON and as a Markdown table; Ctrl-C keeps them, and the same
 command goes on.
 """
@@ -29,7 +30,6 @@ from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versio
 from cluster.signals import interrupt_at_signals
 
 LAWS: dict[str, Callable[[float], float]] = {
-    "constant": lambda p: 0.0,
     "log p": math.log2,
     "p": lambda p: p,
     "p log p": lambda p: p * math.log2(p),
@@ -51,6 +51,7 @@ WHAT = {
 }
 BEGUN = "OVERHEADS_BEGUN"  # in the environment of ranks: when the launcher was started
 NOT_FIT = "\nnot fit: "  # a verdict of the doctor, which then leaves some checks out
+MIN_SIZES = 4
 LINES = 10_000  # as many as take longer than two launches differ
 WORKER = ROOT / "benchmarks" / "overheads_worker.py"
 
@@ -59,11 +60,16 @@ def law(ranks: list[int], seconds: list[float]) -> str:
     """The one of LAWS whose curve a + b f(p), b >= 0, is nearest in relative error.
 
     A steeper law must halve the squared error of a flatter one to be taken: noise always fits a
-    little better with another. What does not grow by half over all sizes is called constant.
+    little better with another. What does not grow by half over all sizes is called constant, what
+    grows half as much again as p^2 to the last size faster than that.
     """
+    if len(ranks) < MIN_SIZES:
+        return "?"
     if max(seconds) < 1.5 * min(seconds):
         return "constant"
-    best, least = "constant", math.inf
+    if seconds[-1] / seconds[-2] > 1.5 * (ranks[-1] / ranks[-2]) ** 2:
+        return "faster than p^2"
+    best, least = "", math.inf
     for name, f in LAWS.items():
         error = _error([f(p) for p in ranks], seconds)
         if error < least / 2:
@@ -139,7 +145,7 @@ def table(results: dict[str, Any]) -> str:
             p: statistics.median(seconds) for p, seconds in known.items() if None not in seconds
         }
         told = " | ".join(f"{1e3 * medians[p]:,.1f}" if p in medians else "not fit" for p in sizes)
-        grows = law(list(medians), list(medians.values())) if len(medians) > 1 else "?"
+        grows = law(list(medians), list(medians.values()))
         lines.append(f"| {what} | {told} | {grows} |")
     return "\n".join(lines)
 

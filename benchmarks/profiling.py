@@ -23,12 +23,17 @@ import sys
 from pathlib import Path
 
 from benchmarks import phases, traces
+from benchmarks.scaling_plan import refuse_ours
 from cluster.doctor import quick
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks, used
 from cluster.ssh import diagnose
 
 SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): (\d+) steps after \d+$")
 MANY = 1_000_000  # epochs: the profiler ends the training
+OURS = dict.fromkeys(
+    ["profiler.stop", "train", "test", "trainer.max_epochs", "trainer.max_steps",
+     "trainer.limit_val_batches"], "nothing",
+) | {"profiler.steps": "STEPS="}  # fmt: skip
 
 
 def job(arguments: argparse.Namespace) -> list[str]:
@@ -44,6 +49,7 @@ def job(arguments: argparse.Namespace) -> list[str]:
             )
     if arguments.steps < 1:
         raise Refusal(f"STEPS={arguments.steps}: trace at least 1 step")
+    refuse_ours(arguments.overrides, OURS, "make profile")
     return [
         "profiler=trace", *arguments.overrides, f"profiler.steps={arguments.steps}",
         "profiler.stop=true", "train=true", "test=false", f"trainer.max_epochs={MANY}",

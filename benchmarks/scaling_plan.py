@@ -70,10 +70,7 @@ def check(settings: dict[str, Any]) -> None:
     Raises:
         Refusal: when not, before anything has run.
     """
-    for argument in settings["arguments"]:
-        key = argument.partition("=")[0].lstrip("+~")
-        if key in OURS:
-            raise Refusal(f"{argument}: make bench sets {key} itself ({OURS[key]} changes it)")
+    refuse_ours(settings["arguments"], OURS, "make bench")
     batch = settings["batch_size"]
     wrong = [str(np) for np in settings["sizes"] if batch % np]
     if "strong" in settings["modes"] and wrong:
@@ -81,6 +78,18 @@ def check(settings: dict[str, Any]) -> None:
             f"MODE={settings['mode']}: data.batch_size={batch} does not divide by NP="
             f"{' '.join(wrong)}: under strong scaling it is shared; give another of the two"
         )
+
+
+def refuse_ours(arguments: list[str], ours: dict[str, str], command: str) -> None:
+    """Raises Refusal for an override of what the command sets itself.
+
+    Args:
+        ours: what is set, and what changes it.
+    """
+    for argument in arguments:
+        key = argument.partition("=")[0].lstrip("+~")
+        if key in ours:
+            raise Refusal(f"{argument}: {command} sets {key} itself ({ours[key]} changes it)")
 
 
 def cores_of_a_rank(hosts: list[Host], facts: dict[str, dict[str, Any]], np: int) -> int:
@@ -207,10 +216,9 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}
     # The same at each size, so that a rank is the same worker.
     settings["threads"] = max(1, min(cores.values()))
-    environment = {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))}
     results = {
         "benchmark": "scaling", **software(), "settings": settings,
-        "config": config, "hosts": facts, "environment": environment,
+        "config": config, "hosts": facts,
         "oversubscribed": [np for np in sizes if cores[np] < 1],
         "trial": None, "finished": False, "runs": [],
     }  # fmt: skip

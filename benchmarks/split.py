@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import scaling_plan
 from benchmarks.efficiency import noise
 from benchmarks.hardware import (
     RESULTS,
@@ -37,7 +38,7 @@ from benchmarks.hardware import (
     write_json,
 )
 from benchmarks.launching import Failed, Job, Launcher
-from benchmarks.scaling_plan import configuration, steps_of
+from benchmarks.scaling_plan import configuration, refuse_ours, steps_of
 from benchmarks.scaling_report import markdown
 from cluster.hosts import Host, Refusal
 from cluster.signals import interrupt_at_signals
@@ -46,6 +47,7 @@ from models.split import Split
 EXPERIMENT = "experiment=model_parallel"
 # What tells the ways apart; given by a user it would make all rows the same, or be lost.
 OURS = {
+    **dict.fromkeys(scaling_plan.OURS, "nothing"), "trainer.max_steps": "STEPS=",
     "model.devices": "nothing", "model.micro_batches": "nothing", "data.batch_size": "BATCH=",
 }  # fmt: skip
 BYTES_A_PARAMETER = 16  # float32: the weight, its gradient, two moments of Adam
@@ -82,16 +84,6 @@ WAYS = [
     Way("split, 8 micro-batches", 1, 8, "they do not fit, and an eighth still fills a device"),
     Way("both: 4 micro-batches", 2, 4, "they do not fit, and there are more pairs of devices"),
 ]
-
-
-def check(arguments: list[str]) -> None:
-    """Raises Refusal for what is not the user's to change."""
-    for argument in arguments:
-        key = argument.partition("=")[0].lstrip("+~")
-        if key in OURS:
-            raise Refusal(
-                f"{argument}: make bench-split sets {key} itself ({OURS[key]} changes it)"
-            )
 
 
 def memory(model: dict[str, Any]) -> dict[bool, float]:
@@ -186,7 +178,7 @@ def main() -> int:
         return launcher.run(Job("horovod", way.ranks, batch // way.ranks), length)
 
     try:
-        check(arguments.overrides)
+        refuse_ours(arguments.overrides, OURS, "make bench-split")
         model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
         weights = {str(split): mib for split, mib in memory(model).items()}
         results: dict[str, Any] = {

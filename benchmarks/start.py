@@ -24,13 +24,25 @@ import tempfile
 import time
 from collections.abc import Callable
 from itertools import product
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from benchmarks.efficiency import noise
-from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    ROOT,
+    continued,
+    hardware,
+    slug,
+    versions,
+    whole_repeats,
+    write_json,
+)
 from benchmarks.launching import Failed
+from benchmarks.scaling_plan import refuse_ours
 from benchmarks.scaling_report import markdown
+from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 
 OURS = [sys.executable, "-m", "cluster.horovodrun"]
@@ -39,6 +51,7 @@ WAYS = {  # command, and whether the ranks of a host share their imports
     "ours, each rank imports": (OURS, "0"),
     "ours": (OURS, "1"),
 }
+ONE_STEP = ("trainer.max_steps", "trainer.max_epochs", "test", "log_dir")  # and nothing after it
 STRACE = ["strace", "-f", "-qq", "-c", "-e", "trace=%file", "-o"]
 FIRST_STEP = "epoch 1/"  # runs/progress.py, in the output of rank 0
 
@@ -93,8 +106,14 @@ def look_ups(way: str, ranks: int, overrides: list[str]) -> float:
 def run(results: dict[str, Any], keep: Callable[[], None]) -> None:
     """All that is not there yet: starts in turns, then the look-ups."""
     repeats, sizes, overrides = results["repeats"], results["ranks"], results["arguments"]
+    results["runs"] = whole_repeats(results["runs"], len(sizes) * len(WAYS))
     there = {(run["repeat"], run["ranks"], run["way"]) for run in results["runs"]}
-    planned = [turn for turn in product(range(repeats), sizes, WAYS) if turn not in there]
+    ways = list(WAYS)
+    planned = [
+        (repeat, ranks, ways[(repeat + turn) % len(ways)])  # each repeat begins with another
+        for repeat, ranks, turn in product(range(repeats), sizes, range(len(ways)))
+    ]
+    planned = [turn for turn in planned if turn not in there]
     if planned:
         start("ours", sizes[0], overrides, None)  # brings the files into memory
     for repeat, ranks, way in planned:
@@ -120,7 +139,7 @@ def table(results: dict[str, Any]) -> str:
             runs = [r for r in results["runs"] if (r["way"], r["ranks"]) == (way, ranks)]
             if not runs:
                 continue
-            firsts = [run["first_step_s"] for run in runs]
+            firsts = [run["first_step_s"] for run in sorted(runs, key=itemgetter("repeat"))]
             plain = plain or firsts
             of_plain = [mine / theirs for mine, theirs in zip(firsts, plain)]
             files = results["look_ups"].get(f"{ranks} {way}")
@@ -155,6 +174,11 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(*arguments.np, arguments.repeats) < 1:
         parser.error("--np and --repeats are counted from 1")
+    try:
+        refuse_ours(arguments.overrides, dict.fromkeys(ONE_STEP, "nothing"), "make bench-start")
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
     interrupt_at_signals()
     results: dict[str, Any] = {
         "benchmark": "start", **hardware(), "arguments": arguments.overrides,

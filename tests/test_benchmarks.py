@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import sys
 from pathlib import Path
@@ -183,3 +184,42 @@ def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
         assert place == another and new["runs"] == []  # and nothing is written over
     hardware.write_json({**begun, "finished": True}, file)
     assert hardware.continued(asked, file, "runs")[0] == another
+
+
+def test_new_code_and_variables_make_another_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(["git", "init", "-q", str(tmp_path)])
+    (tmp_path / ".gitignore").write_text("ignored.py\n")
+    monkeypatch.setattr(hardware, "ROOT", tmp_path)
+    before = hardware.software()
+    (tmp_path / "ignored.py").write_text("x = 1\n")
+    (tmp_path / "weights.bin").write_text("1")
+    assert hardware.software()["changes"] == before["changes"]
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    first = hardware.software()["changes"]
+    (tmp_path / "mine.py").write_text("x = 2\n")
+    assert len({before["changes"], first, hardware.software()["changes"]}) == 3
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "50")
+    assert hardware.software()["environment"] == before["environment"] | {
+        "HOROVOD_CYCLE_TIME": "50"
+    }
+
+
+def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
+    code = "import pathlib, sys; from benchmarks.hardware import continued; "
+    code += "continued({}, pathlib.Path(sys.argv[1]) / 'x_2026-01-02.json'); print('goes on')"
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    hardware.continued({}, tmp_path / "y_2026-01-02.json")
+    done = run(command)
+    assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
+    os.close(hardware._LOCKED.pop(tmp_path))
+    assert run(command).stdout == "goes on\n"
+
+
+@pytest.mark.parametrize(
+    "module, override", [("split", "strategy=ddp"), ("start", "trainer.max_steps=7")]
+)
+def test_what_a_benchmark_sets_itself_is_refused(module: str, override: str) -> None:
+    done = run([sys.executable, "-m", f"benchmarks.{module}", "--", override])
+    assert done.returncode == 2 and f"{override}: make bench-{module} sets" in done.stdout

@@ -24,16 +24,26 @@ def test_the_planted_law_is_found_under_noise(name: str) -> None:
 
 
 def test_what_does_not_grow_by_half_is_constant() -> None:
-    assert overheads.law([2, 8, 32], [0.21, 0.21, 0.30]) == "constant"
-    assert overheads.law([2, 8, 32], [0.21, 0.25, 0.90]) == "p^2"
+    assert overheads.law([2, 4, 8, 32], [0.21, 0.2, 0.21, 0.30]) == "constant"
+    assert overheads.law([2, 4, 8, 32], [0.21, 0.21, 0.25, 0.90]) == "p^2"
+
+
+def test_what_outgrows_all_laws_is_not_called_one_of_them() -> None:
+    for p_to in (lambda p: p**3, lambda p: 2**p, lambda p: 1000 + p**3):
+        assert overheads.law(RANKS, [p_to(p) for p in RANKS]) == "faster than p^2"
+
+
+def test_few_sizes_fit_any_law() -> None:
+    assert overheads.law([2, 8, 32], [1.0, 3.0, 9.0]) == "?"
 
 
 def test_a_host_that_the_doctor_refuses_leaves_a_gap() -> None:
     run: dict[str, float | None] = dict.fromkeys(overheads.WHAT, 0.001)
     few, many = {**run, "doctor": 7.0}, {**run, "doctor": None}
-    shown = overheads.table({"ranks": [2, 4], "runs": {"2": [few], "4": [few, many]}})
-    assert "| 7,000.0 | not fit | ? |" in shown
-    assert shown.count("| 1.0 | 1.0 | constant |") == len(overheads.WHAT) - 1
+    runs = {"2": [few], "4": [few], "8": [few], "16": [few, many]}
+    shown = overheads.table({"ranks": [2, 4, 8, 16], "runs": runs})
+    assert "| 7,000.0 | 7,000.0 | 7,000.0 | not fit | ? |" in shown
+    assert shown.count("| 1.0 | 1.0 | 1.0 | 1.0 | constant |") == len(overheads.WHAT) - 1
 
 
 @pytest.mark.slow

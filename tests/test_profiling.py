@@ -288,7 +288,11 @@ def test_a_job_without_a_trace(tmp_path: Path, script: str, told: str) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["profiler=simple"], "make train ARGS=profiler=simple"), (["--steps", "0"], "STEPS=0")],
+    [
+        (["profiler=simple"], "make train ARGS=profiler=simple"),
+        (["--steps", "0"], "STEPS=0"),
+        (["test=true"], "make profile sets test itself"),
+    ],
 )
 def test_what_make_profile_does_not_do(arguments: list[str], told: str) -> None:
     with pytest.raises(profiling.Refusal, match=told):

@@ -509,7 +509,13 @@ class TestMistakes:
             (["export"], "CKPT=: give a checkpoint"),
             (["train", "LAUNCHER=openmpi"], "LAUNCHER=openmpi: there is mpi"),
             (["launch", "LAUNCHER=mpi"], "it is of make train and make sweep"),
-            (["bench-step", "HOSTFILE=x.yaml"], "HOSTFILE=x.yaml: this takes HOSTS="),
+            (
+                ["bench-step", "HOSTFILE=x.yaml"],
+                "HOSTFILE=x.yaml: make bench-step takes NP REPEATS",
+            ),
+            (["bench-step", "NP=2", "HOSTS=a:2"], "NP=2: make bench-step takes HOSTS REPEATS and"),
+            (["bench-step", "NP=2 1"], 'NP="2 1": give one number of processes'),
+            (["bench-split", "HOSTS=a:2"], "HOSTS=a:2: make bench-split takes BATCH STEPS REPEATS"),
             (["bench-check", "OLD=a"], "OLD=a NEW=: give two files"),
         ],
     )

@@ -3,10 +3,9 @@
 A run's time of a step t is the mean over its measured steps, in ms, without what is between two
 epochs (runs/anatomy.py); a row has one for each repeat.
 
-    samples/s    with d training samples, n processes and batches of b a process:
-                 d / (steps an epoch x t), where an epoch has ceil(ceil(d / n) / b) steps;
-                 n x b / t where the size of the data set is not known, or the last batch of an
-                 epoch is left out (drop_last, trainer.limit_train_batches)
+    samples/s    n x b / t with n processes and batches of b a process; where the last batch of an
+                 epoch is smaller, with the mean of the measured batches in place of n x b: of d
+                 samples, an epoch of s = ceil(ceil(d / n) / b) steps leaves it d - (s - 1) x n x b
     speed-up     samples/s on n processes / samples/s on n0, the smallest size measured
     efficiency   speed-up x n0 / n
 
@@ -111,8 +110,18 @@ def samples_per_second(results: Results, run: Run) -> float:
     if trial["train_samples"] and not trial.get("drop_last"):
         steps = steps_per_epoch(results, np, batch)
         if steps == _batches(trial, np, batch):
-            each = trial["train_samples"] / steps
+            lacking = steps * each - trial["train_samples"]  # in the last batch of an epoch
+            each -= lacking * _ends_of_epochs(results, steps)
     return each / run["step_ms"] * 1e3
+
+
+def _ends_of_epochs(results: Results, steps: int) -> float:
+    """The share of the measured batches that are the last of an epoch of so many."""
+    settings = results["settings"]
+    if settings["epochs"]:
+        return 1 / steps
+    first, measured = settings["warmup"], results["trial"]["steps"]
+    return ((first + measured) // steps - first // steps) / measured
 
 
 def rows(results: Results) -> list[Row]:

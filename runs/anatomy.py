@@ -78,7 +78,7 @@ class Anatomy(Callback):
         self._lot = random.Random(0)  # the same on all ranks, who time the same steps
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
-        self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes, seconds
+        self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes; those of busy seconds
         self._batches = self._noted = 0  # all, and those that were timed
         self._count = self._logged = 0  # of these: read, and logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
@@ -157,9 +157,8 @@ class Anatomy(Callback):
         self._steps.append(list(spent.values()))
         self._total += sum(spent.values())
         self._weight += 1
-        busy = sum(seconds(exchange.first, exchange.end) for exchange in exchanges)
-        calls, size = (sum(getattr(e, name) for e in exchanges) for name in ("calls", "bytes"))
-        self._wire.append([calls, size, busy])
+        of_all = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end)) for e in exchanges]
+        self._wire.append([sum(values) for values in zip(*of_all)])
 
     # ---------------------------------------------------------------- telling
 
@@ -234,16 +233,23 @@ class Anatomy(Callback):
         }  # fmt: skip
 
     def _on_the_wire(self, strategy: Strategy) -> dict[str, Any] | None:
-        """Of a step that sends, in the median; None without an all-reduce that can be seen."""
-        sent = [step for step in self._wire if step[0]]
+        """Of a step that sends, in the median; None without an all-reduce that can be seen.
+
+        The bandwidth is that of the end of a step, from the last moment on at which nothing was on
+        the wire: backward may leave pauses before. And that of the rank with the highest, which
+        waits least for others.
+        """
+        sent = [step for step in self._wire if step]
         if not sent or not hasattr(strategy, "sent_bytes"):
             return None
-        calls, size, busy = torch.tensor(sent, dtype=torch.float64).median(0).values.tolist()
-        bytes_ = strategy.sent_bytes(size)
-        of_all = bytes_ / busy / 1e6
+        columns = torch.tensor(sent, dtype=torch.float64)
+        rates = columns[:, 2] / columns[:, 3]
+        rate = strategy.sent_bytes(float(strategy.reduce(rates.median(), reduce_op="max")))
+        calls, size, _, busy = columns.median(0).values.tolist()
         known = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
         return {
-            "calls": calls, "payload_bytes": size, "bytes": bytes_, "busy_ms": round(1e3 * busy, 4),
-            "bus_bandwidth_mb_s": round(of_all, 3), "allreduce_mb_s": known,
+            "calls": calls, "payload_bytes": size, "bytes": strategy.sent_bytes(size),
+            "busy_ms": round(1e3 * busy, 4),
+            "bus_bandwidth_mb_s": round(rate / 1e6, 3), "allreduce_mb_s": known,
             "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
         }  # fmt: skip

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import platform
+import re
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -139,12 +142,18 @@ def crowded(ranks: list[tuple[str, int]]) -> str:
 
 def measured(hosts: list[str], operations: str, size: float) -> float | None:
     """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
-    was run: the newest result's, at the size nearest to `size` bytes."""
+    was run: the newest result's, at the size nearest to `size` bytes.
+
+    Of this machine, not of another that has its name; where a result tells its machines.
+    """
     newest, bandwidth = "", None
+    here = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    cpu = here[1] if here else platform.machine()  # as benchmarks/hardware.py has it
     for file in (ROOT / "benchmarks" / "results").glob("allreduce_*.json"):
         try:
             found = json.loads(file.read_text())
             same = found["ranks"] == hosts and found["operations"] == operations
+            same &= found.get("cpu", cpu) == cpu
             if same and found["date"] > newest:
                 nearest = min(found["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
                 newest, bandwidth = found["date"], float(nearest["bus_mb_s"])

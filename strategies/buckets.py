@@ -73,9 +73,10 @@ class Exchange:
 
     calls: int  # buckets
     bytes: int  # of gradients in them
-    first: Moment  # when the first bucket was started,
     backward: Moment  # when backward was done,
     end: Moment  # and when all gradients were those of the global batch
+    busy: Moment  # since when until then the wire never rested,
+    busy_bytes: int  # and what it moved since
 
 
 class GradientBuckets:
@@ -132,7 +133,9 @@ class GradientBuckets:
         self._active = False
         self._last_batch = False
         self.exchanges: deque[Exchange] = deque(maxlen=100)
-        self._first: Moment | None = None
+        self._busy: Moment | None = None
+        self._busy_bytes = 0
+        self._on_the_wire: deque[InFlight] = deque()
         self._one_at_a_time = threading.Lock()  # autograd has a thread for each GPU of the model
         self._watch()
 
@@ -172,7 +175,8 @@ class GradientBuckets:
             trained = [now or before for now, before in zip(trained, self._local)]
         if trained != self._trained:
             self._lay_out(trained)
-        self._active, self._last_batch, self._first = True, last_batch, None
+        self._active, self._last_batch, self._busy = True, last_batch, None
+        self._on_the_wire.clear()
         for bucket in self.buckets:
             bucket.missing, bucket.unused, bucket.work = len(bucket.parameters), [], None
         self._seen.clear()
@@ -214,10 +218,11 @@ class GradientBuckets:
             with shown_as(f"all-reduce {bucket.name}: wait"):
                 wait_until(partial(advance, waiting))
             self._unpack(bucket)
-        if trained and self._first is not None:
+        if trained and self._busy is not None:
             size = sum(bucket.buffer.nbytes for bucket in trained)
             end = moment(self.parameters[0].device)
-            self.exchanges.append(Exchange(len(trained), size, self._first, backward, end))
+            busy = self._busy, self._busy_bytes
+            self.exchanges.append(Exchange(len(trained), size, backward, end, *busy))
         return not trained or bool((trained[0].flags[-2:] == 0).any())
 
     def remove(self) -> None:
@@ -315,11 +320,16 @@ class GradientBuckets:
         if gradients:
             torch._foreach_copy_(views, gradients)
         bucket.flags[-1 if self._last_batch else -2] = 0
-        # Of one GPU, also for a model on several: times between those of two cannot be told.
-        self._first = self._first or moment(self.parameters[0].device)
+        while self._on_the_wire and self._on_the_wire[0].rests():
+            self._on_the_wire.popleft()
+        if not self._on_the_wire:
+            # Of one GPU, also for a model on several: times between those of two cannot be told.
+            self._busy, self._busy_bytes = moment(self.parameters[0].device), 0
         with shown_as(f"all-reduce {bucket.name}: start"):
             steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
             bucket.work = InFlight(steps)
+        self._on_the_wire.append(bucket.work)
+        self._busy_bytes += bucket.buffer.nbytes
 
     def _unpack(self, bucket: Bucket) -> None:
         self._reduced.update(bucket.parameters)

@@ -28,6 +28,10 @@ class InFlight:
         self._steps = steps
         self._handle: int | None = next(steps)
 
+    def rests(self) -> bool:
+        """Is nothing of it on the wire now?"""
+        return self._handle is None or hvd.poll(self._handle)
+
     def advance(self) -> bool:
         """Start the steps whose turn has come; whether all are done."""
         while self._handle is not None and hvd.poll(self._handle):

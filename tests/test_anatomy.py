@@ -26,7 +26,10 @@ from runs import anatomy, bottleneck
 from runs.anatomy import Anatomy
 from runs.bottleneck import PHASES, phases, shares, straggler, verdict
 from runs.curves import Curves
-from strategies import clock
+from strategies import HorovodStrategy, clock
+from strategies.buckets import GradientBuckets
+from strategies.collectives import wait_until
+from strategies.reductions import add
 from tests.conftest import HOROVODRUN, ROOT, run
 from tests.matrix import CLASSES, FEATURES, RANK, Net, loader, samples, trainer
 
@@ -122,9 +125,51 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     (folder / "allreduce_c.json").write_text(json.dumps(older))
     (folder / "allreduce_d.json").write_text(json.dumps(found)[:40])
     (folder / "allreduce_e.json").write_text("[]")
+    another = {**found, "date": "2026-11-23", "cpu": "another", "sizes": older["sizes"]}
+    (folder / "allreduce_f.json").write_text(json.dumps(another))
     assert bottleneck.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
     assert bottleneck.measured(["a", "b"], "NCCL", 3e6) is None
     assert bottleneck.measured(["a", "a"], "Gloo", 3e6) is None
+
+
+class Pauses(torch.autograd.Function):
+    """Backward goes on when `until` says so."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, until: Callable[[], Any]) -> Tensor:
+        ctx.until = until
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        ctx.until()
+        return gradients[0], None
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_pauses_of_backward_are_none_of_the_wire(
+    monkeypatch: pytest.MonkeyPatch, rests: bool
+) -> None:
+    """Of two buckets the second comes when the first is done, or while it is on its way."""
+    first, second = nn.Linear(4, 4, bias=False), nn.Linear(64, 4, bias=False)
+    model = nn.ModuleList([second, first])
+    found = GradientBuckets(model, HorovodStrategy().world, add, 1e-5, before=1, after=1)
+
+    def until() -> None:
+        if rests:
+            wait_until(found._on_the_wire[0].rests)
+        else:
+            monkeypatch.setattr(found._on_the_wire[0], "rests", lambda: False)
+
+    loss = first(Pauses.apply(second(torch.ones(1, 64)), until)).sum()
+    found.prepare(loss)
+    found.start()
+    loss.backward()
+    assert found.finish()
+    (exchange,) = found.exchanges
+    sizes = [bucket.buffer.nbytes for bucket in found.buckets]
+    assert exchange.calls == len(sizes) == 2 and exchange.bytes == sum(sizes)
+    assert exchange.busy_bytes == (sizes[1] if rests else sum(sizes))
 
 
 class Event:

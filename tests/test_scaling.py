@@ -132,7 +132,8 @@ def test_a_machine_that_gets_slower_all_the_time_has_the_same_speedup() -> None:
 
 def test_seconds_an_epoch() -> None:
     """100 samples on 3 ranks: 34 each, 5 batches of 8."""
-    made = results(sizes=[1, 4], batch_size=8) | {"trial": {"train_samples": 100}}
+    whole = {"warmup": 13, "steps": 104}  # epochs of 13 and of 4 batches
+    made = results(sizes=[1, 4], batch_size=8, **whole) | {"trial": {"train_samples": 100}}
     assert [steps_per_epoch(made, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
     made["trial"] = None
     row = by_size(measured(Source(lambda job, _: 50.0, samples=100), made))
@@ -148,7 +149,7 @@ def test_seconds_an_epoch() -> None:
 
 def test_limit_train_batches_shortens_the_epoch() -> None:
     """100 samples make 13 batches of 8, the last of 4; on 4 ranks each has 4, the last of 1."""
-    made = results(sizes=[1, 4], batch_size=8)
+    made = results(sizes=[1, 4], batch_size=8, warmup=13, steps=104)
     source = Source(lambda job, _: 50.0, samples=100)
     for limit, steps in (
         (1.0, (13, 4)),
@@ -167,6 +168,22 @@ def test_limit_train_batches_shortens_the_epoch() -> None:
             assert row[np].samples_per_second == pytest.approx([each / 0.05] * 3)
     made["config"]["trainer"] = {"limit_train_batches": 2}
     assert by_size(made)[4].speedup == pytest.approx([4] * 3)
+
+
+@pytest.mark.parametrize("warmup, steps", [(10, 30), (10, 31), (0, 7), (39, 1)])
+def test_parts_of_epochs_are_counted_as_they_are(warmup: int, steps: int) -> None:
+    """1 ms a sample and nothing else: scaling is ideal, wherever small last batches lie."""
+    shares = {ranks: 1256 // ranks for ranks in (1, 2, 4, 8)}
+
+    def time(job: Job, repeat: int) -> float:
+        whole, last = divmod(shares[job.np], 32)
+        epoch = [32] * whole + [last]
+        batches = [epoch[at % len(epoch)] for at in range(warmup, warmup + steps)]
+        return sum(batches) / steps
+
+    made = results(sizes=[1, 2, 4, 8], warmup=warmup, steps=steps)
+    row = by_size(measured(Source(time, samples=1256), made))
+    assert [row[ranks].efficiency for ranks in shares] == [pytest.approx([1.0] * 3)] * 4
 
 
 def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None:

@@ -174,6 +174,9 @@ def main() -> int:
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        print(f"error: a file lacks what we write to it: {error!r}", file=sys.stderr)
+        return 2
     # What was measured belongs beside the prediction where that is for the hosts at hand.
     median = summary["anatomy"]["step_ms"]["median"] / 1e3
     measured = {} if described(arguments.network) else {summary["world_size"]: median}

@@ -105,7 +105,7 @@ def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
     except ValueError:
         raise Refusal(f"{what}={file}: this is no JSON") from None
     for key in keys:
-        if not isinstance(content, dict) or key not in content:
+        if not isinstance(content, dict) or key not in content or content[key] == []:
             raise Refusal(f"{what}={file}: there is no '{key}' in it: is it the right file?")
     return content
 
@@ -121,7 +121,8 @@ def newest_run() -> Path:
         overrides = file.parent / ".hydra" / "overrides.yaml"
         asked = overrides.read_text() if overrides.is_file() else ""
         slowed = re.search(r"^- (debug=profiler|profiler=(advanced|pytorch|trace))$", asked, re.M)
-        if (summary.get("anatomy") or {}).get("wire") and not slowed:
+        anatomy = isinstance(summary, dict) and summary.get("anatomy")
+        if isinstance(anatomy, dict) and anatomy.get("wire") and not slowed:
             return file
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 

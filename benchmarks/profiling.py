@@ -108,7 +108,6 @@ def fetch(folder: Path, job: list[Rank]) -> int:
     Raises:
         Refusal: when a host does not hand out a rank's trace.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     count = 0
     wanted = [(member.host, f"rank-{member.rank}.json.gz", True) for member in job]
     wanted.append((job[0].host, "horovod.json.gz", False))  # none under strategy=ddp
@@ -119,6 +118,7 @@ def fetch(folder: Path, job: list[Rank]) -> int:
         path = shlex.quote(str(file.absolute()))
         done = subprocess.run(host.command(f"cat {path}"), capture_output=True)
         if done.returncode == 0:
+            folder.mkdir(parents=True, exist_ok=True)
             staged = file.with_name(f".{name}")
             staged.write_bytes(done.stdout)
             staged.replace(file)

@@ -22,9 +22,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, noise, rows
 from benchmarks.hardware import RESULTS, ROOT, versions, write_json
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
+from cluster.hosts import Refusal
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"
@@ -237,7 +239,11 @@ def main() -> None:
     parser.add_argument("--readme", action="store_true", help="write the README's table")
     arguments = parser.parse_args()
     for file in arguments.files:
-        print(write(json.loads(file.read_text()), file))
+        try:
+            results = read(file)
+        except Refusal as refusal:
+            raise SystemExit(f"error: {refusal}") from None
+        print(write(results, file))
     if arguments.readme:
         file = newest(RESULTS.glob("scaling_*.json"))
         README.write_text(with_block(README.read_text(), readme_block(file)))

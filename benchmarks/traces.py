@@ -129,13 +129,13 @@ def timeline(events: list[Event], zero_ns: int) -> Timeline:
         elif event["ph"] == "E" and begun.get(tensor):
             first = begun[tensor].pop()
             found.ranges.append({
-                "ph": "X", "name": first["name"], "tensor": names[tensor], "args": told,
+                "ph": "X", "name": first["name"], "tensor": names.get(tensor, "?"), "args": told,
                 "ts": first["ts"] + start_us, "dur": event["ts"] - first["ts"],
             })  # fmt: skip
         elif event["ph"] == "X":  # a moment: this rank's tensor is there
             name = f"rank {event['name']} is ready"
             found.moments.append(
-                {"ph": "i", "s": "t", "name": name, "tensor": names[tensor],
+                {"ph": "i", "s": "t", "name": name, "tensor": names.get(tensor, "?"),
                  "ts": event["ts"] + start_us}
             )  # fmt: skip
     for tensor, left in begun.items():
@@ -143,11 +143,11 @@ def timeline(events: list[Event], zero_ns: int) -> Timeline:
             begin = first["ts"] + start_us
             ends = [
                 each["ts"] + each["dur"] for each in found.ranges
-                if each["tensor"] == names[tensor] and each["ts"] >= begin
+                if each["tensor"] == names.get(tensor, "?") and each["ts"] >= begin
             ]  # fmt: skip
             if ends:
                 found.ranges.append({
-                    "ph": "X", "name": first["name"], "tensor": names[tensor],
+                    "ph": "X", "name": first["name"], "tensor": names.get(tensor, "?"),
                     "args": {"end": "cut off"}, "ts": begin, "dur": max(ends) - begin,
                 })  # fmt: skip
     return found

@@ -555,6 +555,36 @@ def test_a_run_that_tells_too_little_is_refused(
     assert line.startswith(f"error: RUN={files['run']}") and told in line
 
 
+def test_files_of_another_form_are_told_in_a_line(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = files["run"].read_text()
+    for run_text, change in (
+        (json.dumps(summary(hosts=["vm", "vm"])), {}),
+        (json.dumps(summary(anatomy=[1])), {}),
+        (good, {"operations": 3}),
+        (good, {"sizes": []}),
+        (good, {"sizes": [{"bytes": 4096}]}),
+    ):
+        files["run"].write_text(run_text)
+        other = files["run"].with_name("other.json")
+        other.write_text(json.dumps(json.loads(files["one"].read_text()) | change))
+        assert said(monkeypatch, "--run", str(files["run"]), "--allreduce", str(other)) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: ")
+
+
+def test_a_summary_of_another_form_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(predict_inputs, "ROOT", tmp_path)
+    for name, text in (("1", json.dumps(summary())), ("2", "[]"), ("3", '{"anatomy": [1]}')):
+        folder = tmp_path / "logs" / "task" / "runs" / name
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(text)
+    assert predict_inputs.newest_run().parent.name == "1"
+
+
 def test_wrong_numbers_of_ranks_are_refused() -> None:
     for text in ("", "two", "0", "8192"):
         with pytest.raises(Refusal, match="NP="):

@@ -624,6 +624,13 @@ def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
     assert changed == f"before\n{scaling_report.BEGIN}\n\nnew \\1\n\n{scaling_report.END}\nafter\n"
 
 
+def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none.json").write_text("{}")
+    for name, told in (("none.json", "not made by make bench"), ("gone.json", "No such file")):
+        done = run([sys.executable, "-m", "benchmarks.scaling_report", str(tmp_path / name)])
+        assert done.returncode == 1 and done.stdout.startswith("error: ") and told in done.stdout
+
+
 # ---------------------------------------------------------------------------- bench-check
 
 

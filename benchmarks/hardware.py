@@ -24,6 +24,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cluster.cores import usable_cores
+
 _LOCKED: dict[Path, int] = {}  # folders of results, open as long as this process lives
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,7 +111,7 @@ def machine() -> dict[str, Any]:
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
         "cpu": cpu.group(1) if cpu else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
         "gpus": gpus(),
     }

@@ -16,6 +16,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from cluster.cores import usable_cores
 from cluster.environment import InstallError, check_disk, locked, probe, run_logged, shown
 from cluster.patches import PATCH, patch
 
@@ -137,7 +138,7 @@ def build_jobs() -> int:
             f"{available:.1f} GB of memory available, 1.5 GB needed to compile Horovod: "
             "end other programs, or build on another host that shares this home"
         )
-    return max(1, min(len(os.sched_getaffinity(0)), int(available / 1.5)))
+    return max(1, min(usable_cores(), int(available / 1.5)))
 
 
 def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:

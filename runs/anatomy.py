@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from runs.bottleneck import PHASES, crowded, measured, named, phases, shares, straggler, verdict
 from runs.ranks import gather_texts
 from strategies.clock import Moment, moment, seconds
+from strategies.cores import usable_cores
 
 WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # timed steps, the last ones, that medians are made of
@@ -68,7 +69,7 @@ class Anatomy(Callback):
         self.found = None
         self._device = trainer.strategy.root_device
         self._take_exchanges = getattr(trainer.strategy, "take_exchanges", list)
-        cores = sum(1 << core for core in os.sched_getaffinity(0))
+        cores = sum(1 << core for core in sorted(os.sched_getaffinity(0))[: usable_cores()])
         told = gather_texts(trainer.strategy, f"{socket.gethostname()} {cores:x}")
         ranks = [(host, int(usable, 16)) for host, usable in map(str.split, told)]
         self._hosts = [host for host, _ in ranks]

@@ -20,6 +20,8 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
+from strategies.cores import usable_cores
+
 T = TypeVar("T")
 
 MOST_DIMENSIONS = 16
@@ -57,8 +59,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 @cache
 def longest_pause() -> float:
     """Seconds between two questions: 1e-4, times the ranks that share a core and would fill it."""
-    cores = len(os.sched_getaffinity(0))
-    return 1e-4 * max(1, hvd.local_size() / cores)
+    return 1e-4 * max(1, hvd.local_size() / usable_cores())
 
 
 def pack(obj: object) -> bytearray:

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
+from strategies.cores import usable_cores
 from strategies.drift import warn_of_drift
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
 from strategies.evaluation import Evaluation
@@ -134,8 +135,7 @@ class HorovodStrategy(ParallelStrategy):
         self._resumed: dict[str, Any] = {}
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
             # The ranks of a host share its cores; torch would start a thread a core in each.
-            cores = len(os.sched_getaffinity(0))
-            torch.set_num_threads(max(1, cores // hvd.local_size()))
+            torch.set_num_threads(max(1, usable_cores() // hvd.local_size()))
 
     @property
     def is_distributed(self) -> bool:

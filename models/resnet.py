@@ -116,13 +116,24 @@ class ResNet(LightningModule):
             raise ValueError(
                 "the learning rate falls to an end: give trainer.max_epochs or max_steps"
             )
-        schedule = torch.optim.lr_scheduler.LambdaLR(  # + 0.5: no step is made with 0
-            optimizer, lambda step: rise_and_fall((step + 0.5) / steps, warmup)
+        schedule = torch.optim.lr_scheduler.LambdaLR(
+            optimizer, lambda step: rise_and_fall(self._passed(step, int(steps)), warmup)
         )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
+
+    def _passed(self, step: int, steps: int) -> float:
+        """The share of all steps, where epochs set the end by these: a resumed run with another
+        global batch size has other steps in an epoch than those that were made."""
+        trainer = self.trainer
+        if steps != trainer.max_steps:
+            in_epoch = steps // max(1, trainer.max_epochs or 1)
+            batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            step = math.ceil(batches / trainer.accumulate_grad_batches)
+            step += trainer.current_epoch * in_epoch
+        return min(1.0, (step + 0.5) / steps)  # + 0.5: no step is made with 0
 
 
 def rise_and_fall(passed: float, warmup: float) -> float:

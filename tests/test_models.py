@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
+from torch import nn
 
 from datamodules.digits import Digits
+from datamodules.fake import Fake
 from models.dcgan import DCGAN, InceptionScore, Judge
 from models.denoiser import Denoiser
 from models.resnet import ResNet, rise_and_fall
@@ -89,6 +94,28 @@ class TestResNet:
         assert [rise_and_fall(x, 0.1) for x in (0.05, 0.1, 0.55)] == pytest.approx([0.5, 1, 0.5])
         assert rise_and_fall(1, 0.1) == pytest.approx(0) and rise_and_fall(0, 0) == 1
 
+    @pytest.mark.parametrize("end", [{"max_epochs": 6}, {"max_epochs": -1, "max_steps": 17}])
+    def test_learning_rate_is_of_the_step_among_all(
+        self, end: dict[str, int], tmp_path: Path
+    ) -> None:
+        found = learning_rates(tmp_path, batch_size=8, accumulate_grad_batches=3, **end)
+        steps = 18 if end["max_epochs"] > 0 else 17  # 8 batches an epoch are 3 steps
+        factors = [rise_and_fall((step + 0.5) / steps, 0.1) for step in range(steps)]
+        assert found == [0.1 * factor for factor in factors]
+
+    @pytest.mark.parametrize("batch_size", [4, 16])
+    def test_learning_rate_falls_on_after_a_resume_with_another_batch_size(
+        self, batch_size: int, tmp_path: Path
+    ) -> None:
+        keep = ModelCheckpoint(tmp_path, filename="{epoch}", every_n_epochs=1, save_top_k=-1)
+        learning_rates(tmp_path, batch_size=8, max_epochs=4, callbacks=[keep])
+        whole = learning_rates(tmp_path, batch_size=batch_size, max_epochs=4)
+        checkpoint = tmp_path / "epoch=1.ckpt"
+        rest = learning_rates(tmp_path, checkpoint, batch_size=batch_size, max_epochs=4)
+        # The first is from the checkpoint: of half a batch of then behind the middle.
+        assert rest[1:] == whole[len(whole) // 2 + 1 :]
+        assert rest == sorted(rest, reverse=True)
+
     def test_a_schedule_without_an_end_is_refused(self) -> None:
         model: Any = ResNet()
         model._trainer = SimpleNamespace(estimated_stepping_batches=math.inf)
@@ -105,6 +132,7 @@ class TestDenoiser:
         torch.testing.assert_close(images - model(images), model.network(images))
 
     def test_a_unet_sees_further_with_more_scales(self) -> None:
+        torch.manual_seed(0)
         seen = []
         for scales in (1, 3):
             model = Denoiser(network="unet", scales=scales, features=4).eval()
@@ -151,3 +179,25 @@ def digits() -> Digits:
     data = Digits()
     data.setup("fit")
     return data
+
+
+def learning_rates(
+    folder: Path, checkpoint: Path | None = None, *, batch_size: int, callbacks: Any = (),
+    **options: Any,
+) -> list[float]:  # fmt: skip
+    """Of each step of a ResNet, with a layer for its network, on 64 images."""
+    found: list[float] = []
+
+    class Rates(Callback):
+        def on_before_optimizer_step(self, *given: Any) -> None:
+            found.append(given[2].param_groups[0]["lr"])
+
+    model: Any = ResNet()
+    model.network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+    trainer = Trainer(
+        accelerator="cpu", logger=False, limit_val_batches=0, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=bool(callbacks),
+        default_root_dir=folder, callbacks=[*callbacks, Rates()], **options,
+    )  # fmt: skip
+    trainer.fit(model, Fake(batch_size, count=64, size=8), ckpt_path=checkpoint)
+    return found

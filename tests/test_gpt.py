@@ -52,6 +52,15 @@ def test_places_are_exact_under_bf16_true() -> None:
     assert torch.allclose(angles[0][:, 0], torch.arange(500).cos(), atol=1e-3)
 
 
+def test_losses_are_not_rounded_under_bf16_true() -> None:
+    batch = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(0))
+    model = tiny().bfloat16()
+    logits = model(batch[:, :-1])
+    exact = -logits.double().log_softmax(-1).gather(2, batch[:, 1:, None])[..., 0]
+    assert torch.allclose(model._losses(batch).double(), exact, atol=1e-5)
+    assert model._dtype == torch.bfloat16  # of its matrix products, for what it could have done
+
+
 def test_the_target_of_each_place_is_the_next_byte() -> None:
     batch, model = torch.tensor([[5, 7, 9]], dtype=torch.uint8), tiny()
     chances = model(torch.tensor([[5, 7]])).log_softmax(-1)[0]

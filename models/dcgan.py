@@ -93,7 +93,7 @@ class DCGAN(LightningModule):
             seen += len(images)
             if seen >= JUDGED:
                 break
-        images, labels = (torch.cat(parts) for parts in zip(*batches))
+        images, labels = (torch.cat(parts)[:JUDGED] for parts in zip(*batches))
         wanted = tuple(self.hparams[key] for key in ("channels", "size", "size"))
         if images.shape[1:] != wanted or labels.max() >= self.hparams["classes"]:
             channels, *size = images.shape[1:]
@@ -101,8 +101,13 @@ class DCGAN(LightningModule):
                 f"the images have {channels} channels, {size} pixels and labels to {labels.max()}: "
                 f"give model.channels, model.size (of squares) and model.classes to match"
             )
+        if images.min() < 0 or images.max() > 1:
+            raise ValueError(
+                f"the images have values from {images.min():.2f} to {images.max():.2f}, not from 0 "
+                "to 1 as the samples: take data that is not normalized"
+            )
         # On all ranks; the strategy then gives them the classifier of rank 0.
-        self.judge.fit(images, labels)
+        self.judge.fit(images.to(self.dtype), labels)
 
     def on_train_start(self) -> None:
         # Under DDP torch's own generator draws the same on all ranks: they would have one another's

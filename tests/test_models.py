@@ -15,6 +15,7 @@ from torch import nn
 
 from datamodules.digits import Digits
 from datamodules.fake import Fake
+from models import dcgan
 from models.dcgan import DCGAN, InceptionScore, Judge
 from models.denoiser import Denoiser
 from models.resnet import ResNet, rise_and_fall
@@ -45,6 +46,23 @@ class TestDCGAN:
         model._trainer = SimpleNamespace(datamodule=digits())
         with pytest.raises(ValueError, match=r"1 channels, \[8, 8\] pixels .* model.channels"):
             model.setup("fit")
+
+    def test_images_that_are_normalized_are_refused(self) -> None:
+        model: Any = DCGAN(size=8, channels=1, width=4)
+        model._trainer = SimpleNamespace(datamodule=Altered(2.0, torch.float32))
+        with pytest.raises(ValueError, match=r"values from 0.00 to 2.00, not from 0 to 1"):
+            model.setup("fit")
+
+    def test_judge_learns_from_so_many_images_of_any_precision(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(dcgan, "JUDGED", 50)
+        model: Any = DCGAN(size=8, channels=1, width=4)
+        model._trainer = SimpleNamespace(datamodule=Altered(1.0, torch.bfloat16))
+        fit, given = model.judge.fit, []
+        model.judge.fit = lambda *of: given.append(of) or fit(*of)
+        model.setup("fit")
+        assert [len(of) for of in given[0]] == [50, 50]
 
     def test_score_is_1_when_unsure_or_always_the_same_and_else_the_classes(self) -> None:
         certain = 100 * torch.eye(10)
@@ -173,6 +191,17 @@ class TestSplit:
         model.place()
         assert {parameter.device.type for parameter in model.first.parameters()} == {"cpu"}
         assert {parameter.device.type for parameter in model.second.parameters()} == {"meta"}
+
+
+class Altered(Fake):
+    """Images times a factor, of another dtype, as a data module's own hook may give them."""
+
+    def __init__(self, factor: float, dtype: torch.dtype) -> None:
+        super().__init__(count=80, size=8, channels=1)
+        self.factor, self.dtype = factor, dtype
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return (batch[0] * self.factor).to(self.dtype), batch[1]
 
 
 def digits() -> Digits:

@@ -14,9 +14,11 @@ import copy
 from pathlib import Path
 
 import torch
+from PIL import Image
 from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, Subset, random_split
 from torchvision.datasets import ImageFolder
+from torchvision.datasets.folder import pil_loader
 from torchvision.transforms.v2 import (
     CenterCrop,
     Compose,
@@ -97,7 +99,7 @@ class Folder(LightningDataModule):
 
     def _images(self, folder: Path) -> ImageFolder:
         try:
-            return ImageFolder(str(folder))
+            return ImageFolder(str(folder), loader=read)
         except FileNotFoundError as error:
             reason = "it holds no images" if folder.is_dir() else "there is no such folder"
             raise FileNotFoundError(
@@ -133,6 +135,18 @@ class Folder(LightningDataModule):
 
 def _holds_folders(folder: Path) -> bool:
     return folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
+
+
+def read(path: str) -> Image.Image:
+    """The image in a file, in colours.
+
+    Raises:
+        RuntimeError: with the path, when it is none.
+    """
+    try:
+        return pil_loader(path)
+    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a broken PNG
+        raise RuntimeError(f"{path} cannot be read: {error}") from error
 
 
 def view(size: int, channels: int = 3, augment: bool = False, whole: bool = True) -> Compose:

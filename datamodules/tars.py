@@ -114,8 +114,12 @@ class Share(IterableDataset):
                 f"{sample['__url__']}: {sample['__key__']} needs .cls and one of "
                 f"{', '.join(f'.{name}' for name in PICTURES)}"
             )
-        with Image.open(io.BytesIO(sample[name])) as image:
-            return self.look(image.convert("RGB")), int(sample["cls"])
+        try:
+            with Image.open(io.BytesIO(sample[name])) as image:
+                return self.look(image.convert("RGB")), int(sample["cls"])
+        except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a broken PNG
+            where = f"{sample['__url__']}: {sample['__key__']}"
+            raise RuntimeError(f"{where} cannot be read: {error}") from error
 
 
 def count_samples(split: str, pattern: str) -> dict[Path, int]:

@@ -133,6 +133,16 @@ class TestFolder:
         with pytest.raises(ValueError, match="same classes; only one has spire, tower"):
             Folder(str(tmp_path)).setup("fit")
 
+    def test_a_broken_image_is_named(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", each=10)
+        for file in (tmp_path / "images").rglob("*.png"):
+            file.write_bytes(file.read_bytes()[:-40])
+        data = Folder(str(tmp_path / "images"), num_workers=0)
+        data.setup("fit")
+        with pytest.raises(RuntimeError, match=r"/images/.*[.]png cannot be read: ") as told:
+            next(iter(data.train_dataloader()))
+        assert told.value.__cause__ is not None
+
     def test_half_a_split_is_no_class(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "train", 2)
         with pytest.raises(FileNotFoundError, match="it has train/<class>/ alone"):

@@ -96,6 +96,18 @@ def test_the_shards_come_in_another_order_each_epoch(folder: Path) -> None:
     assert sum(after - before != 1 for before, after in pairwise(first)) <= len(TRAIN) - 1
 
 
+@pytest.mark.parametrize(
+    ("changed", "held"), [("png", b"no image"), ("png", None), ("cls", b"bedroom")]
+)
+def test_a_broken_sample_is_named(changed: str, held: bytes | None, folder: Path) -> None:
+    share = Share(count_samples("val", f"{folder}/val-*.tar"), 1, 1, 0, view(8))
+    sample = next(share._read(4, 5))
+    sample[changed] = sample[changed][:-40] if held is None else held
+    with pytest.raises(RuntimeError, match=r"val-1.tar: pictures/0004 cannot be read: ") as told:
+        share._decode(sample)
+    assert told.value.__cause__ is not None
+
+
 class TestIndex:
     def test_a_shard_is_counted_once_and_again_when_it_changes(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

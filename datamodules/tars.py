@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -12,6 +13,7 @@ import random
 import re
 import socket
 import tarfile
+import warnings
 from collections.abc import Callable, Iterator
 from itertools import groupby, islice
 from pathlib import Path
@@ -125,10 +127,11 @@ class Share(IterableDataset):
 def count_samples(split: str, pattern: str) -> dict[Path, int]:
     """The number of samples of each shard, from index.json, which is written where it is old.
 
+    Where that cannot be written, a warning says so, and each process counts.
+
     Raises:
         FileNotFoundError: when there are no shards.
         ValueError: when one is no tar file.
-        OSError: when index.json cannot be written.
     """
     where = Path(pattern)
     shards = sorted(where.parent.glob(where.name))
@@ -150,8 +153,17 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
             counted[shard] = size
     if counted:
         unfinished = index.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
-        unfinished.write_text(json.dumps(known, indent=1) + "\n")
-        unfinished.rename(index)
+        try:
+            unfinished.write_text(json.dumps(known, indent=1) + "\n")
+            unfinished.rename(index)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                unfinished.unlink()
+            warnings.warn(
+                f"data.{split}={pattern}: {index.name} cannot be written there "
+                f"({error.strerror}): each process counts the samples anew",
+                stacklevel=2,
+            )
     return {shard: known[shard.name]["samples"] for shard in shards}
 
 

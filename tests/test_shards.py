@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import warnings
 from collections.abc import Callable
 from itertools import chain, pairwise
@@ -128,6 +129,21 @@ class TestIndex:
         (tmp_path / "c" / "train-0.tar").rename(tmp_path / "a" / "train-1.tar")
         assert (tmp_path / "a" / "train-1.tar").stat().st_size == size  # 10 KiB hold both
         assert list(count_samples("train", pattern).values()) == [40, 3]
+
+    def test_where_it_cannot_be_written_counting_goes_on(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail(file: Path, name: Path) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device", str(file))
+
+        write_shards(tmp_path / "a", train=[4, 2])
+        monkeypatch.setattr(Path, "rename", fail)
+        with pytest.warns(UserWarning, match=r"index.json cannot be written there \(No space left"):
+            found = count_samples("train", f"{tmp_path}/a/train-*.tar")
+        assert list(found.values()) == [4, 2]
+        assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
+            "train-0.tar", "train-1.tar",
+        ]  # fmt: skip
 
     def test_fewer_samples_than_it_says_are_an_error_not_a_wait(self, folder: Path) -> None:
         shards = dict.fromkeys(count_samples("val", f"{folder}/val-*.tar"), 11)

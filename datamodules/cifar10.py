@@ -15,10 +15,7 @@ deviation 1, and int64 of (batch,).
 from __future__ import annotations
 
 import functools
-import os
 import pickle
-import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import CIFAR10
+
+from datamodules.downloads import download
 
 Batch = tuple[Tensor, Tensor]
 
@@ -85,26 +84,8 @@ class Cifar10(LightningDataModule):
         self.splits: list[Dataset] = []
 
     def prepare_data(self) -> None:
-        # On one rank a host, while the others wait. Hosts may share the folder: what is complete is
-        # put there in one move, and who comes second drops its own.
-        if self._complete():
-            return
-        unfinished = self.folder.parent / f"{self.folder.name}.{socket.gethostname()}.{os.getpid()}"
-        try:
-            CIFAR10(str(unfinished), download=True)
-            (unfinished / self.folder.name).rename(self.folder)
-        except (OSError, RuntimeError) as error:
-            if not self._complete():
-                reason = str(error).strip().rpartition("\n")[2]
-                raise FileNotFoundError(
-                    f"CIFAR-10 is not in {self.folder} and cannot be downloaded "
-                    f"({reason}); put there: {', '.join(TRAIN + TEST)}"
-                ) from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-    def _complete(self) -> bool:
-        return all((self.folder / name).is_file() for name in TRAIN + TEST)
+        root = Path(self.hparams["data_dir"])
+        download("CIFAR-10", root, self.folder, TRAIN + TEST, CIFAR10)
 
     def setup(self, stage: str) -> None:
         if not self.splits:

@@ -12,9 +12,6 @@ each rank. In evaluation each image is seen once.
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
 from pathlib import Path
 
 import torch
@@ -22,6 +19,8 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchvision.datasets import MNIST
 from torchvision.datasets.mnist import read_image_file, read_label_file
+
+from datamodules.downloads import download
 
 FILES = [
     f"{split}-{kind}-ubyte"
@@ -58,26 +57,8 @@ class Mnist(LightningDataModule):
         self.splits: list[Dataset] = []
 
     def prepare_data(self) -> None:
-        # On one rank a host, while the others wait. Hosts may share the folder: what is complete is
-        # put there in one move, and who comes second drops its own.
-        if self._complete():
-            return
-        unfinished = self.folder.parent.parent / f"MNIST.{socket.gethostname()}.{os.getpid()}"
-        try:
-            MNIST(str(unfinished), download=True)
-            unfinished.joinpath("MNIST").rename(self.folder.parent)
-        except (OSError, RuntimeError) as error:
-            if not self._complete():
-                reason = str(error).strip().rpartition("\n")[2]
-                raise FileNotFoundError(
-                    f"MNIST is not in {self.folder} and cannot be downloaded "
-                    f"({reason}); put there: {', '.join(FILES)}"
-                ) from error
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-
-    def _complete(self) -> bool:
-        return all((self.folder / name).is_file() for name in FILES)
+        root = Path(self.hparams["data_dir"])
+        download("MNIST", root, self.folder, FILES, MNIST)
 
     def setup(self, stage: str) -> None:
         if self.splits:

@@ -64,6 +64,21 @@ class TestDownload:
         data.setup("fit")
         assert len(data.train_dataloader().dataset) > 0
 
+    def test_what_is_missing_is_put_beside_what_is_there(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        module, made, write = DOWNLOADED[name]
+        monkeypatch.setattr(module, name, lambda root, download: write(Path(root)))
+        data = made(str(tmp_path))
+        write(tmp_path / "other")
+        files = sorted(file.name for file in (tmp_path / "other").rglob("*") if file.is_file())
+        data.folder.mkdir(parents=True)
+        for kept in ("notes.txt", files[0]):  # of a copy that was interrupted
+            (data.folder / kept).write_bytes(b"")
+        data.prepare_data()
+        assert sorted(file.name for file in data.folder.iterdir()) == sorted([*files, "notes.txt"])
+        assert all((data.folder / name).stat().st_size for name in files)
+
 
 def test_mnist_is_read_as_it_is_written(tmp_path: Path) -> None:
     write_mnist(tmp_path / "MNIST" / "raw", train=48, test=12)

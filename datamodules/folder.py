@@ -31,6 +31,8 @@ from torchvision.transforms.v2 import (
     ToImage,
 )
 
+from datamodules.workers import workers_of_rank
+
 
 class Folder(LightningDataModule):
     """Without train/ and val/: 80 % of the images to train, 10 % to validate, 10 % to test.
@@ -44,7 +46,7 @@ class Folder(LightningDataModule):
         channels: 3 for colours, 1 for grey.
         augment: whether training takes a random part of each image, half of them mirrored (see
             `view`).
-        num_workers: processes that read; None: as many as this process has cores, at most 4.
+        num_workers: processes that read; None: as many as this rank has cores, at most 4.
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
         split_seed: decides which image goes where, where there is no train/ and val/.
 
@@ -122,7 +124,7 @@ class Folder(LightningDataModule):
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         workers, pin_memory = self.hparams["num_workers"], self.hparams["pin_memory"]
         if workers is None:
-            workers = min(4, torch.get_num_threads())
+            workers = workers_of_rank(self.trainer)
         return DataLoader(
             self.splits[split],
             batch_size=self.hparams["batch_size"],

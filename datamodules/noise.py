@@ -19,6 +19,8 @@ from pytorch_lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
+from datamodules.workers import workers_of_rank
+
 SHAPES = 24  # in an image
 
 
@@ -50,7 +52,7 @@ class Noise(LightningDataModule):
         size: height and width in pixels.
         sigma: standard deviation of the noise, where white is 1.
         seed: of images and noise.
-        num_workers: processes that load; None: as many as this process has cores, at most 4, when
+        num_workers: processes that load; None: as many as this rank has cores, at most 4, when
             a GPU waits for them, else 0.
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
     """
@@ -120,7 +122,7 @@ class Noise(LightningDataModule):
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         workers, pin_memory = self.hparams["num_workers"], self.hparams["pin_memory"]
         if workers is None:
-            workers = min(4, torch.get_num_threads()) if torch.cuda.is_available() else 0
+            workers = workers_of_rank(self.trainer) if torch.cuda.is_available() else 0
         return DataLoader(
             self.splits[split],
             batch_size=self.hparams["batch_size"],

@@ -34,6 +34,7 @@ from torch.utils.data import DataLoader
 
 from datamodules.folder import view
 from datamodules.tars import Share, count_samples
+from datamodules.workers import workers_of_rank
 
 
 class ShareLoader(DataLoader):
@@ -127,7 +128,7 @@ class Shards(LightningDataModule):
         workers = self.hparams["num_workers"]
         if workers is not None:
             return workers
-        return min(4, torch.get_num_threads(), shards // self._ranks()[0])
+        return min(workers_of_rank(self.trainer), shards // self._ranks()[0])
 
     # ---------------------------------------------------------------- loaders
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +15,13 @@ from numpy.lib.stride_tricks import sliding_window_view
 from pytorch_lightning.plugins.precision import HalfPrecision, Precision
 from sklearn.datasets import load_sample_images
 
-from datamodules import cifar10, mnist
+from datamodules import cifar10, mnist, workers
 from datamodules.cifar10 import Cifar10, InMemory, augmented
 from datamodules.folder import Folder
 from datamodules.mnist import Mnist
 from datamodules.photos import Photos
-from tests.pictures import write_cifar10, write_folder, write_mnist
+from datamodules.shards import Shards
+from tests.pictures import write_cifar10, write_folder, write_mnist, write_shards
 
 DOWNLOADED = {
     "MNIST": (mnist, Mnist, lambda root: write_mnist(root / "MNIST" / "raw", 24, 4)),
@@ -170,6 +172,39 @@ class TestFolder:
             (folder / made).mkdir(parents=True)
         with pytest.raises(FileNotFoundError, match=rf"data.folder={folder}: .*{reason}"):
             Folder(str(folder)).setup("fit")
+
+
+@pytest.mark.usefixtures("one_thread")  # as under torchrun
+@pytest.mark.parametrize(
+    ("launched", "devices", "count"),
+    [
+        ({}, 1, 4),
+        ({}, 3, 2),
+        ({"HOROVOD_LOCAL_SIZE": "2"}, 1, 3),
+        ({"LOCAL_WORLD_SIZE": "8"}, 8, 1),
+    ],
+)
+def test_the_ranks_of_a_host_share_its_cores(
+    launched: dict[str, str],
+    devices: int,
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in workers.LOCAL_RANKS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    write_folder(tmp_path / "images", each=10)
+    write_shards(tmp_path / "shards", train=[2] * 8, val=[2])
+    folder: Any = Folder(str(tmp_path / "images"))
+    folder.setup("fit")
+    shards: Any = Shards(*(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val")), 1)
+    shards.setup("fit")
+    for data in (folder, shards):
+        data.trainer = SimpleNamespace(num_devices=devices, world_size=1, global_rank=0)
+        assert data.train_dataloader().num_workers == count
 
 
 class TestPhotos:

@@ -31,7 +31,7 @@ from torchvision.transforms.v2 import (
     ToImage,
 )
 
-from datamodules.workers import workers_of_rank
+from datamodules.ranks import draws_of_rank, workers_of_rank
 
 
 class Folder(LightningDataModule):
@@ -96,7 +96,8 @@ class Folder(LightningDataModule):
             parts = random_split(val, [0.8, 0.1, 0.1], torch.Generator().manual_seed(seed))
             self.splits = [Subset(train, parts[0].indices), *parts[1:]]
         size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
-        train.transform = view(size, channels, augment)
+        look = view(size, channels, augment)
+        train.transform = draws_of_rank(self.trainer, look) if augment else look
         val.transform = view(size, channels, whole=not augment)
 
     def _images(self, folder: Path) -> ImageFolder:

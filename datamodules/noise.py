@@ -19,7 +19,7 @@ from pytorch_lightning import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from datamodules.workers import workers_of_rank
+from datamodules.ranks import workers_of_rank
 
 SHAPES = 24  # in an image
 

@@ -33,8 +33,8 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from datamodules.folder import view
+from datamodules.ranks import Look, draws_of_rank, workers_of_rank
 from datamodules.tars import Share, count_samples
-from datamodules.workers import workers_of_rank
 
 
 class ShareLoader(DataLoader):
@@ -141,10 +141,12 @@ class Shards(LightningDataModule):
                 f"{where}: {shards} shards for {ranks} ranks x {max(1, workers)} loader processes, "
                 "which need one each; make more of them or set data.num_workers lower"
             )
+        look: Look = view(self.hparams["size"], augment=augment)
+        if augment:
+            look = draws_of_rank(self.trainer, look)
         share = Share(
-            self.train, size, ranks, rank, view(self.hparams["size"], augment=augment),
-            self.hparams["buffer"], self.hparams["seed"],
-        )  # fmt: skip
+            self.train, size, ranks, rank, look, self.hparams["buffer"], self.hparams["seed"]
+        )
         if not share.steps:
             raise ValueError(
                 f"{where}: {sum(self.train.values())} samples for {ranks} ranks x {size} of "

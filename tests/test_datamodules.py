@@ -14,10 +14,12 @@ import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from pytorch_lightning.plugins.precision import HalfPrecision, Precision
 from sklearn.datasets import load_sample_images
+from torch import Tensor
+from torchvision.transforms.functional import to_pil_image
 
-from datamodules import cifar10, mnist, workers
+from datamodules import cifar10, mnist, ranks
 from datamodules.cifar10 import Cifar10, InMemory, augmented
-from datamodules.folder import Folder
+from datamodules.folder import Folder, view
 from datamodules.mnist import Mnist
 from datamodules.photos import Photos
 from datamodules.shards import Shards
@@ -174,6 +176,52 @@ class TestFolder:
             Folder(str(folder)).setup("fit")
 
 
+def among(count: int, rank: int) -> Any:
+    """A Trainer, as far as data modules ask, of so many ranks."""
+    strategy = SimpleNamespace(broadcast=lambda it, src=0: it)
+    return SimpleNamespace(
+        world_size=count, global_rank=rank, num_devices=1, strategy=strategy, training=True,
+        precision_plugin=Precision(),
+    )  # fmt: skip
+
+
+def seen(kind: str, folder: Path, trainer: Any) -> list[Tensor]:
+    """What three epochs show of the same image in training, without loader processes."""
+    torch.manual_seed(0)
+    pixels = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
+    if kind == "folder":
+        write_folder(folder / "images", each=10)
+        data: Any = Folder(str(folder / "images"), size=8, augment=True, num_workers=0)
+    else:
+        write_shards(folder / "shards", train=[4, 4], val=[2])
+        patterns = (f"{folder}/shards/{split}-*.tar" for split in ("train", "val"))
+        data = Shards(*patterns, 1, size=8, num_workers=0)
+    data.trainer = trainer
+    data.setup("fit")
+    samples = data.train_dataloader().dataset
+    look = samples.dataset.transform if kind == "folder" else samples.look
+    return [look(to_pil_image(pixels)) for _ in range(3)]
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_each_rank_augments_by_draws_of_its_own(kind: str, tmp_path: Path) -> None:
+    found, then = [], []
+    for rank in (0, 1):
+        found.append(seen(kind, tmp_path / str(rank), among(2, rank)))
+        then.append(torch.rand(1))
+    assert not any(torch.equal(one, other) for one, other in zip(*found))
+    assert not torch.equal(*found[0][:2])
+    assert torch.equal(*then)  # what samplers draw
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_a_single_rank_augments_by_the_draws_of_torch(kind: str, tmp_path: Path) -> None:
+    found = seen(kind, tmp_path, among(1, 0))
+    torch.manual_seed(0)
+    pixels, look = torch.randint(256, (3, 32, 32), dtype=torch.uint8), view(8, augment=True)
+    assert all(torch.equal(one, look(to_pil_image(pixels))) for one in found)
+
+
 @pytest.mark.usefixtures("one_thread")  # as under torchrun
 @pytest.mark.parametrize(
     ("launched", "devices", "count"),
@@ -191,7 +239,7 @@ def test_the_ranks_of_a_host_share_its_cores(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for name in workers.LOCAL_RANKS:
+    for name in ranks.LOCAL_RANKS:
         monkeypatch.delenv(name, raising=False)
     for name, value in launched.items():
         monkeypatch.setenv(name, value)

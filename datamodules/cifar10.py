@@ -64,7 +64,7 @@ class Cifar10(LightningDataModule):
     Args:
         data_dir: where cifar-10-batches-py is or will be; each host needs it.
         batch_size: images a process takes a step.
-        augment: whether training images are shifted and mirrored.
+        augment: whether training images are shifted and mirrored; not with overfit_batches.
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
 
     Raises:
@@ -104,7 +104,8 @@ class Cifar10(LightningDataModule):
         mean, deviation = (channels(of, images.device) for of in (MEAN, DEVIATION))
         images = (images - mean) / deviation
         training = self.trainer is not None and self.trainer.training
-        if training and self.hparams["augment"]:
+        overfit = getattr(self.trainer, "overfit_batches", 0)  # which are to stay the same
+        if training and self.hparams["augment"] and not overfit:
             images = augmented(images)
         if self.trainer is not None:  # which converts batches before this, and no bytes
             images = self.trainer.precision_plugin.convert_input(images)

@@ -45,7 +45,7 @@ class Folder(LightningDataModule):
         size: height and width in pixels.
         channels: 3 for colours, 1 for grey.
         augment: whether training takes a random part of each image, half of them mirrored (see
-            `view`).
+            `view`); not with overfit_batches.
         num_workers: processes that read; None: as many as this rank has cores, at most 4.
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
         split_seed: decides which image goes where, where there is no train/ and val/.
@@ -96,6 +96,8 @@ class Folder(LightningDataModule):
             parts = random_split(val, [0.8, 0.1, 0.1], torch.Generator().manual_seed(seed))
             self.splits = [Subset(train, parts[0].indices), *parts[1:]]
         size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
+        if getattr(self.trainer, "overfit_batches", 0):  # which are to stay the same
+            augment = False
         look = view(size, channels, augment)
         train.transform = draws_of_rank(self.trainer, look) if augment else look
         val.transform = view(size, channels, whole=not augment)

@@ -65,7 +65,8 @@ class Shards(LightningDataModule):
         val: of those to validate and to test.
         batch_size: images a process takes a step.
         size: height and width in pixels.
-        augment: whether training images are random parts, half of them mirrored.
+        augment: whether training images are random parts, half of them mirrored; not with
+            overfit_batches.
         buffer: samples that each loader process shuffles together, held as they are in the file.
         num_workers: loader processes of each rank; None: as many as it has cores, at most 4, and
             no more than it has shards.
@@ -135,6 +136,8 @@ class Shards(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         (ranks, rank), shards = self._ranks(), len(self.train)
         size, augment = self.hparams["batch_size"], self.hparams["augment"]
+        if getattr(self.trainer, "overfit_batches", 0):  # which are to stay the same
+            augment = False
         where, workers = f"data.train={self.hparams['train']}", self._workers(len(self.train))
         if shards < ranks * max(1, workers):
             raise ValueError(

@@ -114,7 +114,7 @@ class TestCifar10:
         images, _ = data.on_after_batch_transfer(batch, 0)
         red = (np.asarray(one[0][0], dtype=float) - 125.31) / 62.99
         assert images[5, 0].numpy() == pytest.approx(red, abs=1e-5)
-        data.trainer = SimpleNamespace(training=True, precision_plugin=precision)
+        data.trainer = among(1, 0)
         assert not torch.equal(data.on_after_batch_transfer(batch, 0)[0], images)
 
     def test_augmented_images_are_shifted_and_mirrored_each_by_itself(self) -> None:
@@ -176,12 +176,12 @@ class TestFolder:
             Folder(str(folder)).setup("fit")
 
 
-def among(count: int, rank: int) -> Any:
+def among(count: int, rank: int, overfit_batches: float = 0.0) -> Any:
     """A Trainer, as far as data modules ask, of so many ranks."""
     strategy = SimpleNamespace(broadcast=lambda it, src=0: it)
     return SimpleNamespace(
         world_size=count, global_rank=rank, num_devices=1, strategy=strategy, training=True,
-        precision_plugin=Precision(),
+        precision_plugin=Precision(), overfit_batches=overfit_batches,
     )  # fmt: skip
 
 
@@ -189,9 +189,14 @@ def seen(kind: str, folder: Path, trainer: Any) -> list[Tensor]:
     """What three epochs show of the same image in training, without loader processes."""
     torch.manual_seed(0)
     pixels = torch.randint(256, (3, 32, 32), dtype=torch.uint8)
+    if kind == "cifar10":
+        data: Any = Cifar10(str(folder))
+        data.trainer = trainer
+        batch = pixels.unsqueeze(0), torch.zeros(1)
+        return [data.on_after_batch_transfer(batch, 0)[0] for _ in range(3)]
     if kind == "folder":
         write_folder(folder / "images", each=10)
-        data: Any = Folder(str(folder / "images"), size=8, augment=True, num_workers=0)
+        data = Folder(str(folder / "images"), size=8, augment=True, num_workers=0)
     else:
         write_shards(folder / "shards", train=[4, 4], val=[2])
         patterns = (f"{folder}/shards/{split}-*.tar" for split in ("train", "val"))
@@ -220,6 +225,14 @@ def test_a_single_rank_augments_by_the_draws_of_torch(kind: str, tmp_path: Path)
     torch.manual_seed(0)
     pixels, look = torch.randint(256, (3, 32, 32), dtype=torch.uint8), view(8, augment=True)
     assert all(torch.equal(one, look(to_pil_image(pixels))) for one in found)
+
+
+@pytest.mark.parametrize("kind", ["cifar10", "folder", "shards"])
+def test_a_batch_to_learn_by_heart_stays_as_it_is(kind: str, tmp_path: Path) -> None:
+    first, *others = seen(kind, tmp_path / "fit", among(1, 0))
+    assert not any(torch.equal(first, other) for other in others)
+    first, *others = seen(kind, tmp_path / "overfit", among(1, 0, overfit_batches=1))
+    assert all(torch.equal(first, other) for other in others)
 
 
 @pytest.mark.usefixtures("one_thread")  # as under torchrun
@@ -251,7 +264,8 @@ def test_the_ranks_of_a_host_share_its_cores(
     shards: Any = Shards(*(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val")), 1)
     shards.setup("fit")
     for data in (folder, shards):
-        data.trainer = SimpleNamespace(num_devices=devices, world_size=1, global_rank=0)
+        data.trainer = among(1, 0)
+        data.trainer.num_devices = devices
         assert data.train_dataloader().num_workers == count
 
 

@@ -11,6 +11,9 @@ order. Nothing is downloaded.
 from __future__ import annotations
 
 import copy
+import hashlib
+import os
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -31,7 +34,7 @@ from torchvision.transforms.v2 import (
     ToImage,
 )
 
-from datamodules.ranks import draws_of_rank, workers_of_rank
+from datamodules.ranks import draws_of_rank, refuse_other_files, workers_of_rank
 
 
 class Folder(LightningDataModule):
@@ -52,7 +55,7 @@ class Folder(LightningDataModule):
 
     Raises:
         FileNotFoundError: when the folder or images in it are missing.
-        ValueError: when train/ and val/ have other classes.
+        ValueError: when train/ and val/ have other classes, or hosts other files.
     """
 
     def __init__(
@@ -95,6 +98,9 @@ class Folder(LightningDataModule):
             train = copy.copy(val)
             parts = random_split(val, [0.8, 0.1, 0.1], torch.Generator().manual_seed(seed))
             self.splits = [Subset(train, parts[0].indices), *parts[1:]]
+        # A rank takes images by their numbers: of another list they would be others.
+        listed = _digest(folder, train, val)
+        refuse_other_files(self.trainer, f"data.folder={folder}", listed)
         size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
         if getattr(self.trainer, "overfit_batches", 0):  # which are to stay the same
             augment = False
@@ -140,6 +146,14 @@ class Folder(LightningDataModule):
 
 def _holds_folders(folder: Path) -> bool:
     return folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
+
+
+def _digest(folder: Path, *images: ImageFolder) -> str:
+    """Of the names in the folder, in their order."""
+    digest, start = hashlib.sha256(), len(str(folder))
+    for path, _ in chain(*(of.samples for of in images)):
+        digest.update(os.fsencode(path[start:]) + b"\0")
+    return digest.hexdigest()
 
 
 def read(path: str) -> Image.Image:

@@ -1,10 +1,12 @@
-"""What a rank's data has to do with the other ranks: shared cores, draws of its own."""
+"""What a rank's data has to do with the other ranks: equal files, shared cores, own draws."""
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from PIL import Image
@@ -14,6 +16,27 @@ from torch.utils.data import get_worker_info
 
 Look = Callable[[Image.Image], Tensor]
 LOCAL_RANKS = ("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def refuse_other_files(trainer: Trainer | None, where: str, files: Any) -> None:
+    """Have all ranks end where a host has other files than rank 0: a sample would be another one.
+
+    Args:
+        where: the key and value by which a user named them.
+        files: what tells them apart; on all ranks equal to that of rank 0.
+
+    Raises:
+        ValueError: with the hosts, on all ranks.
+    """
+    if trainer is None:
+        return
+    strategy, host = trainer.strategy, socket.gethostname()
+    same = strategy.broadcast(files) == files
+    if strategy.reduce_boolean_decision(same):
+        return
+    found = [strategy.broadcast((host, same), src=rank) for rank in range(trainer.world_size)]
+    others = ", ".join(sorted({host for host, same in found if not same}))
+    raise ValueError(f"{where}: the files on {others} are not those of rank 0 on {found[0][0]}")
 
 
 def workers_of_rank(trainer: Trainer | None) -> int:

@@ -22,7 +22,6 @@ the run with an error. They are files: nothing is read from the network.
 
 from __future__ import annotations
 
-import socket
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -33,7 +32,7 @@ from pytorch_lightning import LightningDataModule
 from torch.utils.data import DataLoader
 
 from datamodules.folder import view
-from datamodules.ranks import Look, draws_of_rank, workers_of_rank
+from datamodules.ranks import Look, draws_of_rank, refuse_other_files, workers_of_rank
 from datamodules.tars import Share, count_samples
 
 
@@ -107,18 +106,13 @@ class Shards(LightningDataModule):
             count_samples(split, self.hparams[split])
 
     def setup(self, stage: str) -> None:
-        self.train, self.val = (
-            self._as_rank_0(split, count_samples(split, self.hparams[split]))
-            for split in ("train", "val")
-        )
+        self.train, self.val = (self._count(split) for split in ("train", "val"))
 
-    def _as_rank_0(self, split: str, shards: dict[Path, int]) -> dict[Path, int]:
-        mine = {shard.name: held for shard, held in shards.items()}
-        if self.trainer is not None and self.trainer.strategy.broadcast(mine) != mine:
-            raise ValueError(
-                f"data.{split}={self.hparams[split]}: the shards on {socket.gethostname()} are not "
-                "those of rank 0"
-            )
+    def _count(self, split: str) -> dict[Path, int]:
+        pattern = self.hparams[split]
+        shards = count_samples(split, pattern)
+        held = {shard.name: count for shard, count in shards.items()}
+        refuse_other_files(self.trainer, f"data.{split}={pattern}", held)
         return shards
 
     def _ranks(self) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from pytorch_lightning import Trainer
 from pytorch_lightning.plugins.precision import HalfPrecision, Precision
 from sklearn.datasets import load_sample_images
 from torch import Tensor
@@ -23,6 +26,7 @@ from datamodules.folder import Folder, view
 from datamodules.mnist import Mnist
 from datamodules.photos import Photos
 from datamodules.shards import Shards
+from strategies import HorovodStrategy
 from tests.pictures import write_cifar10, write_folder, write_mnist, write_shards
 
 DOWNLOADED = {
@@ -178,7 +182,9 @@ class TestFolder:
 
 def among(count: int, rank: int, overfit_batches: float = 0.0) -> Any:
     """A Trainer, as far as data modules ask, of so many ranks."""
-    strategy = SimpleNamespace(broadcast=lambda it, src=0: it)
+    strategy = SimpleNamespace(
+        broadcast=lambda it, src=0: it, reduce_boolean_decision=lambda decision: decision
+    )
     return SimpleNamespace(
         world_size=count, global_rank=rank, num_devices=1, strategy=strategy, training=True,
         precision_plugin=Precision(), overfit_batches=overfit_batches,
@@ -233,6 +239,38 @@ def test_a_batch_to_learn_by_heart_stays_as_it_is(kind: str, tmp_path: Path) -> 
     assert not any(torch.equal(first, other) for other in others)
     first, *others = seen(kind, tmp_path / "overfit", among(1, 0, overfit_batches=1))
     assert all(torch.equal(first, other) for other in others)
+
+
+def set_up_with_other_files(folder: str, kind: str) -> tuple[str, str]:
+    """The errors of one with the folders that rank 0 has, and of one with each rank's own."""
+    trainer = Trainer(strategy=HorovodStrategy(), accelerator="cpu", logger=False)
+    told = []
+    for rank in (0, trainer.global_rank):
+        at = f"{folder}/{rank}"
+        data: Any = Folder(at) if kind == "folder" else Shards(f"{at}/train-*", f"{at}/val-*")
+        data.trainer = trainer
+        try:
+            data.setup("fit")
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+    return told[0], told[1]
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+def test_hosts_with_other_files_are_refused_on_all_ranks(
+    kind: str, tmp_path: Path, launch: Callable[..., list[Any]]
+) -> None:
+    for rank in (0, 1):  # a folder each, as on two hosts
+        if kind == "folder":
+            write_folder(tmp_path / str(rank), each=10)
+        else:
+            write_shards(tmp_path / str(rank), train=[4, 4 - rank], val=[2])
+    if kind == "folder":
+        (tmp_path / "1" / "tower" / "3.png").unlink()
+    for before, after in launch(set_up_with_other_files, 2, folder=str(tmp_path), kind=kind):
+        assert before == ""
+        assert re.search(r"^data.*/[01].*: the files on .* are not those of rank 0 on ", after)
 
 
 @pytest.mark.usefixtures("one_thread")  # as under torchrun

@@ -13,7 +13,8 @@ In evaluation each sample is seen once; batches differ in size by one.
 Going on from a checkpoint. Between two epochs: with any number of ranks. Within an epoch: no sample
 twice and none left out, if ranks, batch_size, num_workers, buffer and seed are as before; the
 samples that were trained are read again, but not decoded. Else the number of samples that were
-trained is kept, in an epoch in another order: some come twice, others not. A warning tells.
+trained is kept, rounded up to a global batch (the last is trained in any case), in an epoch in
+another order: some come twice, others not. A warning tells, and also of other shards than before.
 
 The number of samples of each shard is counted once, from the headers, and kept in an index.json
 beside them. Shards that change while they are trained on, or hold fewer samples than it says, end
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch
 from pytorch_lightning import LightningDataModule
+from pytorch_lightning.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from datamodules.folder import view
@@ -184,9 +186,9 @@ class Shards(LightningDataModule):
         if self.trainer is None:
             return 0, 0
         trained = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if trained and self.resumed != self.state_dict():
+        if trained and self.resumed != self._settings():
             warnings.warn(
-                f"the checkpoint is of {self.resumed}, this run of {self.state_dict()}: the rest "
+                f"the checkpoint is of {self.resumed}, this run of {self._settings()}: the rest "
                 "of its epoch is drawn anew, some samples come twice in it and others not",
                 stacklevel=2,
             )
@@ -194,7 +196,7 @@ class Shards(LightningDataModule):
         again = self.trainer.overfit_batches  # type: ignore[attr-defined]
         return 0 if again else self.trainer.current_epoch, trained
 
-    def state_dict(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """What must be equal to go on within an epoch."""
         names = ("batch_size", "buffer", "seed")
         return {
@@ -203,5 +205,35 @@ class Shards(LightningDataModule):
             **{name: self.hparams[name] for name in names},
         }
 
+    def state_dict(self) -> dict[str, Any]:
+        shards = {shard.name: held for shard, held in self.train.items()}
+        return {**self._settings(), "shards": shards}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.resumed = state_dict
+        self.resumed = {name: state_dict.get(name) for name in self._settings()}
+        if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
+            return
+        mine = self.state_dict()["shards"]
+        then = state_dict.get("shards", mine)
+        if then != mine:
+            warnings.warn(
+                f"data.train={self.hparams['train']}: the checkpoint is of other shards: of "
+                f"{len(then)} with {sum(then.values())} samples, these are {len(mine)} with "
+                f"{sum(mine.values())}",
+                stacklevel=2,
+            )
+        # Before Lightning's loops take it from there, for which the epoch might have ended.
+        loops = self.trainer._checkpoint_connector._loaded_checkpoint["loops"]
+        self._count_anew(loops["fit_loop"]["epoch_loop.batch_progress"])
+
+    def _count_anew(self, progress: dict[str, Any]) -> None:
+        """Have Lightning's progress in an epoch count global batches of this run."""
+        ranks, batch_size = self.resumed["ranks"], self.resumed["batch_size"]
+        then, now = ranks * batch_size, self._ranks()[0] * self.hparams["batch_size"]
+        if then == now:
+            return
+        current, steps = progress["current"], sum(self.train.values()) // now
+        trained = min(-(-current["ready"] * then // now), steps - 1)
+        moved = (steps if progress["is_last_batch"] else trained) - current["ready"]
+        for count in current:
+            current[count] += moved

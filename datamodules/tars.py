@@ -68,7 +68,8 @@ class Share(IterableDataset):
         place, workers = (info.id, info.num_workers) if info else (0, 1)
         # The loader takes a batch from each worker in turns. Where it begins with batch t, worker 0
         # goes on with what worker t % workers had.
-        worker = (place + self.trained) % workers
+        begun = min(self.trained, self.steps)
+        worker = (place + begun) % workers
         first = sum(len(range(other, self.steps, workers)) for other in range(worker))
         batches = range(first, first + len(range(worker, self.steps, workers)))
         edges = [self._edge(batch) for batch in [*batches, batches.stop]]
@@ -76,7 +77,7 @@ class Share(IterableDataset):
         if self.buffer:
             order = random.Random(f"{self.seed} {self.epoch} {self.rank} {worker}")
             rows = shuffle(self.buffer, initial=self.buffer, rng=order)(rows)
-        trained = len(range(worker, self.trained, workers))
+        trained = len(range(worker, begun, workers))
         samples = map(self._decode, islice(rows, edges[trained] - edges[0], None))
         if self.buffer:
             yield from samples

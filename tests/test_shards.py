@@ -67,7 +67,7 @@ class TestShare:
                 assert [len(batch) for batch in found] == [3] * (44 // (3 * ranks))
                 assert found == batches(share, workers, monkeypatch)
                 seen += chain(*found)
-                for trained in (1, 2, share.steps):  # a resumed epoch has the rest
+                for trained in (1, 2, share.steps, share.steps + 3):  # a resumed epoch has the rest
                     share.trained = trained
                     rest = batches(share, workers, monkeypatch)
                     assert rest == found[trained:]
@@ -107,6 +107,87 @@ def test_a_broken_sample_is_named(changed: str, held: bytes | None, folder: Path
     with pytest.raises(RuntimeError, match=r"val-1.tar: pictures/0004 cannot be read: ") as told:
         share._decode(sample)
     assert told.value.__cause__ is not None
+
+
+class Seen(LightningModule):
+    """Keeps the epoch and the labels of each batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+        self.trained: list[tuple[int, list[int]]] = []
+        self.tested: list[int] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.trained.append((self.current_epoch, batch[1].tolist()))
+        return self.layer(batch[1].float().unsqueeze(1)).mean()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val/loss", batch[1].float().mean(), sync_dist=True)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.tested += batch[1].tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def fit(folder: Path, data: Shards, checkpoint: str = "", **options: Any) -> Seen:
+    """Two epochs by Lightning alone; those from a checkpoint on."""
+    model = Seen()
+    trainer = Trainer(
+        accelerator="cpu", max_epochs=2, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, num_sanity_val_steps=0, limit_val_batches=0,
+        enable_checkpointing=not checkpoint, default_root_dir=folder, **options,
+    )  # fmt: skip
+    trainer.fit(model, data, ckpt_path=folder / checkpoint if checkpoint else None)
+    return model
+
+
+def shards(folder: Path, batch_size: int) -> Shards:
+    train, val = (f"{folder}/{split}-*.tar" for split in ("train", "val"))
+    return Shards(train, val, batch_size, size=8, buffer=5, num_workers=0)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of each of 14 steps of 3 samples, and of the end of each epoch."""
+    made = tmp_path_factory.mktemp("checkpoints")
+    steps = ModelCheckpoint(made, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    ends = ModelCheckpoint(made, filename="end{epoch}", save_top_k=-1, every_n_epochs=1)
+    fit(made, shards(folder, 3), callbacks=[steps, ends])
+    return made
+
+
+class TestGoingOn:
+    @pytest.mark.parametrize(
+        ("checkpoint", "batch_size", "rest"),
+        [
+            ("step=4", 3, 10),
+            ("step=4", 6, 7 - 2),  # 12 samples are 2 batches of 6
+            ("step=4", 2, 22 - 6),
+            ("step=10", 6, 7 - 5),  # where Lightning, with 10 batches of 7, took it for ended
+            ("step=9", 6, 7 - 5),  # 27 samples: rounded up
+            ("step=13", 20, 1),  # 39 samples are 2 batches of 20: the last is trained
+            ("step=14", 6, 0),
+            ("endepoch=0", 6, 0),
+            ("endepoch=0", 2, 0),
+        ],
+    )
+    def test_as_many_samples_are_left_with_another_batch_size(
+        self, checkpoint: str, batch_size: int, rest: int, folder: Path, checkpoints: Path
+    ) -> None:
+        model = fit(checkpoints, shards(folder, batch_size), f"{checkpoint}.ckpt")
+        epochs = [epoch for epoch, _ in model.trained]
+        assert [epochs.count(epoch) for epoch in (0, 1)] == [rest, 44 // batch_size]
+
+    def test_other_shards_are_told(self, tmp_path: Path, folder: Path, checkpoints: Path) -> None:
+        write_shards(tmp_path / "more", train=[*TRAIN, 6], val=VAL)
+        with pytest.warns(UserWarning, match="of 8 with 44 samples, these are 9 with 50"):
+            fit(checkpoints, shards(tmp_path / "more", 3), "endepoch=0.ckpt")
+        with warnings.catch_warnings(record=True) as told:
+            fit(checkpoints, shards(folder, 3), "endepoch=0.ckpt")
+        assert not any("other shards" in str(warning.message) for warning in told)
 
 
 class TestIndex:
@@ -178,29 +259,6 @@ class TestRefused:
 # ------------------------------------------------------------------- two ranks
 
 
-class Seen(LightningModule):
-    """Keeps the epoch and the labels of each batch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(1, 1)
-        self.trained: list[tuple[int, list[int]]] = []
-        self.tested: list[int] = []
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.trained.append((self.current_epoch, batch[1].tolist()))
-        return self.layer(batch[1].float().unsqueeze(1)).mean()
-
-    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.log("val/loss", batch[1].float().mean(), sync_dist=True)
-
-    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.tested += batch[1].tolist()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)
-
-
 def train_on_shards(folder: str) -> dict[str, Any]:
     """Two epochs; the same from a checkpoint in the middle of the first, and from its end."""
 
@@ -211,9 +269,9 @@ def train_on_shards(folder: str) -> dict[str, Any]:
             default_root_dir=folder, **options,
         )  # fmt: skip
 
-    def data(workers: int = 2) -> Shards:
+    def data(workers: int = 2, batch_size: int = 3) -> Shards:
         train, val = (f"{folder}/shards/{split}-*.tar" for split in ("train", "val"))
-        return Shards(train, val, 3, size=8, buffer=5, num_workers=workers)
+        return Shards(train, val, batch_size, size=8, buffer=5, num_workers=workers)
 
     def keep(name: str, **when: Any) -> ModelCheckpoint:
         return ModelCheckpoint(folder, filename=name, save_top_k=-1, **when)
@@ -232,6 +290,11 @@ def train_on_shards(folder: str) -> dict[str, Any]:
         run(enable_checkpointing=False).fit(other, data(1), ckpt_path=f"{folder}/step=3.ckpt")
     found["other"] = other.trained
     found["told"] = [str(warning.message) for warning in told]
+    for batch_size in (1, 6):
+        model = Seen()
+        again = data(batch_size=batch_size)
+        run(enable_checkpointing=False).fit(model, again, ckpt_path=f"{folder}/step=3.ckpt")
+        found[batch_size] = [epoch for epoch, _ in model.trained]
     return found
 
 
@@ -253,3 +316,6 @@ def test_two_ranks_share_an_epoch_and_go_on_in_it(
         # With another number of loader processes: the same number of batches, and it says so.
         assert [epoch for epoch, _ in rank["other"]] == [0] * 4 + [1] * 7
         assert any("drawn anew" in text for text in rank["told"])
+        # With another batch size: of 22 or 3 batches those that 18 samples leave.
+        assert rank[1] == [0] * (22 - 9) + [1] * 22
+        assert rank[6] == [0] * (3 - 2) + [1] * 3

@@ -67,6 +67,25 @@ def refuse_shares(
         )
 
 
+def refuse_clashes(
+    trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
+) -> None:
+    """A hyperparameter of model and data with two values, of which loggers keep one."""
+    if not (trainer.loggers and model._log_hyperparams and data._log_hyperparams):
+        return
+    ours, theirs = model.hparams_initial, data.hparams_initial
+    clashes = [
+        f"model.{name}={ours[name]} and data.{name}={theirs[name]}"
+        for name in ours
+        if name in theirs and (type(ours[name]), ours[name]) != (type(theirs[name]), theirs[name])
+    ]
+    if clashes:
+        raise Refusal(
+            f"{', '.join(clashes)}: loggers keep one value of a name; give both the same, or keep "
+            "one out: self.save_hyperparameters(ignore=[...])"
+        )
+
+
 def is_sized(loader: Any) -> bool:
     """Whether it is a DataLoader of so many samples, not of a stream."""
     return isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__")

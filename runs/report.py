@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from runs.anatomy import Anatomy
-from runs.beforehand import is_sized, refuse_model, refuse_shares
+from runs.beforehand import is_sized, refuse_clashes, refuse_model, refuse_shares
 from runs.folders import ROOT, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts, same_on_all
@@ -66,7 +66,10 @@ class Report(pl.Callback):
         if profiler.dirpath:  # under DDP it is only now that ranks hear of the run's folder
             profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if stage != "fit" or data is None:
+        if data is None:
+            return
+        refuse_clashes(trainer, pl_module, data)
+        if stage != "fit":
             return
         refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()

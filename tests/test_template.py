@@ -341,6 +341,10 @@ class TestMistakes:
             (["run_dir=conf"], "/conf: the run's folder cannot be written: File exists"),
             (["train=false"], "train=false: give the checkpoint to test"),
             (["model=denoiser", "model.depth=2"], "model=denoiser: "),
+            (
+                ["data=fake", "data.classes=20"],
+                "model.classes=10 and data.classes=20, model.channels=1 and data.channels=3: log",
+            ),
             ([FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),
             ([FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer, partial, not to be"),
         ]

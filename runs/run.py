@@ -14,6 +14,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import sys
 import warnings
 from pathlib import Path
@@ -28,7 +29,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, shown
@@ -232,13 +233,16 @@ class Run:
             for parent in self._parents:
                 with contextlib.suppress(OSError):  # other runs are there
                     parent.rmdir()
+        rank = f"rank {launched_rank()} on {os.uname().nodename}"
+        if isinstance(error, SIGTERMException):  # a SystemExit, of status 0
+            print(f"{rank}: ended by SIGTERM, without a checkpoint", file=sys.stderr, flush=True)
+            sys.exit(128 + signal.SIGTERM)
         if os.environ.get("HYDRA_FULL_ERROR"):
             return
         if mistake:
             refuse(mistake)
         if horovod_stopped:
             # Another rank ended in the middle of a collective: its own words tell why.
-            rank = f"rank {launched_rank()} on {os.uname().nodename}"
             reason = str(error).splitlines()[0][:150]
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed

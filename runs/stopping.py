@@ -1,8 +1,8 @@
 """Stop when asked to, with a checkpoint to go on from: make stop, Ctrl-C, a time limit.
 
-The launcher asks by SIGUSR1. Without one it is Ctrl-C itself; a second one ends at once. (The
-terminal sends it to a loader's workers as well: forked ones go on, spawned ones end, and with them
-the run, without a checkpoint.)
+The launcher asks by SIGUSR1. Without one it is SIGTERM, or Ctrl-C itself; a second Ctrl-C ends at
+once. (The terminal sends it to a loader's workers as well: forked ones go on, spawned ones end, and
+with them the run, without a checkpoint.)
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So once a second they ask each other; how many batches that is, they
@@ -57,6 +57,11 @@ class StopOnSignal(Callback):
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._ask)
         self._batches = self._left = 1
         self._since = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if launched_size() is None:  # a launcher ends ranks by it
+            # Only now: behind on_fit_start Lightning sets its own.
+            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._ask)
 
     def _ask(self, number: int, _: Any) -> None:
         if os.getpid() != self._process:

@@ -122,14 +122,13 @@ class Sweep:
         began = time.monotonic()
         trial.exit = launch([*self.command, *trial.changes, f"run_dir={folder}"], output)
         trial.seconds = round(time.monotonic() - began, 1)
-        if trial.exit == 0:
-            trial.state = "done"
-            self._save()  # before METRIC is looked for, which may be misspelt
+        done = trial.exit == 0 and (folder / "summary.json").exists()
+        trial.state = "done" if done else "stopped" if launch.stopped else "failed"
+        trial.reason = "" if done else f"exit {trial.exit}: {reason(output)}"
+        self._save()  # before METRIC is looked for, which may be misspelt
+        if trial.exit == 0 and trial.state != "stopped":
             judge(trial, self.metric, self.mode)
-        else:
-            trial.state = "stopped" if launch.stopped else "failed"
-            trial.reason = f"exit {trial.exit}: {reason(output)}"
-        self._save()
+            self._save()
         self._tell_trial(trial, output)
 
     def _new_folder(self, name: str) -> Path:

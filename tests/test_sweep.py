@@ -27,8 +27,11 @@ GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
 class Fake:
     """In place of trainings: each leaves what a run leaves, but for those told to fail or stop."""
 
-    def __init__(self, failing: str = "nothing", stop_after: int = 99, loss: float = 0) -> None:
+    def __init__(
+        self, failing: str = "nothing", stop_after: int = 99, loss: float = 0, status: int = 130
+    ) -> None:
         self.failing, self.stop_after, self.loss = failing, stop_after, loss
+        self.status = status  # of one that is stopped
         self.stopped = 0
         self.seen: list[list[str]] = []
 
@@ -40,7 +43,7 @@ class Fake:
             return 1
         if len(self.seen) == self.stop_after:
             self.stopped = signal.SIGINT
-            return 130
+            return self.status
         folder = Path(changes["run_dir"])
         folder.mkdir()
         loss = self.loss or float(changes["model.lr"]) + int(changes["data.batch_size"])
@@ -147,11 +150,13 @@ class TestWhatIsKept:
         assert [changes[3] for changes in launch.seen] == ["data.batch_size=64"] * 2
         assert Path(again.trials[1].folder).name == "trial_2_2"  # what was left before stays
 
+    @pytest.mark.parametrize("status", [130, 0])
     def test_it_goes_on_where_it_was_stopped(
-        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+        self, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
+        """Whatever status the trial ends with that was stopped."""
         begun = sweep(tmp_path)
-        assert begun.run(Fake(stop_after=2)) == 130
+        assert begun.run(Fake(stop_after=2, status=status)) == 130
         assert [trial.state for trial in begun.trials] == ["done", "stopped", "waiting", "waiting"]
         with pytest.raises(Refusal, match="this sweep runs already"):
             sweep(tmp_path)

@@ -187,7 +187,10 @@ class TestOtherRuns:
         right = (predicted == labels).float().mean()
         assert alone["metrics"]["test/acc"] == pytest.approx(float(right), rel=1e-5)
 
-    def test_ctrl_c_without_a_launcher_leaves_a_checkpoint(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_ctrl_c_without_a_launcher_leaves_a_checkpoint(
+        self, number: signal.Signals, tmp_path: Path
+    ) -> None:
         long = ["trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000"]
         long.append("data.num_workers=1")
         command = ["env", "--default-signal=INT", *TEMPLATE, f"log_dir={tmp_path}", *long]
@@ -201,15 +204,17 @@ class TestOtherRuns:
             while "epoch 2/" not in output.read_text():
                 assert time.monotonic() < deadline and process.poll() is None, output.read_text()
                 time.sleep(0.1)
-            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-            assert process.wait(60) == 128 + signal.SIGINT, output.read_text()
+            # A terminal sends it to the loader's workers too, `kill` to this process.
+            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            assert process.wait(60) == 128 + number, output.read_text()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         told = output.read_text()
         checkpoint = folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt"
-        assert told.count("Ctrl-C again ends at once") == 1 and "Traceback" not in told
+        assert told.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
+        assert "Traceback" not in told
         line = f"stopped; to go on: {shlex.join(command[2:])} ckpt_path={checkpoint}\n"
         assert line in told and checkpoint.is_file()
 
@@ -381,6 +386,11 @@ class TestMistakes:
         assert done.returncode == 2 and done.stdout.count("error: ") == 1, done.stdout
         assert "epoch_000.ckpt: the checkpoint cannot be written: File too large" in done.stdout
         assert not list(folders(tmp_path)[0].glob("checkpoints/*"))
+
+    def test_a_rank_that_is_told_to_end_does_not_end_well(self, tmp_path: Path) -> None:
+        done = job(1, tmp_path, FAULTY + "IsToldToEnd")
+        assert done.returncode != 0 and done.stdout.count(": ended by SIGTERM, without") == 1
+        assert not (folders(tmp_path)[0] / "summary.json").exists()
 
     def test_a_metric_to_stop_by_that_nobody_logs(self, tmp_path: Path) -> None:
         early = "callbacks.early_stopping"

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Checkpoint
 
 from runs.refusal import launched_size
 
@@ -33,8 +33,11 @@ class Stopped(Exception):
     """Raised on all ranks when the checkpoint is written: its path, and the signal's number."""
 
 
-class StopOnSignal(Callback):
+class StopOnSignal(Checkpoint):
     """Write a checkpoint and end, on all ranks, when one of them got the signal.
+
+    As a Checkpoint it comes after the module's own hook at an epoch's end, whose metrics others
+    save by.
 
     Args:
         checkpoint: where to.
@@ -48,6 +51,11 @@ class StopOnSignal(Callback):
         self._since = 0.0
         self._before: dict[int, Any] = {}  # handlers of signals
         self._process = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Behind the other checkpoints: a resume does not come to this epoch's end again.
+        others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._before = {SIGNAL: signal.signal(SIGNAL, self._ask)}
@@ -81,26 +89,23 @@ class StopOnSignal(Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._left <= 0:
-            self._ask_all(trainer, epoch_ends=True)
+            self._ask_all(trainer)
 
-    def _ask_all(self, trainer: pl.Trainer, epoch_ends: bool = False) -> None:
+    def _ask_all(self, trainer: pl.Trainer) -> None:
         now = time.monotonic()
         pace = (now - self._since) / (self._batches - self._left)
-        seconds = self._stop_if_asked(trainer, pace, epoch_ends)
+        seconds = self._stop_if_asked(trainer, pace)
         self._since = now
         self._batches = self._left = max(1, int(SECONDS / max(seconds, 1e-6)))
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_if_asked(trainer, 0)  # meanwhile, as in the last evaluation
 
-    def _stop_if_asked(self, trainer: pl.Trainer, pace: float, epoch_ends: bool = False) -> float:
+    def _stop_if_asked(self, trainer: pl.Trainer, pace: float) -> float:
         """On all ranks if one was; else the slowest pace, in seconds a batch."""
         mine = torch.tensor([float(self.asked), pace], device=trainer.strategy.root_device)
         asked, slowest = trainer.strategy.reduce(mine, reduce_op="max").tolist()
         if asked:
-            # Lightning comes to them last, and a resume does not come here again.
-            for callback in trainer.checkpoint_callbacks if epoch_ends else ():
-                callback.on_train_epoch_end(trainer, trainer.lightning_module)
             trainer.save_checkpoint(self.checkpoint)
             raise Stopped(str(self.checkpoint), int(asked))
         return slowest

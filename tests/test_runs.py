@@ -539,7 +539,7 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
 
     def trainer(*callbacks: Callback) -> Trainer:
         return Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=2,
+            accelerator="cpu", logger=False, enable_checkpointing=bool(callbacks), max_epochs=2,
             enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
             accumulate_grad_batches=accumulate, callbacks=list(callbacks),
         )  # fmt: skip
@@ -566,13 +566,17 @@ class StopsInTheFirst(Times):
             os.kill(os.getpid(), SIGNAL)
         self.log("val/loss", float(self.current_epoch))
 
+    def on_train_epoch_end(self) -> None:
+        self.log("end/loss", float(self.current_epoch))
 
+
+@pytest.mark.parametrize("monitor", ["val/loss", "end/loss"])
 def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monitor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
     before, ones = signal.getsignal(SIGNAL), DataLoader(torch.ones(4))  # type: ignore[arg-type]
-    best = ModelCheckpoint(tmp_path, "best", monitor="val/loss")
+    best = ModelCheckpoint(tmp_path, "best", monitor=monitor)
     run = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         max_epochs=3, num_sanity_val_steps=0,
@@ -599,7 +603,7 @@ class StopsInEvaluation(Times):
 def test_a_stop_in_the_last_evaluation_leaves_a_checkpoint(tmp_path: Path) -> None:
     before = signal.getsignal(SIGNAL)
     trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, max_epochs=1,
         callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
     )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Sized
 from typing import Any
@@ -35,22 +36,25 @@ def refuse_model(
 
 
 def refuse_shares(
-    trainer: pl.Trainer, data: pl.LightningDataModule, loader: Any, choice: str
+    trainer: pl.Trainer, data: pl.LightningDataModule, loader: Any, test: bool, choice: str
 ) -> None:
-    """Ranks without a sample to train or to validate, or without a whole batch.
+    """Ranks without a sample to train, to validate or to test, or without a whole batch.
 
     Args:
         loader: of training; a stream checks its batches itself.
+        test: whether a test is to be made.
         choice: the file of conf/data that was taken.
     """
     ranks = trainer.world_size
     if trainer.limit_val_batches and is_overridden("val_dataloader", data):
-        held_out = getattr(data.val_dataloader(), "dataset", None)
-        if isinstance(held_out, Sized) and len(held_out) < ranks:
-            raise Refusal(
-                f"data={choice}: {len(held_out)} samples to validate on {ranks} ranks; use fewer, "
-                "or more data, or trainer.limit_val_batches=0"
-            )
+        _check_held_out(
+            data.val_dataloader(), ranks, choice, "validate", "trainer.limit_val_batches=0"
+        )
+    tested = test and trainer.limit_test_batches and is_overridden("test_dataloader", data)
+    if tested and ranks > 1:
+        later = copy.copy(data)  # as it may hold the data of one stage at a time
+        later.setup("test")
+        _check_held_out(later.test_dataloader(), ranks, choice, "test", "test=false")
     if not is_sized(loader):
         return
     samples = len(loader.dataset)
@@ -83,6 +87,15 @@ def refuse_clashes(
         raise Refusal(
             f"{', '.join(clashes)}: loggers keep one value of a name; give both the same, or keep "
             "one out: self.save_hyperparameters(ignore=[...])"
+        )
+
+
+def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: str) -> None:
+    held_out = getattr(loader, "dataset", None)
+    if isinstance(held_out, Sized) and len(held_out) < ranks:
+        raise Refusal(
+            f"data={choice}: {len(held_out)} samples to {what} on {ranks} ranks; use fewer, or "
+            f"more data, or {without}"
         )
 
 

@@ -59,15 +59,14 @@ class Predictions(BasePredictionWriter):
             if stage == "predict":
                 data.setup("test")
             data.predict_dataloader, self._of_test_set = data.test_dataloader, True
+        if stage == "test":
+            return
         if stage == "fit":
             # A copy is set up, as a data module may hold the data of one stage at a time.
-            later = copy.copy(data)
-            later.setup("test" if self._of_test_set else "predict")
-            made = later.test_dataloader if self._of_test_set else later.predict_dataloader
-            _check_loader(made())
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _check_loader(trainer.predict_dataloaders)
+            data = copy.copy(data)
+            data.setup("test" if self._of_test_set else "predict")
+        made = data.test_dataloader if self._of_test_set else data.predict_dataloader
+        _check_loader(made(), trainer.world_size)
 
     def write_on_epoch_end(
         self,
@@ -92,7 +91,7 @@ class Predictions(BasePredictionWriter):
             unfinished.rename(self.file)
 
 
-def _check_loader(loader: Any) -> None:
+def _check_loader(loader: Any, ranks: int) -> None:
     # A stream has no indices to put its samples in order by, though torch gives its loader a
     # batch_sampler, which is None only without automatic batching.
     dataset = getattr(loader, "dataset", None)
@@ -103,6 +102,11 @@ def _check_loader(loader: Any) -> None:
         or not isinstance(dataset, Sized)
     ):
         raise Refusal("predict=true: one DataLoader with a data set of known length is needed")
+    if len(dataset) < ranks:
+        raise Refusal(
+            f"predict=true: {len(dataset)} samples to predict on {ranks} ranks; use fewer, or more "
+            "data"
+        )
 
 
 def _check(said: Any, samples: int) -> None:

@@ -73,7 +73,7 @@ class Report(pl.Callback):
             return
         refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()
-        refuse_shares(trainer, data, loader, self.choices["data"])
+        refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
         if is_sized(loader):
             self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
         else:  # a stream may know how many it has for all ranks

@@ -213,11 +213,12 @@ def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path
         (Doubles, LightningDataModule, "has neither predict_dataloader nor test_dataloader"),
         (Doubles, Streams, "one DataLoader with a data set of known length is needed"),
         (Doubles, StreamsItsTest, "one DataLoader with a data set of known length is needed"),
+        (Doubles, Numbers, "7 samples to predict on 8 ranks; use fewer, or more data"),
         (Doubles, Several, "one DataLoader with a data set of known length is needed"),
     ],
 )
 def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
-    trainer: Any = SimpleNamespace(datamodule=data())
+    trainer: Any = SimpleNamespace(datamodule=data(), world_size=8)
     with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
         Predictions().setup(trainer, model(), "fit")
 
@@ -623,17 +624,23 @@ class NothingHeldOut(LightningDataModule):
     def val_dataloader(self) -> DataLoader:
         return DataLoader(range(1), batch_size=2)
 
+    test_dataloader = val_dataloader
 
-def test_too_little_to_validate_is_told_before_training() -> None:
+
+def test_too_little_to_validate_or_test_is_told_before_training() -> None:
     trainer = SimpleNamespace(
         profiler=SimpleNamespace(dirpath=None), datamodule=NothingHeldOut(), world_size=2,
-        checkpoint_callback=None, limit_val_batches=1.0,
+        checkpoint_callback=None, limit_val_batches=1.0, limit_test_batches=1.0,
     )  # fmt: skip
-    report = Report(OmegaConf.create({"test": False}), {"data": "mine", "model": "mine"})
+    report = Report(OmegaConf.create({"test": True}), {"data": "mine", "model": "mine"})
+    model = Fails("test")  # which has a test
     with pytest.raises(Refusal, match="data=mine: 1 samples to validate on 2 ranks"):
-        report.setup(trainer, LightningModule(), "fit")
+        report.setup(trainer, model, "fit")
     trainer.limit_val_batches = 0
-    report.setup(trainer, LightningModule(), "fit")
+    with pytest.raises(Refusal, match="data=mine: 1 samples to test on 2 ranks.* or test=false"):
+        report.setup(trainer, model, "fit")
+    trainer.limit_test_batches = 0
+    report.setup(trainer, model, "fit")
     assert report.train_samples == 8
 
 

@@ -182,6 +182,9 @@ def test_debug_goes_with_all_experiments_and_models(name: str) -> None:
     for other in ["model=denoiser", *(f"experiment={file}" for file in names("experiment"))]:
         before, after = compose("config", [other]), compose("config", [other, f"debug={name}"])
         assert (after.model, after.data) == (before.model, before.data) and after != before
+        # Over several epochs Lightning counts whole batches, not shares of an epoch.
+        trainer = after.trainer
+        assert trainer.check_val_every_n_epoch or isinstance(trainer.val_check_interval, int)
         # An experiment's change of a callback that is not there any more is none.
         run = Run.__new__(Run)
         run.config = after

@@ -104,8 +104,8 @@ def _written(file: Path) -> int:
     return file.stat().st_mtime_ns
 
 
-def unreadable(file: Path) -> str | None:
-    """Why a checkpoint cannot be taken; None if it can."""
+def unreadable(file: Path, train: bool) -> str | None:
+    """Why a checkpoint cannot be taken, to train on from it or to evaluate it; None if it can."""
     if not file.is_file():
         return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
     try:
@@ -121,4 +121,9 @@ def unreadable(file: Path) -> str | None:
         return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
         return f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it"
+    if train and "optimizer_states" not in checkpoint:
+        return (
+            f"ckpt_path={file}: it has weights alone (save_weights_only), and training goes on "
+            "with the optimizer's state too; train=false evaluates it"
+        )
     return None

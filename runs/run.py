@@ -125,7 +125,7 @@ class Run:
             if found is None:
                 return f"ckpt_path={config.ckpt_path}: no run in {shown(runs)} has {what}"
             config.ckpt_path = str(found)
-        if config.ckpt_path and (problem := unreadable(Path(config.ckpt_path))):
+        if config.ckpt_path and (problem := unreadable(Path(config.ckpt_path), config.train)):
             return problem
         try:
             if asked:

@@ -330,6 +330,7 @@ class TestMistakes:
         (tmp_path / "setup.ckpt").write_text("no checkpoint")
         held = {"state_dict": {}, "hyper_parameters": {"a": Path("x")}}
         torch.save(held, tmp_path / "kept.ckpt")
+        torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
         broken = tmp_path / "broken"
         (broken / "classifier" / "runs" / "first").mkdir(parents=True)
         (broken / "classifier" / "runs" / "first" / "summary.json").write_text("")
@@ -341,6 +342,7 @@ class TestMistakes:
             (["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
             (["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint"),
             (["ckpt_path=kept.ckpt"], "kept.ckpt: it holds a pathlib"),
+            (["ckpt_path=weights.ckpt"], "weights.ckpt: it has weights alone (save_weights_only)"),
             (["trainer.precision=12"], "trainer=default: "),
             (["+model.foo=1"], "model=classifier: "),
             (["run_dir=conf"], "/conf: the run's folder cannot be written: File exists"),

@@ -45,6 +45,8 @@ class Predictions(BasePredictionWriter):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse before training what would fail after it."""
         data = trainer.datamodule  # type: ignore[attr-defined]
+        if not trainer.limit_predict_batches:
+            raise Refusal("predict=true: trainer.limit_predict_batches=0 leaves nothing to predict")
         if not is_overridden("predict_step", pl_module):
             raise Refusal(
                 f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx) "

@@ -99,7 +99,9 @@ class Run:
         runs = Path(config.log_dir) / str(config.task or self.choices["model"]) / "runs"
         if config.ckpt_path and config.ckpt_path not in NAMED:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
-        elif not config.ckpt_path and not config.train:
+        if not (config.train or config.test or config.predict):
+            raise Refusal("train=false test=false: nothing is left to do; give predict=true")
+        if not config.ckpt_path and not config.train:
             raise Refusal(
                 "train=false: give the checkpoint to test: ckpt_path=best for that of the newest "
                 "finished training, or a path, as ckpt_path=logs/.../last.ckpt"

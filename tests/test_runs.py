@@ -218,7 +218,7 @@ def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path
     ],
 )
 def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
-    trainer: Any = SimpleNamespace(datamodule=data(), world_size=8)
+    trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
     with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
         Predictions().setup(trainer, model(), "fit")
 

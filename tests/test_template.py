@@ -347,6 +347,8 @@ class TestMistakes:
             (["+model.foo=1"], "model=classifier: "),
             (["run_dir=conf"], "/conf: the run's folder cannot be written: File exists"),
             (["train=false"], "train=false: give the checkpoint to test"),
+            (["train=false", "test=false"], "train=false test=false: nothing is left to do"),
+            (["predict=true", "trainer.limit_predict_batches=0"], "leaves nothing to predict"),
             (["model=denoiser", "model.depth=2"], "model=denoiser: "),
             (
                 ["data=fake", "data.classes=20"],

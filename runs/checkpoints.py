@@ -66,7 +66,7 @@ def last(runs: Path) -> Path | None:
 
 
 def best(runs: Path) -> Path | None:
-    """The one that the newest finished training of a task has kept as its best.
+    """The best of the newest finished training of a task that has kept one.
 
     ValueError: a newer summary.json cannot be read.
     """

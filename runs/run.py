@@ -104,7 +104,7 @@ class Run:
         if not config.ckpt_path and not config.train:
             raise Refusal(
                 "train=false: give the checkpoint to test: ckpt_path=best for that of the newest "
-                "finished training, or a path, as ckpt_path=logs/.../last.ckpt"
+                "finished training with one, or a path, as ckpt_path=logs/.../last.ckpt"
             )
         # Rank 0 looks and writes; the others hear where, or why not.
         asked = ROOT / Path(str(config.run_dir)).expanduser() if config.run_dir else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import random
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -72,14 +73,17 @@ class Space:
         """The changes of each trial: all combinations, the last key's values changing fastest."""
         return [list(trial) for trial in itertools.product(*self.values.values())]
 
-    def draw(self, told: Sequence[tuple[list[str], float]], number: int, mode: str) -> list[str]:
+    def draw(
+        self, tried: Sequence[tuple[list[str], float | None]], number: int, mode: str
+    ) -> list[str]:
         """The changes of trial `number`, drawn where Optuna expects the best of what it is told.
+        Where all values are listed, none is drawn twice: another one at random takes its place.
 
         The same is drawn after the same results, so that an interrupted sweep goes on as it would
         have; the first ten draws are random. Optuna's TPE sampler: https://optuna.readthedocs.io.
 
         Args:
-            told: changes of finished trials, and what each gave.
+            tried: changes of earlier trials, and what each gave; None: nothing.
             number: of the trial, from 1.
             mode: min or max.
         """
@@ -91,16 +95,23 @@ class Space:
         study = optuna.create_study(
             direction="minimize" if mode == "min" else "maximize", sampler=sampler
         )
-        for changes, value in told:
+        for changes, value in tried:
+            if value is None:
+                continue
             drawn = {key: self._read(key, changes) for key in space}
             study.add_trial(
                 optuna.trial.create_trial(params=drawn, distributions=space, value=value)
             )
         drawn = study.ask(space).params
-        return [
+        found = [
             self._write(key, drawn[key]) if key in drawn else self.values[key][0]
             for key in self.values
         ]
+        before = [changes for changes, _ in tried]
+        if found in before and not self.intervals:
+            left = [changes for changes in self.grid() if changes not in before]
+            return random.Random(number).choice(left)
+        return found
 
     def _distributions(self) -> dict[str, Any]:
         import optuna
@@ -167,4 +178,4 @@ def _values(override: Override) -> list[str]:
             raise Refusal(f"{override.input_line}: {str(error).splitlines()[0]}") from None
     if not found:
         raise Refusal(f"{override.input_line}: no value fits")
-    return [f"{_key(override)}={each}" for each in found]
+    return [f"{_key(override)}={each}" for each in dict.fromkeys(found)]

@@ -104,8 +104,8 @@ class Sweep:
             if launch.stopped:
                 break
             if number > len(self.trials):
-                told = [(t.changes, t.value) for t in self.trials if t.value is not None]
-                self.trials.append(Trial(number, self.space.draw(told, number, self.mode)))
+                tried = [(trial.changes, trial.value) for trial in self.trials]
+                self.trials.append(Trial(number, self.space.draw(tried, number, self.mode)))
             if self.trials[number - 1].state != "done":
                 self._run_trial(self.trials[number - 1], launch)
         self._tell_end(launch.stopped)

@@ -75,6 +75,15 @@ class TestWhatIsTried:
             ["model.lr=0.01", "seed=1", "data.batch_size=64"],
         ]
 
+    def test_no_combination_twice(self) -> None:
+        """Neither of values that are given twice, nor drawn, also after a trial without a value."""
+        assert Space(["seed=1,1,2"]).grid() == [["seed=1"], ["seed=2"]]
+        space, tried = Space(GRID, 4), list[tuple[list[str], float | None]]()
+        for number in range(1, 5):
+            value = None if number == 2 else float(number)
+            tried.append((space.draw(tried, number, "min"), value))
+        assert sorted(changes for changes, _ in tried) == sorted(space.grid())
+
     def test_hydras_words(self) -> None:
         space = Space(
             ["seed=range(1,4)", "model=glob(d*)", "~callbacks.early_stopping", "+a='x y',b"]

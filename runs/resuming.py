@@ -41,7 +41,7 @@ class EarlyStopping(callbacks.EarlyStopping):
     so where there is no validation that it could stop after."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._check_on_train_epoch_end and not sum(trainer.num_val_batches):
+        if not self._check_on_train_epoch_end and not trainer.enable_validation:
             rank_zero_warn(
                 f"nothing is validated, so {self.monitor} stops nothing: ~callbacks.early_stopping "
                 "leaves it out"

@@ -503,6 +503,19 @@ def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None
         train(tmp_path, stop)
 
 
+@pytest.mark.filterwarnings("error:nothing is validated")
+def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path) -> None:
+    stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[stop], max_epochs=2,
+        check_val_every_n_epoch=2,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(Loses(2, 1), ones, ones)
+    assert stop.best_score == 1
+
+
 def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None:
     assert train_to_the_best(tmp_path / "first", 1, 2)[1] == 2
     resumed = {"patience": 2, "ckpt_path": tmp_path / "first" / "last.ckpt"}

@@ -27,6 +27,7 @@ class Progress(ProgressBar):
         self._moving = sys.stdout.isatty() and not launched
         self._enabled = True
         self._epoch_began = self._last_line = 0.0
+        self._validated = False  # in this epoch
 
     def enable(self) -> None:
         self._enabled = True
@@ -47,6 +48,10 @@ class Progress(ProgressBar):
     def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_epoch_start(trainer, *_)
         self._epoch_began = self._last_line = time.monotonic()
+        self._validated = False
+
+    def on_validation_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self._validated = not trainer.sanity_checking
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
@@ -61,8 +66,11 @@ class Progress(ProgressBar):
     def _line(self, trainer: pl.Trainer, where: str) -> str:
         # On all ranks: reading a metric may reduce it over them.
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-        metrics = trainer.callback_metrics.items()
-        told = "  ".join(f"{name} {float(value):.4g}" for name, value in metrics)
+        told = "  ".join(
+            f"{name} {float(value):.4g}"
+            for name, value in trainer.callback_metrics.items()
+            if self._validated or not name.startswith("val/")  # of an earlier epoch
+        )
         return f"epoch {trainer.current_epoch + 1}{last}  {where}  {told}"
 
     def _print(self, line: str, end: str = "\n") -> None:

@@ -516,6 +516,17 @@ def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path
     assert stop.best_score == 1
 
 
+def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=5, check_val_every_n_epoch=2,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(Loses(5, 4, 3, 2, 1), ones, ones)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
+
+
 def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None:
     assert train_to_the_best(tmp_path / "first", 1, 2)[1] == 2
     resumed = {"patience": 2, "ckpt_path": tmp_path / "first" / "last.ckpt"}

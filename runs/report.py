@@ -197,7 +197,8 @@ class Report(pl.Callback):
         self.metrics |= _plain(trainer.callback_metrics)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         unlogged = self.steps // every == self.first_step // every if every else False
-        if trainer.is_global_zero and trainer.loggers and self.started and unlogged:
+        kept = trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.is_global_zero and kept and self.started and unlogged:
             trained = _counted(self.steps - self.first_step, "step")
             print(
                 f"curves  have no step of training: {trained}, and trainer.log_every_n_steps is "
@@ -217,7 +218,7 @@ class Report(pl.Callback):
             why = (
                 f"the checkpoint has {trainer.current_epoch} of {trainer.max_epochs} epochs, "
                 f"{trainer.global_step} steps; to go on give a larger trainer.max_epochs, or "
-                "max_steps where that ended it"
+                "max_steps or max_time where that ended it"
             )
         else:
             why = (

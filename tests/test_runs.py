@@ -403,7 +403,7 @@ def test_a_stream_that_gives_all_ranks_the_same_is_told(
 
 def train(
     folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1,
-    log_every_n_steps: int = 1,
+    log_every_n_steps: int = 1, fast_dev_run: bool = False,
 ) -> Report:  # fmt: skip
     config = OmegaConf.create(
         {"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x", "train": True}
@@ -412,7 +412,7 @@ def train(
     trainer = Trainer(
         accelerator="cpu", logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=log_every_n_steps, callbacks=[report, Progress(), *callbacks],
-        enable_model_summary=False, max_epochs=max_epochs,
+        enable_model_summary=False, max_epochs=max_epochs, fast_dev_run=fast_dev_run,
     )  # fmt: skip
     trainer.fit(Times(), DataLoader(torch.ones(20), batch_size=2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
     return report
@@ -443,9 +443,18 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
     told = capsys.readouterr().out
     assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in told
+    assert "a larger trainer.max_epochs, or max_steps or max_time where that ended it" in told
     train(tmp_path / "third", max_epochs=0)
     told = capsys.readouterr().out
     assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in told
+
+
+def test_one_batch_that_is_not_logged_has_no_curves_to_miss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path, log_every_n_steps=10, fast_dev_run=True)
+    told = capsys.readouterr().out
+    assert "epoch 1/1" in told and "curves" not in told
 
 
 @pytest.mark.parametrize(("every", "told"), [(0, False), (10, False), (11, True)])

@@ -221,6 +221,13 @@ def _output(folder: Path) -> Path:
     return folder.with_suffix(".txt")
 
 
+def _words(arguments: str) -> list[str]:
+    try:
+        return shlex.split(arguments)
+    except ValueError as error:  # a quote that is not closed
+        raise Refusal(f"ARGS={arguments}: {error}") from None
+
+
 def _sweeps_folder(changes: list[str]) -> Path:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = compose("config", changes, return_hydra_config=True)
@@ -245,8 +252,7 @@ def main() -> int:
         if mode not in ("min", "max"):
             raise Refusal(f"METRIC={metric}: say what is best of it, MODE=max or MODE=min")
         count = int(asked.trials) if asked.trials else None
-        sweep = Sweep(asked.command, shlex.split(asked.arguments), count, metric, mode)
-        return sweep.run(Launcher())
+        return Sweep(asked.command, _words(asked.arguments), count, metric, mode).run(Launcher())
     except Refusal as refusal:
         refuse(str(refusal))
     except OSError as error:

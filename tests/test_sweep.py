@@ -281,6 +281,7 @@ def test_trainings_on_two_ranks(tmp_path: Path) -> None:
         (["--trials", "many"], "error: TRIALS=many: write how many"),
         (["--trials", "0"], "error: TRIALS=0: write how many"),
         (["--mode", "most"], "error: METRIC=val/loss: say what is best of it"),
+        (["--arguments", "seed=1,2 task='a"], "error: ARGS=seed=1,2 task='a: No closing quotation"),
     ],
 )
 def test_refused_before_the_first_trial(

@@ -34,6 +34,7 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
+from torch.utils._pytree import tree_leaves
 
 from runs.checkpoints import UNREADABLE
 from runs.config import ROOT
@@ -109,9 +110,9 @@ def compare(model: LightningModule, made: Callable[[Tensor], Any], example: Tens
         if not len(batch):
             return False
         with torch.no_grad():
-            wanted = model(batch)
+            wanted = _tensors(model(batch))
         try:
-            found = made(batch)
+            found = _tensors(made(batch))
         except Exception:
             if batch is example:
                 raise
@@ -124,6 +125,11 @@ def compare(model: LightningModule, made: Callable[[Tensor], Any], example: Tens
     return True
 
 
+def _tensors(output: Any) -> list[Tensor]:
+    """Those in what forward returns, as a file of ONNX has them."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+
+
 def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
     """The file's content, and what is read back from it."""
     buffer = io.BytesIO()
@@ -133,7 +139,7 @@ def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
 
 
 def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
-    """The same with weights within, for models of at most 2 GiB; the first output is compared."""
+    """The same with weights within, for models of at most 2 GiB."""
     import onnxruntime
 
     try:
@@ -145,7 +151,9 @@ def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
     content = made.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
     name = session.get_inputs()[0].name
-    return content, lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
+    return content, lambda batch: list(
+        map(torch.from_numpy, session.run(None, {name: batch.numpy()}))
+    )
 
 
 def export(checkpoint: Path, kind: str) -> str:

@@ -11,6 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
+from pytorch_lightning import LightningModule
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -73,6 +74,19 @@ def test_another_computation_is_not_written(
     with pytest.raises(Refusal, match="computes something else"):
         export.export(checkpoint, "pt2")
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
+
+
+class GivesTwo(LightningModule):
+    def forward(self, batch: Tensor) -> Any:
+        return batch, {"twice": 2 * batch}
+
+
+def test_all_outputs_are_compared() -> None:
+    """What ONNX gives for a forward that returns more than a tensor is a plain list of them."""
+    ones = torch.ones(3, 2)
+    assert export.compare(GivesTwo(), lambda batch: [batch, 2 * batch], ones)
+    with pytest.raises(Refusal, match="computes something else"):
+        export.compare(GivesTwo(), lambda batch: [batch, 3 * batch], ones)
 
 
 def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

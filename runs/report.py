@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import math
 import socket
 import subprocess
 import time
@@ -274,7 +275,8 @@ class Report(pl.Callback):
             "train_seconds": round(self.seconds, 3),
             "samples_per_second": round(rate, 1),
             "anatomy": anatomy,
-            "metrics": self.metrics,
+            # JSON has no NaN.
+            "metrics": {k: v if math.isfinite(v) else None for k, v in self.metrics.items()},
             "checkpoint": checkpoint,
             "predictions": str(predictions) if predictions else None,
             "versions": _versions(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import difflib
 import json
 import math
 import re
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runs.folders import shown
-from runs.refusal import Refusal
+from runs.refusal import Refusal, guess
 
 LINE_OF_A_RANK = re.compile(r"^\[\d+\]<\w+>:")
 
@@ -57,7 +56,9 @@ def judge(trial: Trial, metric: str, mode: str) -> None:
             f"{shown(folder)}/summary.json: trial {trial.number} ended well and left none here: "
             "start the sweep on the host of rank 0, the first of HOSTS"
         ) from None
-    found: dict[str, list[float]] = {name: [v] for name, v in summary["metrics"].items()}
+    # Where a value is no number the summary has null.
+    numbers = {name: v for name, v in summary["metrics"].items() if v is not None}
+    found = {name: [numbers[name]] if name in numbers else [] for name in summary["metrics"]}
     if (folder / "metrics.csv").exists():
         with (folder / "metrics.csv").open(newline="") as file:
             for row in csv.DictReader(file):
@@ -65,14 +66,12 @@ def judge(trial: Trial, metric: str, mode: str) -> None:
                     if value:
                         found.setdefault(name, []).append(float(value))
     if metric not in found:
-        close = difflib.get_close_matches(metric, found, n=1)
-        guess = f" (did you mean {close[0]}?)" if close else ""
         raise Refusal(
             f"METRIC={metric}: trial {trial.number} has none; it has {', '.join(sorted(found))}"
-            f"{guess}; the same command with another METRIC goes on here"
+            f"{guess(metric, found)}; the same command with another METRIC goes on here"
         )
     finite = [value for value in found[metric] if math.isfinite(value)]
-    trial.tests = {k: v for k, v in summary["metrics"].items() if k.startswith("test/")}
+    trial.tests = {k: v for k, v in numbers.items() if k.startswith("test/")}
     trial.value = (min if mode == "min" else max)(finite) if finite else None
     trial.reason = "" if finite else f"{metric} was never a finite number"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import json
+import math
 import os
 import signal
 import sys
@@ -48,6 +49,8 @@ class Fake:
         folder.mkdir()
         loss = self.loss or float(changes["model.lr"]) + int(changes["data.batch_size"])
         metrics = {"val/loss": 2 * loss, "test/acc": 1 / loss}
+        if math.isnan(loss):
+            metrics = dict.fromkeys(metrics)  # so is NaN in JSON
         (folder / "summary.json").write_text(json.dumps({"metrics": metrics}))
         (folder / "metrics.csv").write_text(f"step,val/loss\n1,nan\n2,{loss}\n3,{2 * loss}\n")
         return 0
@@ -192,6 +195,7 @@ class TestWhatIsKept:
         done.run(Fake(loss=float("nan")))
         assert {trial.reason for trial in done.trials} == {"val/loss was never a finite number"}
         assert not (done.folder / "best.txt").exists()
+        assert done.trials[0].tests == {}
 
     def test_draws_are_the_same_after_an_interruption(self, tmp_path: Path) -> None:
         drawing = ["model.lr=tag(log,interval(1e-4,1e-1))", "data.batch_size=32,64",

@@ -66,6 +66,8 @@ def advice(error: str, config: DictConfig) -> str:
         return "; an __init__ has to begin with super().__init__()"
     if "enable_progress_bar=False" in error:
         return "; ~callbacks.progress leaves the progress out"
+    if "enable_checkpointing=False" in error:
+        return "; callbacks=none leaves those that save out"
     return ""
 
 

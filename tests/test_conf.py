@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -190,6 +191,14 @@ def test_debug_goes_with_all_experiments_and_models(name: str) -> None:
         run.config = after
         run.choices = {"callbacks": "none" if name in ("overfit", "profiler") else "default"}
         assert all(isinstance(callback, Callback) for callback in run.instantiate("callbacks"))
+
+
+def test_another_argument_of_the_trainer_is_taken() -> None:
+    """The one that its file names, beside the callbacks of a run."""
+    (example,) = re.findall(r"`(\+trainer[^`]+)`", (CONF / "trainer" / "default.yaml").read_text())
+    config = compose("config", [example, "run_dir=x", "trainer.accelerator=cpu"])
+    callbacks = [instantiate(part) for part in config.callbacks.values()]
+    assert isinstance(instantiate(config.trainer, callbacks=callbacks), Trainer)
 
 
 def test_what_is_no_callback_is_refused() -> None:

@@ -344,6 +344,7 @@ class TestMistakes:
             (["ckpt_path=kept.ckpt"], "kept.ckpt: it holds a pathlib"),
             (["ckpt_path=weights.ckpt"], "weights.ckpt: it has weights alone (save_weights_only)"),
             (["trainer.precision=12"], "trainer=default: "),
+            (["trainer.enable_checkpointing=false"], "; callbacks=none leaves those that save out"),
             (["+model.foo=1"], "model=classifier: "),
             (["run_dir=conf"], "/conf: the run's folder cannot be written: File exists"),
             (["train=false"], "train=false: give the checkpoint to test"),
@@ -406,6 +407,7 @@ class TestMistakes:
         done = job(0, tmp_path, "trainer.max_epochs=4", FAULTY + "Diverges")
         assert "stopped early: val/loss is no finite number any more; debug=" in done.stdout
         assert summary(tmp_path)["epochs"] == 1
+        assert summary(tmp_path)["metrics"]["val/loss"] is None  # JSON has no NaN
 
     def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
         (tmp_path / "logs").write_text("a file stands where the folder should")

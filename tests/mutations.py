@@ -355,7 +355,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that share a core ask as often as others", "collectives.py",
-        "max(1, hvd.local_size() / cores)", "1", "who_waits", "test_collectives",
+        "max(1, hvd.local_size() / usable_cores())", "1", "who_waits", "test_collectives",
     ),
     Mutation(
         "the barrier lets pass", "collectives.py",

@@ -664,6 +664,7 @@ def test_too_little_to_validate_or_test_is_told_before_training() -> None:
     trainer = SimpleNamespace(
         profiler=SimpleNamespace(dirpath=None), datamodule=NothingHeldOut(), world_size=2,
         checkpoint_callback=None, limit_val_batches=1.0, limit_test_batches=1.0,
+        loggers=[],
     )  # fmt: skip
     report = Report(OmegaConf.create({"test": True}), {"data": "mine", "model": "mine"})
     model = Fails("test")  # which has a test

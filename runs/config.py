@@ -42,11 +42,14 @@ OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
 
 
 def check(arguments: list[str]) -> None:
-    """Check the overrides of a command line; Hydra's own flags (--help, -m, ...) are left to it.
+    """Check the overrides of a command line; Hydra's own flags (--help, --cfg, ...) are left to it.
 
     Raises:
-        Refusal: for an unknown key or group, a value of the wrong type, or an unreadable one.
+        Refusal: for an unknown key or group, a value of the wrong type, or an unreadable one; and
+            for -m, by which Hydra would have all runs in one process, in folders of its own.
     """
+    if {"-m", "--multirun"} & set(arguments):
+        raise Refusal('-m: make sweep tries several values: make sweep ARGS="model.lr=0.1,0.01"')
     if any(argument.startswith("-") for argument in arguments):
         return
     try:

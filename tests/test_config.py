@@ -53,6 +53,7 @@ from runs.refusal import Refusal
         ("ckpt_path=", "give a path, last or best; null for none"),
         ("strategy.compression=16", "a text is expected there, like none; a number .*'16'"),
         ("model.lr=0.1,0.2", "several values"),
+        ("-m", "make sweep tries several values"),
         ("callbacks.best_checkpoint.monitor=val/acc", "too, callbacks.best_checkpoint.mode=min or"),
     ],
 )

@@ -158,7 +158,7 @@ test-slow: dev-environment ## train the jobs that fit a laptop to their promised
 test-gpu: dev-environment ## the strategy, a job and the benchmark of a step on the GPUs of this host
 	@$(PYTHON) -m pytest -m gpu tests/test_gpu.py $(ARGS)
 
-test-mutations: dev-environment ## break the code in many places and see tests fail (45 minutes)
+test-mutations: dev-environment ## break the code in many places and see tests fail (an hour)
 	@$(PYTHON) tests/mutations.py $(ARGS)
 
 check: dev-environment ## lint, format and types

@@ -1,6 +1,6 @@
 """Break the engine in one place at a time, and see tests fail: a proof that they look.
 
-    make test-mutations                 all, about 45 minutes on two cores
+    make test-mutations                 all, about an hour on two cores
     make test-mutations ARGS="metrics"  those whose name has this in it
 
 Each mutation is made in a copy of the repository. It names the tests that must fail; that those

@@ -30,7 +30,7 @@ FORKS = (
     + """\
 import os, time
 if os.fork() == 0:
-    time.sleep(40)
+    time.sleep(100)
     os._exit(0)
 """
 )
@@ -161,7 +161,7 @@ def test_what_an_import_forks_keeps_nobody_waiting(script: Path) -> None:
     """It holds the pipes of the process that forks the ranks."""
     script.with_name("planted.py").write_text(FORKS)
     script.write_text("import planted\n# preload: it\nprint('here', flush=True)\n")
-    done = run(launched(script))
+    done = run(launched(script), timeout=60)  # before what was forked ends by itself
     assert imports(script) == 1
     assert done.returncode == 0 and done.stdout.count(">:here\n") == 3, done.stdout
 

@@ -73,6 +73,11 @@ def noise(values: list[float]) -> float:
     return (ordered[count - 1 - out] - ordered[out]) / 2
 
 
+def noise_in_words(repeats: int) -> str:
+    """What stands behind ±."""
+    return "half their range" if repeats <= 8 else "half the 95 % interval of the median"
+
+
 def batch_of(mode: str, batch_size: int, np: int) -> int:
     """Of a process: data.batch_size under weak scaling, its np-th part under strong scaling."""
     return batch_size if mode == "weak" else batch_size // np

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.check import read
-from benchmarks.efficiency import Results, Row, noise, rows
+from benchmarks.efficiency import Results, Row, noise, noise_in_words, rows
 from benchmarks.hardware import RESULTS, ROOT, versions, write_json
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
@@ -59,7 +59,7 @@ def duration(seconds: float) -> str:
 def _spread(
     values: list[float], digits: int | None = None, factor: float = 1, unit: str = ""
 ) -> str:
-    """The median, and half the range if there is one; empty for no values. By default 4 digits."""
+    """The median, and the noise if there is any; empty for no values. By default 4 digits."""
     if not values:
         return ""
     if digits is None:
@@ -133,8 +133,8 @@ def description(results: Results) -> str:
         f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
         f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
         f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
-        f"{settings['repeats']} interleaved repeats of {measured} after a warm-up, ± half their "
-        "range"
+        f"{settings['repeats']} interleaved repeats of {measured} after a warm-up, ± "
+        f"{noise_in_words(settings['repeats'])}"
     )
     if smallest != 1:
         text += f"; speed-up and efficiency against {smallest} processes"

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import scaling_plan
-from benchmarks.efficiency import noise
+from benchmarks.efficiency import noise, noise_in_words
 from benchmarks.hardware import (
     RESULTS,
     continued,
@@ -146,7 +146,7 @@ def description(results: dict[str, Any]) -> str:
         f"`{job}`, global batch {results['batch']}: {device(results)}, a thread a process, devices "
         f"{', '.join(results['devices'])}{same}. {versions(results)}; commit {results['commit']}, "
         f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
-        f"{results['steps']} steps, ± half their range."
+        f"{results['steps']} steps, ± {noise_in_words(results['repeats'])}."
     )
 
 

@@ -28,7 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.efficiency import noise
+from benchmarks.efficiency import noise, noise_in_words
 from benchmarks.hardware import (
     RESULTS,
     ROOT,
@@ -158,8 +158,8 @@ def description(results: dict[str, Any]) -> str:
     return (
         f"From the launch of `{job}` to its first step, all ranks on one host: {results['cpu']}, "
         f"{results['cores']} cores. {versions(results)}; commit {results['commit']}, "
-        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats, ± half "
-        "their range; ratios within a repeat; look-ups of one run."
+        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats, ± "
+        f"{noise_in_words(results['repeats'])}; ratios within a repeat; look-ups of one run."
     )
 
 

@@ -73,7 +73,7 @@ TAKES_bench-losses := NP STEPS
 $(foreach goal,$(filter bench%,$(MAKECMDGOALS)),$(if $(TAKES_$(goal)),\
   $(foreach name,$(filter-out $(TAKES_$(goal)),NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK BATCH),\
     $(if $(filter command override,$(firstword $(origin $(name)))),\
-      $(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) and ARGS; see its docstring for more)))))
+      $(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) and ARGS)))))
 ifneq ($(filter bench-check,$(MAKECMDGOALS)),)
   $(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
 endif

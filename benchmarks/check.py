@@ -5,7 +5,8 @@
 A row has regressed when its median step is slower by more than `FLOOR`, and its repeats are slower
 than those of OLD by more than chance: in a rank test (Mann and Whitney 1947) as large a difference
 comes in `CHANCE` of all cases where there is none. The slowest repeat of OLD, of five or more, is
-left out of the test, as it may have hung. Exit status: 0 without a regression, 1 with one, and the
+left out of the test, as it may have hung; so 1 or 2 of 100 rows are called slower by chance
+(simulated, lognormal noise of 7 %). Exit status: 0 without a regression, 1 with one, and the
 rows are named; 2 for files that cannot be compared: unfinished, another job, other hardware, other
 settings, a machine that has become slower itself, or too few repeats to know the noise. Versions
 and the commit may differ, and keys that only one of them knows: that is what is compared.

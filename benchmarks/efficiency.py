@@ -64,7 +64,7 @@ class Row:
 def noise(values: list[float]) -> float:
     """Half the interval that has the median in it; 0 for one value, which says nothing: see
     `MIN_REPEATS`. So many of n values are left out at each end that one of the ends is wrong in 5
-    of 100 cases at most (order statistics; David and Nagaraja 2003, section 7.1)."""
+    of 100 cases at most: the interval that belongs to the sign test."""
     count, out = len(values), 0
     # How many of n coins fall on one side: as many values lie below the true median.
     while sum(math.comb(count, below) for below in range(out + 2)) <= 0.025 * 2**count:

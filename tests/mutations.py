@@ -381,6 +381,11 @@ MUTATIONS = [
         "        self._buckets.exchanges.clear()\n", "", "planted", "test_anatomy",
     ),
     Mutation(
+        "pauses of backward are the network's", "buckets.py",
+        "        if not self._on_the_wire:\n", "        if self._busy is None:\n",
+        "pauses_of_backward", "test_anatomy",
+    ),
+    Mutation(
         "a GPU is asked for a time that it has not reached", "clock.py",
         "    second.synchronize()\n", "", "moments_are_events", "test_anatomy",
     ),

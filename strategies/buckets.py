@@ -299,7 +299,7 @@ class GradientBuckets:
             gradient = parameter.grad
             if gradient is None:
                 bucket.unused.append(index)
-                bucket.flags[index] = 0
+                bucket.flags[index].zero_()
                 view.zero_()
                 continue
             if gradient.is_sparse:
@@ -319,7 +319,8 @@ class GradientBuckets:
                     parameter.grad = view
         if gradients:
             torch._foreach_copy_(views, gradients)
-        bucket.flags[-1 if self._last_batch else -2] = 0
+        # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
+        bucket.flags[-1 if self._last_batch else -2].zero_()
         while self._on_the_wire and self._on_the_wire[0].rests():
             self._on_the_wire.popleft()
         if not self._on_the_wire:

@@ -405,7 +405,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of an epoch is not told to others", "buckets.py",
-        "bucket.flags[-1 if self._last_batch else -2] = 0", "bucket.flags[-1] = 0",
+        "bucket.flags[-1 if self._last_batch else -2].zero_()", "bucket.flags[-1].zero_()",
         "mistakes", "test_mistakes",
     ),
     Mutation(

@@ -21,6 +21,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import SumMetric
 
@@ -233,6 +235,33 @@ class TestDevices:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(found._gradient_is_there, model.parameters()))
         assert most == [1] and found._seen == set(model.parameters())
+
+    def test_a_bucket_starts_without_a_wait_for_what_the_gpu_has_to_do(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a copy of a number from the CPU does: buffer[0] = 0."""
+        copies: list[Any] = []
+
+        class Copies(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                if op is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+                    copies.append(args)
+                return op(*args, **(kwargs or {}))
+
+        monkeypatch.setattr(buckets, "moment", lambda device: 0.0)
+        # Tensors that are made up have none.
+        monkeypatch.setattr(Tensor, "data_ptr", lambda tensor: id(tensor))
+        with FakeTensorMode(), Copies():
+            model = nn.Linear(2, 3, device="cuda")
+            model.weight.grad = torch.ones_like(model.weight)
+            world = HorovodStrategy().world
+            found = GradientBuckets(model, world, lambda *_: iter([0]), 4, before=1, after=1)
+            found.start(last_batch=True)
+            found._launch(found.buckets[0])
+        assert found.buckets[0].unused == [0]  # the bias
+        assert found.buckets[0].buffer.device.type == "cuda" and copies == []
 
     def test_a_training_on_cpus_pins_no_memory(self, tmp_path: Path) -> None:
         """Which would make a context on the first GPU, in each rank."""

@@ -5,7 +5,8 @@ weights, of their gradients and of the optimizer's state. With one micro-batch a
 the other computes. With m micro-batches the second works on one while the first computes the next;
 each of the two then idles for 1 / (m + 1) of a step (GPipe, Huang et al. 2019,
 https://arxiv.org/abs/1811.06965, where activations are computed again in backward; here they are
-kept). Nothing schedules that: operations are queued on a GPU, and Python is ahead of both.
+kept). Nothing schedules that: operations are queued on a GPU, and Python is ahead of both. Between
+two GPUs `to` is queued as well; with non_blocking a CPU would compute before its part is there.
 
 It pays for a network that one device cannot hold. One that fits trains faster with data parallel
 ranks, which leave no device idle. Both together work: each rank splits its copy. With GPUs that is
@@ -98,7 +99,7 @@ class Split(LightningModule):
             return self.second(self.first(images))
         one, other = self.hparams["devices"]
         logits = [
-            self.second(self.first(part.to(one, non_blocking=True)).to(other, non_blocking=True))
+            self.second(self.first(part.to(one)).to(other))
             for part in images.chunk(self.hparams["micro_batches"])
         ]
         return torch.cat(logits).to(images.device)

@@ -12,6 +12,8 @@ import torch
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from datamodules.digits import Digits
 from datamodules.fake import Fake
@@ -185,6 +187,23 @@ class TestSplit:
         torch.testing.assert_close(*losses)
         for one, other in zip(whole.parameters(), split.parameters()):
             torch.testing.assert_close(one.grad, other.grad)
+
+    def test_a_cpu_waits_for_what_comes_from_a_gpu(self) -> None:
+        """On a host with a GPU the Trainer puts batches there, whatever devices= says."""
+        copies: list[tuple[str, bool]] = []
+
+        class Copies(TorchDispatchMode):
+            def __torch_dispatch__(
+                self, op: Any, types: Any, args: Any = (), kwargs: Any = None
+            ) -> Any:
+                if op is torch.ops.aten._to_copy.default and args[0].is_cuda:
+                    copies.append((str(kwargs["device"]), kwargs.get("non_blocking", False)))
+                return op(*args, **(kwargs or {}))
+
+        with FakeTensorMode(), Copies():
+            model = Split(devices=["cpu", "cpu"], micro_batches=2)
+            logits = model(torch.empty(4, 1, 8, 8, device="cuda"))
+        assert logits.is_cuda and copies == [("cpu", False)] * 2
 
     def test_each_half_lies_on_its_device(self) -> None:
         model = Split(devices=["cpu", "meta"])

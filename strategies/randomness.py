@@ -43,7 +43,7 @@ class OwnDraws:
         mixed = random.Random(f"{self._of_all} {self.rank} {step}").getrandbits(63)
         self._own = torch.Generator().manual_seed(mixed).get_state()
         if self.device.type == "cuda":
-            torch.cuda.manual_seed(mixed)
+            torch.cuda.manual_seed_all(mixed)  # a model may have parts on others too
 
     @contextmanager
     def __call__(self) -> Generator[None, None, None]:

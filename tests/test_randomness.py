@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,18 @@ from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from strategies.randomness import OwnDraws
 from tests.matrix import FEATURES, Net, samples, trainer
+
+
+def test_parts_of_a_model_on_other_gpus_draw_for_their_rank_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """seed_everything has given all generators of a host's GPUs the same seed on all ranks."""
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", seeds.append)
+    for rank in range(2):
+        torch.default_generator.manual_seed(0)
+        OwnDraws(rank, torch.device("cuda", rank))
+    assert len(set(seeds)) == 2
 
 
 class Prepared(pl.LightningDataModule):

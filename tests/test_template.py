@@ -475,13 +475,17 @@ class TestMistakes:
             assert ' --hostfile "my hosts.yaml" ' in done.stdout
 
     @pytest.mark.parametrize(
-        ("gpus", "visible", "ranks"),
-        [(0, None, 2), (1, None, 1), (4, None, 2), (4, "1", 1), (4, "0,1", 2), (4, "", 2)],
-    )
+        ("gpus", "parts", "visible", "ranks"),
+        [
+            (0, 0, None, 2), (1, 0, None, 1), (4, 0, None, 2), (4, 0, "1", 1), (4, 0, "0,1", 2),
+            (4, 0, "", 2), (1, 2, None, 1), (4, 7, "1", 1),
+        ],
+    )  # fmt: skip
     def test_make_takes_a_rank_a_gpu(
-        self, gpus: int, visible: str | None, ranks: int, tmp_path: Path
+        self, gpus: int, parts: int, visible: str | None, ranks: int, tmp_path: Path
     ) -> None:
-        smi = "".join(f"echo GPU {number}\n" for number in range(gpus))
+        mig = "echo '  MIG 1g.5gb Device'\n" * parts
+        smi = "".join(f"echo GPU {number}\n{mig}" for number in range(gpus))
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}")
         (tmp_path / "nvidia-smi").chmod(0o755)
         command = ["env", "-u", "CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{os.environ['PATH']}"]

@@ -4,14 +4,14 @@
     make bench-split BATCH=256 ARGS="model.width=64"
 
 experiment=model_parallel with one global batch, in turns: on one device, split in a row and as
-pipelines of more and more micro-batches, data parallel on two ranks, and both together. A table has
-what is measured (the step, samples per second) beside what is known: the memory of weights,
-gradients and Adam's two moments that the fuller device holds, 16 bytes a parameter, and the share
-of time in which a device waits for the other, 1 / (m + 1) for m micro-batches (GPipe,
-arXiv:1811.06965, for halves that take equally long). With two GPUs those are the devices; else both
-are this CPU, where the halves compute one after the other: then the times show what a split costs,
-and not what two devices gain. Results go to benchmarks/results/; Ctrl-C keeps them, and the same
-command goes on.
+pipelines of more and more micro-batches, data parallel on two ranks, and both together (not on
+GPUs, of which that takes four). A table has what is measured (the step, samples per second) beside
+what is known: the memory of weights, gradients and Adam's two moments that the fuller device holds,
+16 bytes a parameter, and the share of time in which a device waits for the other, 1 / (m + 1) for m
+micro-batches (GPipe, arXiv:1811.06965, for halves that take equally long). With two GPUs those are
+the devices; else both are this CPU, where the halves compute one after the other: then the times
+show what a split costs, and not what two devices gain. Results go to benchmarks/results/; Ctrl-C
+keeps them, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -86,6 +86,12 @@ WAYS = [
 ]
 
 
+def ways(devices: list[str]) -> list[Way]:
+    """Those that there are devices for: two ranks of a host would share the GPUs of a split, and
+    NCCL gives each its own."""
+    return [way for way in WAYS if "cpu" in devices or way.ranks == 1 or not way.micro_batches]
+
+
 def memory(model: dict[str, Any]) -> dict[bool, float]:
     """MiB of weights, gradients and moments on the fuller device: split, and not."""
     arguments = {key: value for key, value in model.items() if key != "_target_"}
@@ -97,15 +103,16 @@ def memory(model: dict[str, Any]) -> dict[bool, float]:
 
 def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> None:
     """All ways in turns, as often as asked."""
+    possible = ways(results["devices"])
     there = {(run["repeat"], run["way"]) for run in results["runs"]}
     for repeat in range(results["repeats"]):
-        for number, way in enumerate(WAYS, 1):
+        for number, way in enumerate(possible, 1):
             if (repeat, way.name) in there:
                 continue
             found = measure(way, results["batch"])
             ms = found["step_ms"]
             results["runs"].append({"way": way.name, "repeat": repeat, "step_ms": ms})
-            done = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(WAYS)}"
+            done = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(possible)}"
             print(f"{done}: {way.name}: {ms:.1f} ms a step", file=sys.stderr, flush=True)
             keep()
     results["finished"] = True
@@ -189,7 +196,7 @@ def main() -> int:
         name = f"split_{slug(device(results))}_{results['date'][:10]}.json"
         file = arguments.out / name
         file, results = continued(results, file, "runs")
-        results["runs"] = whole_repeats(results["runs"], len(WAYS))
+        results["runs"] = whole_repeats(results["runs"], len(ways(devices)))
         run(results, measure, lambda: write_json(results, file))
     except (Refusal, Failed, ValueError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)

@@ -16,7 +16,8 @@ from tests.conftest import run
 
 def test_known_times_give_known_figures() -> None:
     results: dict[str, Any] = {
-        "repeats": 3, "batch": 64, "runs": [], "memory_mib": {"True": 2.0, "False": 3.5}
+        "repeats": 3, "batch": 64, "runs": [], "memory_mib": {"True": 2.0, "False": 3.5},
+        "devices": ["cpu", "cpu"],
     }  # fmt: skip
     kept: list[int] = []
     asked: list[tuple[str, int]] = []
@@ -34,6 +35,18 @@ def test_known_times_give_known_figures() -> None:
     assert "| data parallel | 2 | 3.50 | 0% | 5.0 ± 0.0 | 12,800 | 4.00 ± 2.00 |" in shown
     assert "| split, in a row | 2 | 2.00 | 50% | 30.0 ± 15.0 |" in shown
     assert "| both: 4 micro-batches | 4 | 2.00 | 20% |" in shown
+
+
+def test_ranks_do_not_share_a_pair_of_gpus() -> None:
+    asked: list[str] = []
+
+    def measure(way: split.Way, batch: int) -> dict[str, Any]:
+        asked.append(way.name)
+        return {"step_ms": 1.0}
+
+    results = {"repeats": 1, "batch": 64, "runs": [], "devices": ["cuda:0", "cuda:1"]}
+    split.run(results, measure, lambda: None)
+    assert asked == [way.name for way in split.WAYS[:-1]] and results["finished"]
 
 
 def test_memory_is_that_of_the_fuller_half() -> None:

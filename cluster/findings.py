@@ -126,7 +126,8 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     build = facts.get("build")
     if isinstance(build, dict) and not build["gpus"]:
         text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
-        mend = f"on {host.name}: update the driver"
+        why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
+        mend = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
         return [*findings, Finding("FAIL", "GPUs", host.name, text, mend)]
     return findings or [Finding("ok", "GPUs", host.name, told)]
 

@@ -31,9 +31,12 @@ for name in %r:
     except m.PackageNotFoundError: found[name] = None
 print(json.dumps(found))
 """
+# GPUs are counted by CUDA: torch.cuda.device_count() asks the driver's NVML, which also lists those
+# that CUDA cannot use, for an old driver or where NVSwitch's fabric manager does not run.
 BUILD = """
 import json, torch, horovod.torch as hvd
-print(json.dumps({"cuda": torch.version.cuda, "gpus": torch.cuda.device_count(),
+gpus = torch._C._cuda_getDeviceCount() if torch.version.cuda else 0
+print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus,
     "nccl": bool(hvd.nccl_built()), "gloo": hvd.gloo_built(), "mpi": hvd.mpi_built()}))
 """
 

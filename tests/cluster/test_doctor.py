@@ -22,7 +22,7 @@ import pytest
 from cluster import doctor, findings, probe, testbed
 from cluster.hosts import Host, Refusal
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -270,6 +270,13 @@ def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert probe.facts, probe.trouble
         monkeypatch.setenv("PATH", path)
     assert probe.facts["versions"] == "No such file or directory"
+
+
+def test_gpus_that_cuda_cannot_use_do_not_count() -> None:
+    """Of an old driver torch.cuda.device_count() says how many it has."""
+    old = "import torch; torch.cuda._device_count_nvml = lambda: 8"
+    done = run([sys.executable, "-c", f"{old}; assert torch.cuda.device_count() == 8{probe.BUILD}"])
+    assert json.loads(done.stdout.splitlines()[-1])["gpus"] == 0, done.stdout
 
 
 def test_the_probe_is_for_old_pythons_too() -> None:

@@ -208,7 +208,14 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        super().setup_environment()
+        try:
+            super().setup_environment()
+        except RuntimeError as error:  # CUDA's
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise MisconfigurationException(
+                f"{self.root_device} of {os.uname().nodename} cannot be used: {reason}; mend that "
+                "(an old driver, a GPU that another process has to itself), or use accelerator=cpu"
+            ) from error
         assert self.parallel_devices is not None
         asked = len(self.parallel_devices)
         refuse_contradictions(asked, self._num_nodes, self.root_device, self.world)

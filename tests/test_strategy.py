@@ -276,6 +276,18 @@ class TestDevices:
         with pytest.raises(MisconfigurationException, match="3 ranks on .*, which has 2 GPUs"):
             _ = strategy.root_device
 
+    def test_and_why_it_cannot_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Lightning and torch count GPUs that CUDA then cannot use."""
+
+        def set_device(device: torch.device) -> None:
+            raise RuntimeError("The NVIDIA driver on your system is too old (12040).\nUpdate it.")
+
+        strategy = self.strategy(monkeypatch, 2, 1)
+        strategy.accelerator = CPUAccelerator()
+        monkeypatch.setattr(strategy.accelerator, "setup_device", set_device)
+        with pytest.raises(MisconfigurationException, match=r"cuda:1 of .* too old \(12040\); "):
+            strategy.setup_environment()
+
     @pytest.mark.parametrize("nccl", [True, False])
     def test_gpus_without_nccl_are_refused(
         self, monkeypatch: pytest.MonkeyPatch, nccl: bool

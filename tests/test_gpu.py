@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from strategies.batchnorm import SyncLayers
+from strategies.buckets import GradientBuckets
 from strategies.collectives import DTYPES, World
 from strategies.environment import initialize
+from strategies.reductions import add
 from tests.conftest import run
 from tests.matrix import CASES, TOLERANCES, run_cases
 from tests.test_matrix import assert_same
@@ -124,6 +126,36 @@ def collect(device: str) -> list[str]:
 
 def test_every_dtype_travels(launch: Callable, device: str, ranks: int) -> None:
     assert launch(collect, ranks, device=device) == [[]] * ranks
+
+
+def go_backward(device: str) -> list[float]:
+    """The gradient of each step, whose backward may queue, and not wait for what is queued."""
+    world, place = on(device)
+    model = nn.Linear(1, 1).to(place)
+    buckets = GradientBuckets(model, world, add, 1, before=1 / world.size, after=1)
+    found = []
+    for step in range(2):
+        loss = model(torch.full((1, 1), float(world.rank + step), device=place)).sum()
+        model.zero_grad()
+        buckets.prepare(loss)
+        buckets.start()
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            loss.backward()
+        finally:
+            if device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        buckets.finish()
+        assert model.weight.grad is not None
+        found.append(float(model.weight.grad))
+    return found
+
+
+def test_backward_does_not_wait_for_the_gpu(launch: Callable, device: str, ranks: int) -> None:
+    """Else it queues no more while an all-reduce is started, and the GPU has nothing to do."""
+    mean = (ranks - 1) / 2
+    assert launch(go_backward, ranks, device=device) == [[mean, mean + 1]] * ranks
 
 
 def normalize(device: str, half: bool) -> dict[str, tuple[Tensor, Tensor]]:

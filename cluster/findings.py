@@ -92,7 +92,8 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     gpus, findings = facts["gpus"], []
     there = {gpu["index"]: gpu for gpu in gpus["there"]}
     look = f"ssh {host.name} nvidia-smi"
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # from all ranks, as it goes to them
+    # From all ranks, as it goes to them; -1 is a common way to name none.
+    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden and host.gpus is None and (there or gpus["error"]):
         return [Finding("ok", "GPUs", host.name, "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
     if gpus["error"]:

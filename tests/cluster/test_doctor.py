@@ -272,6 +272,15 @@ def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert probe.facts["versions"] == "No such file or directory"
 
 
+@pytest.mark.parametrize("none", ["", "-1"])
+def test_gpus_that_are_hidden_are_not_asked_for(none: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"index": 0, "name": "A", "driver": "580.1", "total": 9, "free": 9, "processes": []}
+    facts = {"gpus": {"there": [gpu], "error": None, "processes": []}, "build": {"gpus": 0}}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+    (finding,) = findings.gpus(Host("node1", 4), facts)
+    assert finding.level == "ok" and "it uses CPUs" in finding.text
+
+
 def test_gpus_that_cuda_cannot_use_do_not_count() -> None:
     """Of an old driver torch.cuda.device_count() says how many it has."""
     old = "import torch; torch.cuda._device_count_nvml = lambda: 8"

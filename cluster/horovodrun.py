@@ -63,15 +63,20 @@ AT_ONCE = signal.SIGUSR2  # behind one of them, from programs: nobody ignores it
 
 
 class Connection:
-    """The agent on a host, and the thread that listens to it."""
+    """The agent on a host, and the thread that listens to it.
 
-    def __init__(self, host: Host, members: list[Rank], events: queue.Queue) -> None:
-        self.host, self.members = host, members
+    Args:
+        connects: that a turn of `connecting` is ours, to be given back.
+    """
+
+    def __init__(
+        self, host: Host, members: list[Rank], events: queue.Queue, connects: bool
+    ) -> None:
+        self.host, self.members, self._connects = host, members, connects
         self._events = events
         folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {python} -m cluster.agent"
         script = f"echo; {script}"  # below what a login shell may say
-        self._connects = connecting.acquire(timeout=SSH_SECONDS + 2)  # or one hangs in its login
         self.process = subprocess.Popen(
             host.command(script), start_new_session=True,  # Ctrl-C is for us alone
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -168,7 +173,11 @@ class Job:
         try:
             for host in hosts:
                 here = [member for member in self.members if member.host == host]
-                connection = Connection(host, here, self._events)
+                turn = self._wait_for_turn()
+                if self._ends():
+                    self._running -= {member.rank for member in here}
+                    continue
+                connection = Connection(host, here, self._events, turn)
                 self.connections.append(connection)
                 environment = self._environment(host) | rendezvous.environment(reached[host])
                 connection.send(**self._order(host, here, environment, reached[host]))
@@ -216,10 +225,23 @@ class Job:
         # The agent of this host inherits the rest.
         return ours if host.is_here else ours | forwarded(dict(os.environ))
 
-    def _step(self) -> None:
+    def _wait_for_turn(self) -> bool:
+        """Whether we got one to connect. Not deaf meanwhile: logins of many hosts may hang."""
+        given_up = time.monotonic() + SSH_SECONDS + 2
+        while True:
+            self._step(wait=0)
+            if self._ends() or time.monotonic() > given_up:
+                return False
+            if connecting.acquire(timeout=0.1):
+                return True
+
+    def _ends(self) -> bool:
+        return "end" in self._deadlines or "stop" in self._deadlines
+
+    def _step(self, wait: float = 0.2) -> None:
         """One event, and what is due."""
         with contextlib.suppress(queue.Empty):
-            connection, event = self._events.get(timeout=0.2)
+            connection, event = self._events.get(timeout=wait)
             self._take(connection, event)
         now = time.monotonic()
         if not self._running:  # an agent may wait for a process that even SIGKILL does not end
@@ -271,8 +293,7 @@ class Job:
     def _fail(self, weight: int, cause: str, code: int) -> None:
         """Take note why, and end the others soon. A process that was killed tells more than those
         that failed as it was gone."""
-        ending = "end" in self._deadlines or "stop" in self._deadlines
-        if not ending:
+        if not self._ends():
             self._deadlines["end"] = time.monotonic() + GRACE_SECONDS
         if self._deadlines.get("kill") is None and (self._cause is None or weight > self._cause[0]):
             self._cause = (weight, cause)

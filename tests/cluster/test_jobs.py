@@ -33,6 +33,7 @@ TELL = (
     "'host': os.uname().nodename, 'environment': dict(os.environ)}))"
 )
 SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+HOSTS_24 = ",".join(f"h{number}" for number in range(1, 25))
 STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (10, 15)]; " + SLEEP
 
 
@@ -256,12 +257,35 @@ class TestStart:
     def test_few_hosts_are_connected_to_at_the_same_time(self, tmp_path: Path) -> None:
         """sshd drops connections beyond 10 that have not logged in (MaxStartups)."""
         counted = f"cd {tmp_path}; touch ssh.$$; ls ssh.* | wc -l >> counts; sleep 0.3; rm ssh.$$"
-        fake_ssh(tmp_path, f"{counted}; echo hello; sleep 1; exit 255")
-        names = ",".join(f"h{number}" for number in range(1, 25))
-        done = run(horovodrun("-H", names, "true"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+        # The first that ends would end the job.
+        all_came = "until [ $(wc -l < counts) = 24 ]; do sleep 0.1; done"
+        fake_ssh(tmp_path, f"{counted}; echo hello; {all_came}; exit 255")
+        done = run(horovodrun("-H", HOSTS_24, "true"), PATH=f"{tmp_path}:{os.environ['PATH']}")
         assert done.returncode == 1, done.stdout
         counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
         assert len(counts) == 24 and 1 < max(counts) <= 8, counts
+
+    def test_no_host_is_connected_to_once_it_ends(self, tmp_path: Path) -> None:
+        """By Ctrl-C while the first hosts hang in their logins, or by a host that fails."""
+        for failing, status in (("exec sleep 600", 130), ("sleep 1; exit 97", 1)):
+            fake_ssh(tmp_path, f"echo >> {tmp_path}/asked; {failing}")
+            process = subprocess.Popen(
+                ["env", "--default-signal=INT", *horovodrun("-H", HOSTS_24, "true")],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+            )  # fmt: skip
+            deadline = time.monotonic() + 30
+            asked = tmp_path / "asked"
+            while not asked.exists() or asked.read_text().count("\n") < 8:
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            for _ in range(2 if status == 130 else 0):
+                process.send_signal(signal.SIGINT)
+                time.sleep(0.5)
+            said = process.communicate(timeout=60)[0]
+            assert process.returncode == status, said
+            assert asked.read_text().count("\n") < 24, said
+            asked.unlink()
 
     def test_a_login_shell_that_says_something(self, tmp_path: Path) -> None:
         fake_ssh(tmp_path, GREETING + ' eval "$last"')

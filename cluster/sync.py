@@ -59,15 +59,18 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
     with tempfile.NamedTemporaryFile(dir=ROOT, prefix=_mark()) as mark:
         script = LOOK.format(root=shlex.quote(str(ROOT)), mark=Path(mark.name).name)
         looked = _run(host.command(script), host, LOOK_SECONDS)
-    state, *rest = looked.split()[-2:] if "no-rsync" in looked else looked.split()[-1:]
+    words = looked.split()
+    state = next((word for word in reversed(words) if word != "no-rsync"), "")
     if state == "shared":
         return ["shares this file system: nothing to copy"]
-    if rest:
+    if words[-1:] == ["no-rsync"]:
         raise Refusal(f"{host.name}: rsync is missing there: sudo apt-get install rsync")
     if state == "other":
         raise Refusal(
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
+    if state not in ("checkout", "empty", "missing"):  # as by a ForceCommand
+        raise Refusal(f"{host.name}: does not run what it is told to: ssh {host.name} echo hello")
     # By content: an edit may leave the size as it was.
     options, given = rules()
     changes = _rsync(host, ROOT, [*options, "--checksum"], dry_run, given)
@@ -235,14 +238,13 @@ def _run(command: list[str], host: Host, seconds: float | None = None, given: st
         raise Refusal(
             f"{host.name}: no answer within {seconds:g} s: look there: ssh {host.name} uptime"
         ) from None
-    if done.returncode == 12 and "No such file" in done.stderr:
-        raise Refusal(f"{host.name}: {done.stderr.strip().splitlines()[0]}")
     if done.returncode:
         kind, why = Refusal, str(diagnose(host, done.returncode, done.stderr))
         if command[0] == "rsync":
             kind = Disturbed if done.returncode in (23, 24) else Refusal
             # Of many lines the first that names a cause; the last one counts them.
-            causes = re.findall(r"^rsync.*(?:failed: |No space).*$", done.stderr, re.MULTILINE)
+            cause = r"^(?:rsync.*(?:failed: |No space)|mkdir: ).*$"
+            causes = re.findall(cause, done.stderr, re.MULTILINE)
             why = causes[0].strip() if causes else why
             if done.returncode == 11 and not causes:  # the receiver's words may get lost on the way
                 why = f"cannot write there, as where a disk is full: ssh {host.name} df -h {ROOT}"

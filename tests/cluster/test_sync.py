@@ -228,6 +228,26 @@ def test_why_it_failed_is_told_where_rsync_does_not(
         sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
 
 
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ("case $* in *rsync*) echo 'mkdir: cannot create directory /data: Read-only' >&2; "
+         "exit 1;; esac; echo missing", "h1: mkdir: cannot create directory /data: Read-only"),
+        ("true", "h1: does not run what it is told to"),
+        ("echo This is a login for backups.", "h1: does not run what it is told to"),
+        ("echo checkout; echo no-rsync", "h1: rsync is missing there"),
+    ],
+)  # fmt: skip
+def test_what_a_host_says_is_told_below_its_banner(
+    said: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, f"echo 'No such file is to be kept here.' >&2; {said}")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(Refusal) as error:
+        sync.sync(Host("h1", 1), dry_run=False, env=False)
+    assert str(error.value).startswith(words), error.value
+
+
 def test_a_login_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, "exec sleep 60")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

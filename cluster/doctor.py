@@ -95,7 +95,8 @@ class Probe:
         if answer is None:
             said = self.process.communicate()[1]
             if self.process.returncode == -9:
-                self._fail(f"no answer within {limit} s", f"look there: ssh {host.name} uptime")
+                look = f"look there: ssh {host.destination} uptime"
+                self._fail(f"no answer within {limit} s", look)
             elif "python3: not found" in said or self.process.returncode == 127:
                 self._fail("there is no python3", f"on {host.name}: sudo apt-get install python3")
             else:

@@ -91,7 +91,7 @@ def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     gpus, findings = facts["gpus"], []
     there = {gpu["index"]: gpu for gpu in gpus["there"]}
-    look = f"ssh {host.name} nvidia-smi"
+    look = f"ssh {host.destination} nvidia-smi"
     # From all ranks, as it goes to them; -1 is a common way to name none.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden and host.gpus is None and (there or gpus["error"]):
@@ -151,7 +151,7 @@ def room(host: Host, facts: dict[str, Any]) -> list[Finding]:
     for path, mib in facts["disk"].items():
         if mib < FREE_DISK_MIB:
             text = f"{mib:,} MiB free in {path}; {FREE_DISK_MIB:,} are wanted"
-            mend = f"ssh {host.name} du -xh -d1 {path} | sort -h"
+            mend = f"ssh {host.destination} du -xh -d1 {path} | sort -h"
             findings.append(Finding("FAIL", "disk", host.name, text, mend))
     if not findings:
         told = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"

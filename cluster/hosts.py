@@ -121,6 +121,19 @@ class Host:
     def ssh_port(self) -> int:
         return self._known_to_ssh[1]
 
+    @property
+    def destination(self) -> str:
+        """What one types behind ssh or ssh-copy-id, to get where we do."""
+        target = f"{self.user}@{self.name}" if self.user else self.name
+        words = [word for option in self.ssh for word in ("-o", option)]
+        return shlex.join([*words, *(["-p", str(self.port)] if self.port else []), target])
+
+    @property
+    def known_as(self) -> str:
+        """Its name in known_hosts, for a shell."""
+        name, port = self._known_to_ssh
+        return name if port == 22 else f"'[{name}]:{port}'"
+
     def ssh_options(self) -> list[str]:
         """ssh and its options for this host, without its name."""
         # BatchMode: to fail rather than to ask. Host keys are checked as ssh is configured to.

@@ -29,9 +29,7 @@ class Trouble:
 
 def diagnose(host: Host, status: int, said: str) -> Trouble:
     """What the end of an ssh to `host` means; `said` is what came on its stderr."""
-    target = f"{host.user}@{host.name}" if host.user else host.name
-    port = f"-p {host.port} " if host.port else ""
-    login = f"ssh {port}{target}"
+    login = f"ssh {host.destination}"
     last = " ".join(said.strip().splitlines()[-1:])[:200]
     if status == NO_FOLDER:
         return Trouble(f"there is no folder {os.getcwd()}", make(f"sync {host.given()}"))
@@ -45,13 +43,13 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
     known = {
         "REMOTE HOST IDENTIFICATION HAS CHANGED": Trouble(
             "its host key is another than the known one",
-            f"if the host was set up anew: ssh-keygen -R {host.name}, then {login}",
+            f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}",
         ),
         "Host key verification failed": Trouble(
             "its host key is unknown here", f"{login} once, and compare the fingerprint"
         ),
         "Permission denied": Trouble(
-            "it lets nobody in with our key", f"ssh-copy-id {port}{target}"
+            "it lets nobody in with our key", f"ssh-copy-id {host.destination}"
         ),
         "Connection refused": Trouble(
             "no sshd listens there", f"on {host.name}: sudo systemctl start ssh"

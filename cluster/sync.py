@@ -70,7 +70,8 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
     if state not in ("checkout", "empty", "missing"):  # as by a ForceCommand
-        raise Refusal(f"{host.name}: does not run what it is told to: ssh {host.name} echo hello")
+        look = f"ssh {host.destination} echo hello"
+        raise Refusal(f"{host.name}: does not run what it is told to: {look}")
     # By content: an edit may leave the size as it was.
     options, given = rules()
     changes = _rsync(host, ROOT, [*options, "--checksum"], dry_run, given)
@@ -236,7 +237,8 @@ def _run(command: list[str], host: Host, seconds: float | None = None, given: st
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Refusal(
-            f"{host.name}: no answer within {seconds:g} s: look there: ssh {host.name} uptime"
+            f"{host.name}: no answer within {seconds:g} s: "
+            f"look there: ssh {host.destination} uptime"
         ) from None
     if done.returncode:
         kind, why = Refusal, str(diagnose(host, done.returncode, done.stderr))
@@ -247,7 +249,8 @@ def _run(command: list[str], host: Host, seconds: float | None = None, given: st
             causes = re.findall(cause, done.stderr, re.MULTILINE)
             why = causes[0].strip() if causes else why
             if done.returncode == 11 and not causes:  # the receiver's words may get lost on the way
-                why = f"cannot write there, as where a disk is full: ssh {host.name} df -h {ROOT}"
+                look = f"ssh {host.destination} df -h {ROOT}"
+                why = f"cannot write there, as where a disk is full: {look}"
         raise kind(f"{host.name}: {why}")
     return done.stdout
 

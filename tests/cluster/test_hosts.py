@@ -16,9 +16,10 @@ from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from hypothesis import given
 from hypothesis import strategies as draw
 
+from cluster import findings
 from cluster.doctor import quick
 from cluster.horovodrun import forwarded
-from cluster.hosts import Host, Refusal, entry, parse, ranks, read, used
+from cluster.hosts import Host, Refusal, entry, make, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
@@ -315,12 +316,28 @@ def test_ssh_troubles_are_told_apart(status: int, said: str, words: str) -> None
     assert words in str(diagnose(Host("node1", 1), status, said))
 
 
+def test_a_host_is_looked_at_by_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to be typed has its user, port and options, as ours has."""
+    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf 'hostname node1.cluster\\nport 2222\\n'\n")
+    (tmp_path / "ssh").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    proxy = "ProxyCommand=ssh -W %h:%p login"
+    host = Host("node1", 1, user="ada", port=2222, ssh=(proxy,))
+    way = f"-o '{proxy}' -p 2222 ada@node1"
+    assert diagnose(host, 255, "Permission denied").mend == f"ssh-copy-id {way}"
+    changed = diagnose(host, 255, "REMOTE HOST IDENTIFICATION HAS CHANGED").mend
+    assert changed.endswith(f"ssh-keygen -R '[node1.cluster]:2222', then ssh {way}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    facts = {"gpus": {"there": [], "error": "driver", "processes": []}}
+    assert findings.gpus(host, facts)[0].mend == f"ssh {way} nvidia-smi"
+
+
 def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
     """Its name alone would lose user, port and the rest."""
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: {node1: {slots: 2, gpus: [1, 0], user: ada}, node2: 1}")
     first, second = read(file)
-    assert str(diagnose(first, 97, "")).endswith(f": make sync HOSTFILE={file}")
+    assert str(diagnose(first, 97, "")).endswith(": " + make(f"sync HOSTFILE={file}"))
     assert first.given(1) == f"node1: {{slots: 1}} in HOSTFILE={file}"
     assert entry(first) == {"slots": 2, "gpus": [1, 0], "user": "ada"}
     assert entry(second) == {"slots": 1}

@@ -102,10 +102,9 @@ class Host:
         try:
             found = socket.getaddrinfo(self._known_to_ssh[0], 22, socket.AF_INET)
             return str(found[0][4][0])
-        except OSError:
-            raise Refusal(
-                f"{self.name}: no such host: no address for it in DNS, /etc/hosts or ~/.ssh/config"
-            ) from None
+        except (OSError, UnicodeError):  # the latter for a..b
+            where = "DNS, /etc/hosts or ~/.ssh/config"
+            raise Refusal(f"{self.name}: no such host: no IPv4 address for it in {where}") from None
 
     @functools.cached_property
     def is_here(self) -> bool:
@@ -217,10 +216,11 @@ def read(file: Path) -> list[Host]:
         written = yaml.load(file.read_text(), _AsWritten)
     except OSError as error:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date as 2026-02-30
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
-        reason = getattr(error, "problem", None) or "not text"
+        not_text = isinstance(error, UnicodeDecodeError)
+        reason = getattr(error, "problem", None) or ("not text" if not_text else error)
         raise Refusal(f"{where}: no YAML{line}: {reason}") from None
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:

@@ -97,7 +97,7 @@ def test_ssh(on: On, many: list[testbed.Host], project: Path) -> None:
             "on node6: sudo systemctl restart ssh",
         ),
         "node9": (
-            "ssh", "no such host: no address for it in DNS, /etc/hosts or ~/.ssh/config",
+            "ssh", "no such host: no IPv4 address for it in DNS, /etc/hosts or ~/.ssh/config",
             "write the name that ssh and the other hosts know",
         ),
     }  # fmt: skip

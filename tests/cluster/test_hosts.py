@@ -101,6 +101,7 @@ class TestFile:
             ("hosts: {'-oX': {slots: 1}}", "no name of a host"),
             ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "node1 is there twice"),
             ("hosts: {", "no YAML in line"),
+            ("hosts: {node1: {slots: 1, env: {A: 2026-02-30}}}", "no YAML: day is out of range"),
             ("nodes: {}", "write 'hosts:'"),
         ],
     )
@@ -136,6 +137,12 @@ class TestRanks:
         hosts = [Host("node1", 4), Host("node2", 4), Host("node3", 4)]
         assert used(hosts, 5) == [Host("node1", 4), Host("node2", 1)]
         assert used(hosts, None) == hosts
+
+
+@pytest.mark.parametrize("name", ["node1..cluster", "n" * 64, "nowhere.invalid"])
+def test_a_name_that_leads_nowhere_is_refused(name: str) -> None:
+    with pytest.raises(Refusal, match=f"{name}: no such host: no IPv4 address"):
+        assert Host(name, 1).address
 
 
 def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,8 +46,6 @@ def new_folder() -> Path:
                 what = f"a link to {os.readlink(there)}" if there.is_symlink() else "no folder"
                 mend = "make that folder" if there.is_symlink() else "move it away"
                 raise Refusal(f"{there} is {what}: {mend}") from None
-        except FileNotFoundError:  # another run's end took the folder of all with it
-            Path.cwd()  # is not what is gone
         except OSError as error:
             raise Refusal(f"{error.filename}: {error.strerror}: runs are noted there") from None
     raise AssertionError("unreachable")
@@ -113,9 +111,8 @@ class Record:
                 file.close()
         if not self._detached:
             (self.folder / "run.json").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # other runs, or logs, are there
-                for folder in (self.folder, FOLDER, FOLDER.parent):
-                    folder.rmdir()
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
         elif error is not None:
             self.update(state="failed", reason=str(error))
 

@@ -302,6 +302,13 @@ class TestStart:
         assert done.returncode == 1 and "no sshd listens there" in done.stdout, done.stdout
         assert len(done.stdout.splitlines()) == 1, done.stdout
 
+    def test_the_folder_of_logs_stays(self, project: Path) -> None:
+        """Slurm opens its output there when a job begins, which may be later."""
+        (project / "logs").mkdir()
+        done = run([PYTHON, "-m", "cluster.horovodrun", "true"], cwd=project)
+        assert done.returncode == 0 and (project / "logs").is_dir(), done.stdout
+        assert not list(project.glob("logs/launches/*"))
+
     def test_logs_that_lead_nowhere_are_refused(self, project: Path) -> None:
         """As a link to a scratch disk that is not there."""
         (project / "logs").symlink_to("/nowhere/at/all")

@@ -128,7 +128,7 @@ def check_disk(folder: Path, gigabytes: float, why: str) -> None:
     if free < gigabytes:
         raise InstallError(
             f"{free:.1f} GB free for {folder}, {gigabytes:.1f} GB needed: {why}; "
-            "free some, or put the checkout (or WHEELS=) on a larger disk"
+            "free some, or put the checkout, WHEELS= or TMPDIR= on a larger disk"
         )
 
 

@@ -97,6 +97,12 @@ def check_compilers(info: dict) -> None:
             )
     if not has_headers(info) and shutil.which("apt-get") is None:
         raise InstallError(no_headers(info))
+    temporary = tempfile.gettempdir()
+    if os.statvfs(temporary).f_flag & os.ST_NOEXEC:
+        raise InstallError(
+            f"{temporary} is mounted noexec, and the build runs its compilers there: "
+            "mkdir -p ~/tmp, then TMPDIR=~/tmp make install"
+        )
 
 
 def has_headers(info: dict) -> bool:

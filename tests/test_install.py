@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,6 +220,17 @@ class TestMissing:
         monkeypatch.setattr(sys, "argv", ["install"])
         with pytest.raises(SystemExit, match="install: .*/file/wheels: Not a directory"):
             install.main()
+
+    def test_a_folder_where_nothing_may_run(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """As administrators mount /tmp; told before the download of torch."""
+        flags = SimpleNamespace(f_flag=os.ST_NOSUID | os.ST_NOEXEC)
+        monkeypatch.setattr(wheel, "has_headers", lambda info: True)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(os, "statvfs", lambda path: {str(tmp_path): flags}[path])
+        with pytest.raises(InstallError, match=f"{tmp_path} is mounted noexec.*TMPDIR=~/tmp make"):
+            wheel.check_compilers(info())
 
     def test_disk(self, tmp_path: Path) -> None:
         with pytest.raises(InstallError, match="GB free for .*1000000.0 GB needed: why"):

@@ -42,15 +42,18 @@ def hosts(environment: Mapping[str, str]) -> str:
     """The allocation that the variables of a batch job describe.
 
     Raises:
-        ValueError: outside of a job, or when the two lists differ in length.
+        ValueError: outside of a job, in a heterogeneous one, or when the lists differ in length.
     """
+    # Its variables are of its first part, and steps on nodes of others need srun --het-group.
+    if "SLURM_HET_SIZE" in environment:
+        raise ValueError("a heterogeneous job of Slurm: submit one part, without ':' or hetjob")
     try:
-        nodes = list(names(environment["SLURM_JOB_NODELIST"]))
-        slots = list(tasks(environment["SLURM_TASKS_PER_NODE"]))
+        listed = environment["SLURM_JOB_NODELIST"], environment["SLURM_TASKS_PER_NODE"]
+        nodes, slots = list(names(listed[0])), list(tasks(listed[1]))
     except KeyError as error:
         raise ValueError(f"{error.args[0]} is not set: run this in a job of Slurm") from None
     if len(nodes) != len(slots) or not nodes:
-        raise ValueError(f"{len(nodes)} nodes and tasks for {len(slots)}: {dict(environment)}")
+        raise ValueError(f"{len(nodes)} nodes and tasks for {len(slots)}: {' and '.join(listed)}")
     return ",".join(f"{node}:{count}" for node, count in zip(nodes, slots))
 
 

@@ -74,6 +74,15 @@ class TestAllocation:
         with pytest.raises(ValueError, match="run this in a job of Slurm"):
             allocation({})
 
+    def test_what_is_refused(self) -> None:
+        """Slurm names the first part alone; and no secret of the environment is told."""
+        job = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_TASKS_PER_NODE": "1", "TOKEN": "hidden"}
+        with pytest.raises(ValueError, match="2 nodes and tasks for 1: ") as error:
+            allocation(job)
+        assert "hidden" not in str(error.value)
+        with pytest.raises(ValueError, match="heterogeneous"):
+            allocation(job | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_HET_SIZE": "2"})
+
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Host, dict]]:

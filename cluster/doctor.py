@@ -28,7 +28,17 @@ from typing import Any
 
 import yaml
 
-from cluster.findings import ROOT, Finding, checkout, clock, gpus, interface, packages, room
+from cluster.findings import (
+    ROOT,
+    Finding,
+    checkout,
+    clock,
+    gpus,
+    interface,
+    joined,
+    packages,
+    room,
+)
 from cluster.horovodrun import addresses
 from cluster.hosts import (
     SSH_SECONDS,
@@ -286,16 +296,13 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
 
 def table(findings: list[Finding]) -> str:
     """A line a check; hosts that say the same stand together."""
-    lines: dict[tuple[str, ...], list[str]] = {}
-    for finding in findings:
-        key = (finding.level, finding.check, finding.text, finding.mend)
-        lines.setdefault(key, []).append(finding.host)
-    width = max((len(",".join(hosts)) for hosts in lines.values()), default=0)
+    lines = joined(findings)
+    width = max((len(line.host) for line in lines), default=0)
     out = []
-    for (level, check, text, mend), hosts in lines.items():
-        out.append(f"{level:<4}  {check:<10}  {','.join(hosts):<{width}}  {text}")
-        if mend:
-            out.append(f"{'':<{20 + width}}mend: {mend}")
+    for line in lines:
+        out.append(f"{line.level:<4}  {line.check:<10}  {line.host:<{width}}  {line.text}")
+        if line.mend:
+            out.append(f"{'':<{20 + width}}mend: {line.mend}")
     return "\n".join(out)
 
 
@@ -309,7 +316,8 @@ def quick(hosts: list[Host]) -> None:
         return
     wrong = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
     if wrong:
-        raise Refusal("; ".join(f"{f.host}: {f.check}: {f.text} (mend: {f.mend})" for f in wrong))
+        told = (f"{f.host}: {f.check}: {f.text} (mend: {f.mend})" for f in joined(wrong))
+        raise Refusal("; ".join(told))
 
 
 def main() -> int:

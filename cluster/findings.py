@@ -7,6 +7,7 @@ those of git that a run may read as "tracked".
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ FREE_MEMORY_MIB = 500
 FREE_GPU_SHARE = 0.9
 OPEN_FILES = 1024
 CLOCK_SECONDS = 2.0
+ONE_HOST = re.compile(r"HOSTS=([\w.-]+:\d+)(?![,\w])")  # of Host.given
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,21 @@ class Finding:
     host: str
     text: str
     mend: str = ""
+
+
+def joined(findings: list[Finding]) -> list[Finding]:
+    """Hosts that say the same as one; a `make sync HOSTS=` that mends them names them all."""
+    same: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in findings:
+        mend = ONE_HOST.sub("HOSTS=", finding.mend)
+        key = (finding.level, finding.check, finding.text, mend)
+        same.setdefault(key, []).append(finding)
+    found = []
+    for (level, check, text, mend), of in same.items():
+        given = ",".join(host for f in of for host in ONE_HOST.findall(f.mend))
+        mend = mend.replace("HOSTS=", f"HOSTS={given}", 1) if given else mend
+        found.append(Finding(level, check, ",".join(f.host for f in of), text, mend))
+    return found
 
 
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:

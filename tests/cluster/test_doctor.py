@@ -14,6 +14,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import horovod
@@ -111,6 +112,23 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(doctor, "PROBE", "import os; os.listdir('/nowhere')")
     with pytest.raises(Refusal, match="this host cannot be looked at: FileNotFoundError"):
         doctor._here(quick=True)
+
+
+def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
+    """64 of them with old code would have 64."""
+    hosts = [Host("node1", 4), Host("node-2.cluster", 2), Host("node3", 1)]
+    facts = {"code": {"template.py": "old"}, "root": True}
+    here = {"code": {"template.py": "new"}, "synced": {"template.py"}, "tracked": set()}
+    stale = [finding for host in hosts for finding in findings.checkout(host, facts, here)]
+    missing = findings.checkout(Host("node4", 1), {"code": None, "root": False}, here)
+    first, second = findings.joined([*stale, *missing])
+    assert first.host == "node1,node-2.cluster,node3"
+    assert first.mend == stale[0].mend.replace("node1:4", "node1:4,node-2.cluster:2,node3:1")
+    assert second == missing[0]
+    # Of two hosts already: each pair has its own.
+    pairs = [findings.Finding("FAIL", "all-reduce", a, "x", f"make hello HOSTS={a}") for a in "ab"]
+    pairs = [replace(pair, mend=f"{pair.mend}:1,c:1") for pair in pairs]
+    assert findings.joined(pairs) == pairs
 
 
 def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -137,8 +137,10 @@ class Host:
         """ssh and its options for this host, without its name."""
         # BatchMode: to fail rather than to ask. Host keys are checked as ssh is configured to.
         # ControlMaster: a master that is there is used; ours would end the jobs that went through
-        # it with its own. RemoteCommand (since OpenSSH 7.6) and forwardings are for a login.
+        # it with its own. RemoteCommand (since OpenSSH 7.6) and forwardings are for a login; X11's
+        # has each write to ~/.Xauthority, whose lock hosts that share a home wait for.
         ours = ["ControlMaster=no", "RemoteCommand=none", "ClearAllForwardings=yes"]
+        ours += ["ForwardX11=no"]
         options = ["BatchMode=yes", f"ConnectTimeout={SSH_SECONDS}", *ours, *self.ssh]
         command = ["ssh", *(f"-o{option}" for option in options)]
         command += ["-l", self.user] if self.user else []

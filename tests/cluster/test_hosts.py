@@ -175,6 +175,16 @@ def test_which_host_is_this_one(
     assert not Host(name, 1, user="ada").is_here and not Host(name, 1, port=22).is_here
 
 
+def test_what_is_for_a_login_is_left_out(tmp_path: Path) -> None:
+    """Of what ssh is configured to."""
+    config = tmp_path / "config"
+    config.write_text("Host *\n  ForwardX11 yes\n  RemoteCommand true\n  Port 2222\n")
+    line = [*Host("node1", 1).ssh_options(), "-F", str(config), "-G", "node1"]
+    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert "port 2222" in said and "forwardx11 no" in said
+    assert "clearallforwardings yes" in said and "remotecommand true" not in said
+
+
 @pytest.mark.parametrize("shell", ["sh", "bash", "tcsh"])
 def test_any_login_shell_runs_a_script_of_lines(
     shell: str, monkeypatch: pytest.MonkeyPatch

@@ -24,7 +24,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -67,6 +67,9 @@ ORDER = (
 )  # fmt: skip
 
 
+asking: list[subprocess.Popen] = []  # of all probes
+
+
 class Probe:
     """A host that is asked; `facts` when it has answered, else `trouble`."""
 
@@ -97,6 +100,7 @@ class Probe:
                 host.command(script), encoding="utf-8", errors="replace", start_new_session=True,
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             )  # fmt: skip
+            asking.append(self.process)
             answer = self._line(limit)
         if answer is not None:
             limit = QUICK_SECONDS if quick else ANSWER_SECONDS
@@ -320,6 +324,13 @@ def quick(hosts: list[Host]) -> None:
         raise Refusal("; ".join(told))
 
 
+def leave() -> NoReturn:
+    """At Ctrl-C: without waiting for hosts that do not answer, whose ssh would stay with them."""
+    for process in asking:
+        process.kill()
+    os._exit(130)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -340,7 +351,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        os._exit(130)  # not waiting for hosts that do not answer
+        leave()
     fit = not any(finding.level == "FAIL" for finding in findings)
     if arguments.json:
         print(json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1))

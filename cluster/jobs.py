@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.doctor import quick
+from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, ranks, used
 from cluster.record import ALIVE, FOLDER, birth, fail, new_folder, write
@@ -292,7 +292,7 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        os._exit(130)  # not waiting for hosts that do not answer
+        leave()
 
 
 if __name__ == "__main__":

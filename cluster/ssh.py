@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 from dataclasses import dataclass
 
 from cluster.hosts import SSH_SECONDS, Host, make
 
+BEHIND_PROXY = re.compile("UNKNOWN port|kex_exchange|banner exchange|stdio forwarding failed")
 NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
 
 # To be had while connecting. An sshd, or the one that many hosts are behind, drops connections
@@ -40,6 +42,10 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
         return Trouble(f"{os.getcwd()} is no checkout of this", make(f"sync {host.given()}"))
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
+    if "UNKNOWN port" in said:  # so ssh calls what it meets behind a proxy
+        lines = [line for line in said.strip().splitlines() if not BEHIND_PROXY.search(line)]
+        why = " ".join(lines[-1:])[:200] or "the connection was closed"
+        return Trouble(f"ProxyJump or ProxyCommand does not lead to it: {why}", f"{login} to look")
     known = {
         "REMOTE HOST IDENTIFICATION HAS CHANGED": Trouble(
             "its host key is another than the known one",

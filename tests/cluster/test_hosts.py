@@ -325,6 +325,14 @@ class TestRendezvous:
         (255, "ssh: connect to host node1 port 22: Connection refused", "no sshd listens"),
         (255, "ssh: connect to host node1 port 22: Connection timed out", "no answer within 10 s"),
         (255, "Connection timed out during banner exchange", "said nothing"),
+        (255, "ada@login: Permission denied (publickey).\n"
+         "kex_exchange_identification: Connection closed by remote host\n"
+         "Connection closed by UNKNOWN port 65535",
+         "does not lead to it: ada@login: Permission denied (publickey).: ssh node1 to look"),
+        (255, "channel 0: open failed: connect failed: refused\nstdio forwarding failed\n"
+         "Connection closed by UNKNOWN port 65535", "ProxyCommand does not lead to it: channel 0"),
+        (255, "Connection timed out during banner exchange\n"
+         "Connection to UNKNOWN port 65535 timed out", "the connection was closed: ssh node1"),
         (97, "", "make sync HOSTS=node1"),
         (127, "sh: 1: exec: python: not found", "make sync ENV=1"),
     ],

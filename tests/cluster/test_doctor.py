@@ -85,13 +85,18 @@ def test_ssh(on: On, many: list[testbed.Host], project: Path) -> None:
     }
     assert found == {
         "node2": ("ssh", "no sshd listens there", "on node2: sudo systemctl start ssh"),
-        "node3": ("ssh", "it lets nobody in with our key", "ssh-copy-id node3"),
+        "node3": (
+            "ssh", "it lets nobody in with our key",
+            "ssh-copy-id -o PubkeyAuthentication=no node3",
+        ),
         "node4": (
-            "ssh", "its host key is unknown here", "ssh node4 once, and compare the fingerprint",
+            "ssh", "its host key is unknown here",
+            "ssh -o UserKnownHostsFile=/dev/null node4 once, and compare the fingerprint",
         ),
         "node5": (
             "ssh", "its host key is another than the known one",
-            "if the host was set up anew: ssh-keygen -R node5, then ssh node5",
+            "if the host was set up anew: ssh-keygen -R node5, "
+            f"then ssh -o UserKnownHostsFile={known} node5",
         ),
         "node6": (
             "ssh", "it took the connection and said nothing for 10 s",

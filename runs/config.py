@@ -117,6 +117,8 @@ def _check_group(override: Override) -> None:
         raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
     if problem := recipes.missing(CONF, group, value):
         raise Refusal(f"{override.input_line}: {problem}")
+    if override.is_add() and group in recipes.groups(CONF):
+        raise Refusal(f"+{group}={value}: conf/ has this group; write {group}={value}")
     if group in recipes.RECIPES:
         recipes.read(CONF, group, str(value))
 
@@ -159,6 +161,25 @@ def _no_key(where: str, name: str, known: list[str]) -> str:
     return f"{where or 'the configuration'} has no key {name!r}; it has: {told}"
 
 
+def _meant(override: Override, name: str, parent: Any) -> str | None:
+    """What to write for a key that conf/ has not: that of a group, or one that only code has."""
+    line, key = override.input_line, override.key_or_group
+    if key == name:
+        found = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
+        return f"{line}: write {' or '.join(found)}, with its group" if found else None
+    # A misspelling is told without importing what takes seconds.
+    if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
+        return None
+    target = parent._target_
+    if key.endswith(f".{name}") and name in (arguments(target) or []):
+        return f"{line}: {target} takes it, but conf/ does not set it: write +{line}"
+    return None
+
+
+def _keys(node: Any) -> list[str]:
+    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+
+
 def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
     if override.is_add() or override.is_force_add() or key.startswith(("hydra.", "hydra/")):
@@ -167,9 +188,10 @@ def _check_change(override: Override, config: DictConfig) -> None:
     *parents, last = key.split(".")
     for depth, part in enumerate([*parents, last]):
         if not isinstance(parent, DictConfig) or part not in parent:
-            known = sorted(map(str, parent)) if isinstance(parent, DictConfig) else []
+            known = sorted(_keys(parent))
             where = ".".join([*parents, last][:depth])
-            raise Refusal(f"{key}: {_no_key(where, part, known)}")
+            told = _no_key(where, part, known)
+            raise Refusal(_meant(override, part, parent) or f"{key}: {told}")
         if depth < len(parents):
             parent = _written(parent, part)
     if not override.is_delete():

@@ -18,7 +18,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import _replace_dunder_methods
 from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.trainer.states import RunningStage
+from pytorch_lightning.utilities.data import _update_dataloader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -68,7 +71,11 @@ class Predictions(BasePredictionWriter):
             data = copy.copy(data)
             data.setup("test" if self._of_test_set else "predict")
         made = data.test_dataloader if self._of_test_set else data.predict_dataloader
-        _check_loader(made(), trainer.world_size)
+        # Made anew as Lightning will, which it cannot where batch_size was given by position.
+        with _replace_dunder_methods(DataLoader, "dataset"):
+            loader = made()
+        _check_loader(loader, trainer.world_size)
+        _update_dataloader(loader, loader.sampler, RunningStage.PREDICTING)
 
     def write_on_epoch_end(
         self,

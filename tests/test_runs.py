@@ -33,7 +33,7 @@ from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
-from runs.run import _mistake, to_go_on
+from runs.run import BY_POSITION, _mistake, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 
 
@@ -221,6 +221,17 @@ def test_predictions_refused_before_training(model: Any, data: Any, message: str
     trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
     with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
         Predictions().setup(trainer, model(), "fit")
+
+
+class ByPosition(Numbers):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.numbers, 3)  # type: ignore[arg-type]
+
+
+def test_predictions_of_a_loader_that_lightning_cannot_make_are_refused_before_training() -> None:
+    trainer: Any = SimpleNamespace(datamodule=ByPosition(), world_size=2, limit_predict_batches=1.0)
+    with pytest.raises(MisconfigurationException, match=BY_POSITION):
+        Predictions().setup(trainer, Doubles(), "fit")
 
 
 class Times(LightningModule):

@@ -42,6 +42,9 @@ SMALL = {
 }  # fmt: skip
 
 
+# Modules whose files are made small here; the data of a fork is tried where it lies, if it does.
+PICTURES = ["cifar10", "folder", "mnist", "noise", "photos", "shards"]
+
 # Experiments of this repository, whose heads promise something; yours may look as they like.
 OURS = [
     "cifar_resnet", "dcgan", "denoiser", "denoiser_full", "gpt_tiny", "imagenet_resnet50",
@@ -70,7 +73,10 @@ def small(config: DictConfig, folder: Path) -> list[str]:
         keys.remove("model.size")
     if "ResNet" in str(config.model.get("_target_")):  # which has 18 layers or more
         keys.remove("model.depth")
-    return [*(f"{key}={SMALL[key]}" for key in keys), f"data_dir={folder}/data"]
+    changes = [f"{key}={SMALL[key]}" for key in keys]
+    if str(config.data.get("_target_")).split(".")[-2:][0] in PICTURES:
+        changes.append(f"data_dir={folder}/data")
+    return changes
 
 
 def fits(model: str, data: str, folder: Path) -> Exception | None:
@@ -112,6 +118,13 @@ def test_a_data_set_may_refer_to_its_model(tmp_path: Path) -> None:
         assert datamodule("mine", tmp_path).hparams["split_seed"] == 4
 
 
+def test_data_of_a_fork_is_read_where_it_lies(tmp_path: Path) -> None:
+    config = compose("config", ["data=folder"])
+    assert f"data_dir={tmp_path}/data" in small(config, tmp_path)
+    config.data._target_ = "datamodules.reviews.Reviews"
+    assert not [change for change in small(config, tmp_path) if change.startswith("data_dir")]
+
+
 def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
     for model in names("model"):
         failures = {}
@@ -120,14 +133,18 @@ def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
             if failures[data] is None:
                 break
         told = "\n".join(f"{model} on {data}: {failure}" for data, failure in failures.items())
-        assert None in failures.values(), told
+        absent = any(isinstance(failure, FileNotFoundError) for failure in failures.values())
+        assert absent or None in failures.values(), told
 
 
 @pytest.mark.parametrize("data", names("data"))
 def test_each_data_set_has_batches(data: str, tmp_path: Path) -> None:
     made = datamodule(data, tmp_path)
-    made.prepare_data()
-    made.setup("fit")
+    try:
+        made.prepare_data()
+        made.setup("fit")
+    except FileNotFoundError as error:
+        pytest.skip(f"data={data}: {error}")
     for loader in (made.train_dataloader(), made.val_dataloader()):
         assert len(tree_leaves(next(iter(loader)))[0]) > 0
 
@@ -138,6 +155,8 @@ def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
     overrides = [f"experiment={experiment}", *small(config, tmp_path), f"log_dir={tmp_path}/logs"]
     job = [sys.executable, "template.py", *overrides, "debug=one_batch"]
     done = run(make_train(2, *job))
+    if experiment not in OURS and "No such file" in done.stdout:
+        pytest.skip(f"experiment={experiment}: its data is not here")
     assert done.returncode == 0, done.stdout
     assert "ranks   2:" in done.stdout
     if experiment in OURS:

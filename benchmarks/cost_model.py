@@ -35,13 +35,13 @@ cores or memory bandwidth from each other beyond what was measured, the reading 
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import nnls
 
 MIB = 2**20
 CYCLE = 1e-3  # HOROVOD_CYCLE_TIME as Horovod has it
@@ -258,7 +258,7 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     fixed is 0, and alpha at its highest.
 
     Raises:
-        ValueError: with fewer than two sizes.
+        ValueError: with fewer than two sizes, or times that do not grow with them.
     """
     if len({m.bytes for m in measurements}) < 2:
         raise ValueError("a fit needs all-reduces of two sizes at least")
@@ -270,19 +270,10 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     seconds = np.array([m.seconds for m in measurements])
     table /= seconds[:, None]
     wanted = 1 - np.array([m.known for m in measurements]) / seconds
-    # In units in which all columns are alike; with three unknowns, all sets of them can be tried.
-    scale = np.maximum(np.abs(table).max(axis=0), 1e-30)
-    best: tuple[float, np.ndarray] | None = None
-    for kept in itertools.product([False, True], repeat=2):
-        columns = [index for index, keep in enumerate((*kept, True)) if keep]
-        found = np.zeros(3)
-        part = table[:, columns] / scale[columns]
-        found[columns] = np.linalg.lstsq(part, wanted, rcond=None)[0] / scale[columns]
-        left = float(((table @ found - wanted) ** 2).sum())
-        if (found >= 0).all() and (best is None or left < best[0] - 1e-15):
-            best = left, found
-    if best is None or best[1][2] <= 0:
+    scale = np.maximum(table.max(axis=0), 1e-30)  # to units in which all columns are alike
+    constants = nnls(table / scale, wanted)[0] / scale
+    fixed, latency, inverse = (float(value) for value in constants)
+    if inverse == 0:
         raise ValueError("times do not grow with bytes: no bandwidth can be fitted")
-    fixed, latency, inverse = (float(value) for value in best[1])
-    error = float(np.median(np.abs(table @ best[1] - wanted)))
+    error = float(np.median(np.abs(table @ constants - wanted)))
     return Fit(fixed, latency, 1 / inverse, error)

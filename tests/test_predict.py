@@ -134,6 +134,9 @@ def test_latencies_between_and_inside_hosts_are_told_apart(operations: str) -> N
 def test_times_without_bandwidth_are_refused() -> None:
     with pytest.raises(ValueError, match="two sizes"):
         fit([Measurement(2, 4096, 1e-3)])
+    for last in (1e-3, 0.9e-3):
+        with pytest.raises(ValueError, match="do not grow"):
+            fit([Measurement(2, 4096, 1e-3), Measurement(2, 2**20, last)])
 
 
 # ---------------------------------------------------------------------- the step

@@ -27,6 +27,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
+from scipy.stats import binom
+
 from benchmarks.load import BUSY_SHARE, DRIFT, STEAL_SHARE
 
 MIN_REPEATS = 3  # two that happen to agree show no noise
@@ -65,11 +67,9 @@ def noise(values: list[float]) -> float:
     """Half the interval that has the median in it; 0 for one value, which says nothing: see
     `MIN_REPEATS`. So many of n values are left out at each end that one of the ends is wrong in 5
     of 100 cases at most: the interval that belongs to the sign test."""
-    count, out = len(values), 0
+    count, ordered = len(values), sorted(values)
     # How many of n coins fall on one side: as many values lie below the true median.
-    while sum(math.comb(count, below) for below in range(out + 2)) <= 0.025 * 2**count:
-        out += 1
-    ordered = sorted(values)
+    out = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
     return (ordered[count - 1 - out] - ordered[out]) / 2
 
 

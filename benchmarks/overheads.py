@@ -26,6 +26,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from scipy.optimize import nnls
+
 from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
 from cluster.signals import interrupt_at_signals
 
@@ -57,7 +60,7 @@ WORKER = ROOT / "benchmarks" / "overheads_worker.py"
 
 
 def law(ranks: list[int], seconds: list[float]) -> str:
-    """The one of LAWS whose curve a + b f(p), b >= 0, is nearest in relative error.
+    """The one of LAWS whose curve a + b f(p), a, b >= 0, is nearest in relative error.
 
     A steeper law must halve the squared error of a flatter one to be taken: noise always fits a
     little better with another. What does not grow by half over all sizes is called constant, what
@@ -71,29 +74,12 @@ def law(ranks: list[int], seconds: list[float]) -> str:
         return "faster than p^2"
     best, least = "", math.inf
     for name, f in LAWS.items():
-        error = _error([f(p) for p in ranks], seconds)
+        # Relative: both sides are divided by the time.
+        table = np.array([[1 / took, f(p) / took] for p, took in zip(ranks, seconds)])
+        error = nnls(table, np.ones(len(ranks)))[1] ** 2
         if error < least / 2:
             best, least = name, error
     return best
-
-
-def _error(x: list[float], y: list[float]) -> float:
-    """Squared relative error of the best a + b x with a, b >= 0, weighted by 1 / y^2."""
-    w = [1 / value**2 for value in y]
-    total = sum(w)
-    mean_x = sum(a * b for a, b in zip(w, x)) / total
-    mean_y = sum(a * b for a, b in zip(w, y)) / total
-    spread = sum(a * (b - mean_x) ** 2 for a, b in zip(w, x))
-    slope = (
-        sum(a * (b - mean_x) * (c - mean_y) for a, b, c in zip(w, x, y)) / spread if spread else 0
-    )
-    slope = max(0.0, slope)
-    start = mean_y - slope * mean_x
-    if start < 0:
-        start = 0.0
-        squares = sum(a * b * b for a, b in zip(w, x))
-        slope = sum(a * b * c for a, b, c in zip(w, x, y)) / squares
-    return sum(((start + slope * b) / c - 1) ** 2 for b, c in zip(x, y))
 
 
 def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -256,7 +255,6 @@ def main() -> int:
         ],
         "network": arguments.network or ("network" if len(used) > 1 else "loopback"),
         **found, **before,
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "NCCL_"))},
         "repeats": arguments.repeats,
         "sizes": bandwidths(sizes, seconds, len(members)),
     }  # fmt: skip

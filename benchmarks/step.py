@@ -351,7 +351,6 @@ def main() -> None:
     on = gpus[0] if on_gpu else here["cpu"]
     results = {
         "hosts": arguments.hosts, "network": arguments.network, "device": arguments.device, **here,
-        "environment": {k: v for k, v in os.environ.items() if k.startswith(("HOROVOD_", "OMP_"))},
         "batch": arguments.batch, "repeats": arguments.repeats,
         "block_seconds": arguments.block_seconds, "variants": arguments.variants, "models": {},
     }  # fmt: skip

@@ -206,6 +206,26 @@ def test_new_code_and_variables_make_another_measurement(
     }
 
 
+def test_steps_under_other_variables_do_not_go_on_in_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(model: str, *_: Any) -> dict[str, Any]:
+        if model == "mlp":
+            return result(**{OURS: [9.0]})
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(step, "interrupt_at_signals", lambda: None)
+    models = ["--models", "mlp", "resnet18", "--repeats", "1"]
+    monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *models, "--out", str(tmp_path)])
+    for arenas in ("1", "2", "2"):
+        monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
+        with pytest.raises(SystemExit, match="the same command goes on"):
+            step.main()
+    files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert [file["environment"]["MALLOC_ARENA_MAX"] for file in files] == ["1", "2"]
+
+
 def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     code = "import pathlib, sys; from benchmarks.hardware import continued; "
     code += "continued({}, pathlib.Path(sys.argv[1]) / 'x_2026-01-02.json'); print('goes on')"

@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,10 +32,12 @@ from runs.config import parse
 from runs.curves import Curves
 from runs.predictions import Predictions
 from runs.progress import Progress
+from runs.ranks import gather_texts
 from runs.refusal import Refusal
 from runs.report import Report
 from runs.run import BY_POSITION, _mistake, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
+from strategies import HorovodStrategy
 
 
 def test_the_last_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
@@ -387,6 +390,17 @@ def test_what_was_done_before_a_failure_is_told(
         summary = json.loads(file.read_text())
         assert summary["steps"] == 4 and summary["predictions"] is None
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
+
+
+def texts_of_ranks(texts: list[list[str]]) -> list[list[str]]:
+    strategy = HorovodStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    return [gather_texts(strategy, each[strategy.global_rank]) for each in texts]
+
+
+def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:
+    texts = [["a host", "ü\nlonger"], ["", "one"], ["", ""]]
+    assert launch(texts_of_ranks, 2, texts=texts) == [texts, texts]
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     runs = runs_of(results, strategy, np, batch, alone=False)
     if not runs:
         return None
-    rates = {repeat: samples_per_second(results, run) for repeat, run in runs.items()}
+    rates = _rates(results, strategy, np, batch)
     times = [run["step_ms"] for run in runs.values()]
     row = Row(mode, strategy, np, batch, times, list(rates.values()), [])
     if results["trial"]["train_samples"]:

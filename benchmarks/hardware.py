@@ -7,10 +7,10 @@ benchmarks/scaling.py and allreduce.py ask each host of a job so.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -93,11 +93,11 @@ def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]
 
 def unused(file: Path) -> Path:
     """This file, or with _2, _3, ... in its name: one that is not there yet."""
-    for number in itertools.count(1):
-        place = file.with_stem(f"{file.stem}_{number}") if number > 1 else file
-        if not place.exists():
-            return place
-    raise AssertionError("unreachable")
+    place, number = file, 1
+    while place.exists():
+        number += 1
+        place = file.with_stem(f"{file.stem}_{number}")
+    return place
 
 
 def hardware() -> dict[str, Any]:
@@ -130,10 +130,8 @@ def software() -> dict[str, Any]:
     """Versions of Python and packages, the commit, variables that matter, and when."""
     installed = {}
     for package in PACKAGES:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return {
         "python": platform.python_version(),
         "versions": installed,

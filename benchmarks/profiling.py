@@ -98,10 +98,6 @@ def train(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def members(arguments: argparse.Namespace) -> list[Rank]:
-    return ranks(chosen(arguments), arguments.np)
-
-
 def fetch(folder: Path, job: list[Rank]) -> int:
     """Copy what other hosts have, and this one has not; how many files that were.
 
@@ -143,7 +139,7 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     try:
-        placed = members(arguments)
+        placed = ranks(chosen(arguments), arguments.np)
         folder = arguments.merge or train(arguments)
         fetched = fetch(folder, placed)
         found, horovod = traces.read(folder, len(placed))

@@ -16,7 +16,6 @@ from ranges, `ASSUMED` below, and the band is what they leave open.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -139,21 +138,17 @@ def _mlperf(
     )  # fmt: skip
 
 
-ROWS: tuple[Callable[[], Published], ...] = (
-    lambda: _horovod("inception_v3", 0.90),
-    lambda: _horovod("resnet101", 0.90),
-    lambda: _horovod("vgg16", 0.68),
-    lambda: _mlperf(130, 8, 52, 1_147_030, 11_222.4, 4),
-    lambda: _mlperf(32, 16, 65, 633_233, 24_655.5, 8),  # two of its ten cards are for storage
-    lambda: _mlperf(96, 16, 39, 1_632_450, 24_655.5, 8),
-)
-
-
 def rows() -> list[dict[str, Any]]:
     """Each row's efficiency beside what the model says: most likely, and at worst and best."""
     found = []
-    for make in ROWS:
-        row = make()
+    for row in (
+        _horovod("inception_v3", 0.90),
+        _horovod("resnet101", 0.90),
+        _horovod("vgg16", 0.68),
+        _mlperf(130, 8, 52, 1_147_030, 11_222.4, 4),
+        _mlperf(32, 16, 65, 633_233, 24_655.5, 8),  # two of its ten cards are for storage
+        _mlperf(96, 16, 39, 1_632_450, 24_655.5, 8),
+    ):
         said = []
         for share, latency, deviation in ASSUMED:
             network = replace(row.network, latency=latency, bandwidth=share * row.network.bandwidth)

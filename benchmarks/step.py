@@ -150,7 +150,7 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         deadline = time.monotonic() + 120
         worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
         horovodrun = Path(sys.executable).parent / "horovodrun"
-        ranks = sum(slots(arguments.hosts))
+        ranks = sum(host.slots for host in parse(arguments.hosts))
         first = arguments.hosts.split(",")[0].partition(":")[0]
         try:
             meeting = "127.0.0.1" if first == "localhost" else socket.gethostbyname(first)
@@ -183,11 +183,6 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
             group.end()
             raise
     return group
-
-
-def slots(hosts: str) -> list[int]:
-    """Raises Refusal for what is no list of hosts."""
-    return [host.slots for host in parse(hosts)]
 
 
 def _free_port() -> int:
@@ -331,7 +326,7 @@ def main() -> None:
     if arguments.repeats < 1 or arguments.block_seconds <= 0:
         parser.error("--repeats is at least 1, --block-seconds more than 0")
     try:
-        ranks = sum(slots(arguments.hosts))
+        ranks = sum(host.slots for host in parse(arguments.hosts))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -70,27 +70,20 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
                 content["rank"], content["baseTimeNanoseconds"], content["traceEvents"]
             )  # fmt: skip
             trace = Trace(who["rank"], who["host"], who["clock_uncertainty_ns"] / 1e3, events)
-            first = min((e for e in events if str(e["name"]).startswith(STEP)), key=_start)
+            steps = [e for e in events if str(e["name"]).startswith(STEP)]
+            first = min(steps, key=lambda e: e["ts"])
         except (KeyError, TypeError, ValueError):
             raise Unreadable(f"{file}: no trace of a rank's steps: trace anew") from None
         trace.main = place(first)
         base_ns -= who["clock_ahead_ns"]
         if rank == 0:
             zero_ns = base_ns + round(first["ts"] * 1e3)
-        _shift(events, (base_ns - zero_ns) / 1e3)
+        for event in events:
+            if "ts" in event:
+                event["ts"] += (base_ns - zero_ns) / 1e3
         found.append(trace)
     file = folder / "horovod.json.gz"
     return found, timeline(_content(file), zero_ns) if file.exists() else Timeline()
-
-
-def _start(event: Event) -> float:
-    return event["ts"]
-
-
-def _shift(events: list[Event], by_us: float) -> None:
-    for event in events:
-        if "ts" in event:
-            event["ts"] += by_us
 
 
 def _content(file: Path) -> Any:

@@ -32,13 +32,8 @@ class Progress(ProgressBar):
     def enable(self) -> None:
         self._enabled = True
 
-    def disable(self) -> None:
+    def disable(self) -> None:  # by the setup of Lightning's, on all ranks but 0
         self._enabled = False
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
-        if not trainer.is_global_zero:
-            self.disable()
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_start(trainer, *_)

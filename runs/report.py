@@ -127,9 +127,8 @@ class Report(pl.Callback):
             "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
         }
         for name, text in lines.items():
-            if not text:
-                continue
-            print(f"{name:<7} {text}", flush=True)
+            if text:
+                print(f"{name:<7} {text}", flush=True)
 
     # ---------------------------------------------------------------- counting
 

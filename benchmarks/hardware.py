@@ -42,20 +42,22 @@ def write_json(results: dict[str, Any], file: Path) -> None:
     unfinished.replace(file)
 
 
-def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path, dict[str, Any]]:
+def continued(
+    results: dict[str, Any], folder: Path, name: str, *measured: str
+) -> tuple[Path, dict[str, Any]]:
     """What the same command left when it was interrupted, and its file; else `results`, unfinished,
     and a file that is not there yet. Until this process ends, no other one measures for the same
     folder: it would write the same file, and both would disturb each other.
 
     Args:
         results: all that is known before the first measurement.
-        file: where they are to be written; its name ends with the date.
+        folder, name: of the file, whose name ends with the date.
         measured: keys of what is measured; the others, but for the time, must be equal.
     """
-    _measure_alone(file.parent)
+    _measure_alone(folder)
     results = {**json.loads(json.dumps(results)), "finished": False}
     varies = {*measured, "date", "load_before"}
-    for place in sorted(file.parent.glob(f"{file.stem[: -len('2026-01-31')]}*.json")):
+    for place in sorted(folder.glob(f"{name}_*.json")):
         try:
             found = json.loads(place.read_text())
         except ValueError:
@@ -65,7 +67,7 @@ def continued(results: dict[str, Any], file: Path, *measured: str) -> tuple[Path
         if all(found.get(key) == results[key] for key in results.keys() - varies):
             print(f"going on with {place}, of {found['date']}", file=sys.stderr)
             return place, found
-    return unused(file), results
+    return unused(folder / f"{name}_{results['date'][:10]}.json"), results
 
 
 def _measure_alone(folder: Path) -> None:
@@ -137,7 +139,8 @@ def software() -> dict[str, Any]:
         "versions": installed,
         "commit": _git("describe", "--always", "--dirty").strip() or None,
         "changes": _changes(),
-        "environment": _environment(),
+        # Variables that reach all ranks and change how fast they are.
+        "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FASTER)},
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }
 
@@ -155,11 +158,6 @@ def _changes() -> str | None:
     for file in (ROOT / name for name in new if name):
         difference += f"{file}\n{file.read_text(errors='replace') if file.is_file() else ''}"
     return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None
-
-
-def _environment() -> dict[str, str]:
-    """The variables that reach all ranks and change how fast they are."""
-    return {key: value for key, value in sorted(os.environ.items()) if key.startswith(FASTER)}
 
 
 def _git(*arguments: str) -> str:

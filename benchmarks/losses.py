@@ -195,10 +195,10 @@ def main() -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    name = f"losses_{slug(losses_report.hardware_of(results))}_{results['date'][:10]}"
+    name = f"losses_{slug(losses_report.hardware_of(results))}"
     try:
         shares = batches(jobs, arguments.np)
-        file, results = continued(results, arguments.out / f"{name}.json", "jobs")
+        file, results = continued(results, arguments.out, name, "jobs")
         for job, batch in list(zip(jobs, shares))[len(results["jobs"]) :]:
             found = measure(job, batch, arguments.np, arguments.steps, launch, say)
             results["jobs"].append(found)

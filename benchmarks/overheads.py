@@ -149,9 +149,8 @@ def main() -> None:
         "ranks": sorted(set(arguments.ranks)), "repeats": arguments.repeats, **hardware(),
     }  # fmt: skip
     results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
-    name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}"
-    file = arguments.out / f"{name}.json"
-    file, results = continued(results, file, "runs")
+    name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores"
+    file, results = continued(results, arguments.out, name, "runs")
     try:
         for repeat in range(arguments.repeats):
             for ranks in results["ranks"]:

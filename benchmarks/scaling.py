@@ -100,8 +100,8 @@ def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
     model = slug(results["config"]["task"] or results["config"]["model"]["_target_"].split(".")[-1])
     network = results["settings"]["network"] or ""
     hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
-    file = folder / f"scaling_{model}_{hardware}_{results['date'][:10]}.json"
-    file, results = continued(results, file, "runs", "trial")
+    name = f"scaling_{model}_{hardware}"
+    file, results = continued(results, folder, name, "runs", "trial")
     whole = _whole_repeats(results)
     if left := len(results["runs"]) - len(whole):
         runs = f"{left} run{'s' * (left > 1)}"

@@ -193,9 +193,8 @@ def main() -> int:
             "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
             "devices": devices, "memory_mib": weights,
         }  # fmt: skip
-        name = f"split_{slug(device(results))}_{results['date'][:10]}.json"
-        file = arguments.out / name
-        file, results = continued(results, file, "runs")
+        name = f"split_{slug(device(results))}"
+        file, results = continued(results, arguments.out, name, "runs")
         results["runs"] = whole_repeats(results["runs"], len(ways(devices)))
         run(results, measure, lambda: write_json(results, file))
     except (Refusal, Failed, ValueError) as error:

@@ -185,9 +185,8 @@ def main() -> int:
         "ranks": sorted(set(arguments.np)), "repeats": arguments.repeats,
         "runs": [], "look_ups": {},
     }  # fmt: skip
-    name = f"start_{slug(results['cpu'])}-{results['cores']}-cores_{results['date'][:10]}.json"
-    file = arguments.out / name
-    file, results = continued(results, file, "runs", "look_ups")
+    name = f"start_{slug(results['cpu'])}-{results['cores']}-cores"
+    file, results = continued(results, arguments.out, name, "runs", "look_ups")
     try:
         run(results, lambda: write_json(results, file))
     except Failed as error:

@@ -351,8 +351,8 @@ def main() -> None:
     }  # fmt: skip
     some = "" if arguments.models == every else "-".join(arguments.models) + "_"
     batch = f"batch-{arguments.batch}_" if arguments.batch else ""
-    name = f"step_{some}{batch}{arguments.network}_{slug(on)}_{results['date'][:10]}"
-    file, results = continued(results, arguments.out / f"{name}.json", "models")
+    name = f"step_{some}{batch}{slug(arguments.network)}_{slug(on)}"
+    file, results = continued(results, arguments.out, name, "models")
     interrupt_at_signals()
     try:
         for model in arguments.models:

@@ -170,20 +170,20 @@ def test_nothing_of_a_run_stays_on_another_host(tmp_path: Path) -> None:
 
 
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
-    asked = {"commit": "abc", "sizes": (1, 2), "date": "today", "runs": []}
+    asked = {"commit": "abc", "sizes": (1, 2), "date": "2026-01-02T10", "runs": []}
     file, yesterdays = tmp_path / "x_2026-01-02.json", tmp_path / "x_2026-01-01.json"
-    place, new = hardware.continued(asked, file, "runs")
+    place, new = hardware.continued(asked, tmp_path, "x", "runs")
     assert place == file and new["runs"] == []
-    begun = {**new, "runs": [1.5], "date": "yesterday"}
+    begun = {**new, "runs": [1.5], "date": "2026-01-01T10"}
     hardware.write_json(begun, yesterdays)
     (tmp_path / "x_2025-12-31.json").write_text("")  # half copied
-    assert hardware.continued(asked, file, "runs") == (yesterdays, begun)
-    file, another = yesterdays, tmp_path / "x_2026-01-01_2.json"
+    assert hardware.continued(asked, tmp_path, "x", "runs") == (yesterdays, begun)
+    asked["date"], another = begun["date"], tmp_path / "x_2026-01-01_2.json"
     for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
-        place, new = hardware.continued({**asked, **other}, file, "runs")
+        place, new = hardware.continued({**asked, **other}, tmp_path, "x", "runs")
         assert place == another and new["runs"] == []  # and nothing is written over
-    hardware.write_json({**begun, "finished": True}, file)
-    assert hardware.continued(asked, file, "runs")[0] == another
+    hardware.write_json({**begun, "finished": True}, yesterdays)
+    assert hardware.continued(asked, tmp_path, "x", "runs")[0] == another
 
 
 def test_new_code_and_variables_make_another_measurement(
@@ -216,7 +216,7 @@ def test_steps_under_other_variables_do_not_go_on_in_one_file(
 
     monkeypatch.setattr(step, "measure", measure)
     monkeypatch.setattr(step, "interrupt_at_signals", lambda: None)
-    models = ["--models", "mlp", "resnet18", "--repeats", "1"]
+    models = ["--models", "mlp", "resnet18", "--repeats", "1", "--network", "10/25 Gbit"]
     monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *models, "--out", str(tmp_path)])
     for arenas in ("1", "2", "2"):
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
@@ -228,9 +228,9 @@ def test_steps_under_other_variables_do_not_go_on_in_one_file(
 
 def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     code = "import pathlib, sys; from benchmarks.hardware import continued; "
-    code += "continued({}, pathlib.Path(sys.argv[1]) / 'x_2026-01-02.json'); print('goes on')"
+    code += "continued({'date': '2026-01-02'}, pathlib.Path(sys.argv[1]), 'x'); print('goes on')"
     command = [sys.executable, "-c", code, str(tmp_path)]
-    hardware.continued({}, tmp_path / "y_2026-01-02.json")
+    hardware.continued({"date": "2026-01-02"}, tmp_path, "y")
     done = run(command)
     assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
     os.close(hardware._LOCKED.pop(tmp_path))

@@ -281,7 +281,7 @@ class HorovodStrategy(ParallelStrategy):
         # As well as in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
         # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
         self._step_hooks = [
-            optimizer.register_step_pre_hook(self._before_step)
+            optimizer.register_step_pre_hook(self._before_each_step)
             for optimizer in self.optimizers
             if hasattr(optimizer, "_optimizer_step_pre_hooks")
         ]
@@ -436,12 +436,21 @@ class HorovodStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         self._before_step(optimizer)
-        if self._buckets is not None and isinstance(optimizer, LBFGS):
-            # Its line search asks for another loss as long as this one does not please it.
-            closure = partial(self._of_all_ranks, closure)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_each_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What `step` is called with, where that is to be changed."""
+        self._before_step(optimizer)
+        if self._buckets is None or not isinstance(optimizer, LBFGS):
+            return None
+        # Its line search asks for another loss as long as this one does not please it. The closure
+        # is all that it takes.
+        shared = partial(partial, self._of_all_ranks)
+        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}
+
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Weights that a step moves by what one rank has alone would differ from then on."""
         if self._buckets is None:
             return

@@ -434,6 +434,28 @@ def line_search(strategy: str) -> dict[str, Any]:
     return fit(strategy, LineSearch(), max_epochs=1, precision="64-true")
 
 
+class SearchesByHand(LineSearch):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+            self.manual_backward(loss)
+            return loss
+
+        optimizer.step(closure)
+
+
+@case(without_ddp="each rank's line search goes by its own loss")
+def line_search_of_a_bare_optimizer(strategy: str) -> dict[str, Any]:
+    return fit(strategy, SearchesByHand(), max_epochs=1, precision="64-true")
+
+
 class Experts(Net):
     """Samples of each class take a way of their own, so that ranks use other parameters."""
 

@@ -113,7 +113,7 @@ MUTATIONS = [
     ),
     Mutation(
         "steps that pass Lightning by are not looked at", "horovod.py",
-        "optimizer.register_step_pre_hook(self._before_step)",
+        "optimizer.register_step_pre_hook(self._before_each_step)",
         "optimizer.register_step_pre_hook(str)", "mistakes", "test_mistakes",
     ),
     Mutation(
@@ -297,7 +297,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a line search goes by this rank's loss", "horovod.py",
-        "closure = partial(self._of_all_ranks, closure)", "pass", "horovod-2 and line_search",
+        "shared = partial(partial, self._of_all_ranks)", "return None", "horovod-2 and line_search",
     ),
     Mutation(
         "learning rates are not compared", "refusals.py",

@@ -113,12 +113,12 @@ class Ranks:
         return (self.folder / "output").read_text()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """launch(function, ranks, **arguments): what `function` returned on each rank, in order.
 
     It runs in processes of horovodrun, of which so many must have taken part: the same for all
-    launches of a module, until a function fails.
+    launches, until a function fails. To import torch takes them longer than most functions do.
     """
     living: dict[int, Ranks] = {}
 

@@ -4,7 +4,7 @@
 
 The n-th order is FOLDER/n.json, {"module": ..., "function": ..., "arguments": {...}}. Rank r
 answers with {"size": hvd.size(), "result": ...} in FOLDER/n.r.pt. An order of null ends it, and
-so do ten minutes without any: who ordered may be gone. The orders are those of conftest.py.
+so does an hour without any: who ordered may be gone. The orders are those of conftest.py.
 """
 
 import faulthandler
@@ -25,8 +25,8 @@ folder = Path(sys.argv[1])
 for number in itertools.count(1):
     file, began = folder / f"{number}.json", time.monotonic()
     while not file.exists():
-        if time.monotonic() > began + 600:
-            sys.exit("no order for ten minutes")
+        if time.monotonic() > began + 3600:
+            sys.exit("no order for an hour")
         time.sleep(0.02)
     if (order := json.loads(file.read_text())) is None:
         break

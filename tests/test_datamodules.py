@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +23,11 @@ from torchvision.transforms.functional import to_pil_image
 
 from datamodules import cifar10, mnist, ranks
 from datamodules.cifar10 import Cifar10, InMemory, augmented
+from datamodules.digits import Digits
+from datamodules.fake import Fake
 from datamodules.folder import Folder, view
 from datamodules.mnist import Mnist
+from datamodules.noise import Noise
 from datamodules.photos import Photos
 from datamodules.shards import Shards
 from strategies import HorovodStrategy
@@ -100,6 +104,38 @@ def test_mnist_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert labels.to(torch.uint8).numpy().tobytes() == written
 
 
+def test_digits_are_from_0_to_1_and_split_by_the_seed() -> None:
+    splits = []
+    for seed in (0, 0, 1):
+        data = Digits(split_seed=seed)
+        data.setup("fit")
+        splits.append([list(split.indices) for split in data.splits])
+        images = torch.cat([images for images, _ in data.train_dataloader()])
+        assert (float(images.min()), float(images.max())) == (0, 1)
+    assert splits[0] == splits[1] != splits[2]
+    assert [len(split) for split in splits[2]] == [1257, 180, 360]
+    assert sorted(chain(*splits[2])) == list(range(1797))
+
+
+def test_images_that_are_made_up_differ_and_stay(tmp_path: Path) -> None:
+    made, again = (Fake(count=5, size=4) for _ in range(2))
+    images = [
+        torch.stack([image for split in of.splits for image, _ in split]) for of in (made, again)
+    ]
+    assert [len(split) for split in made.splits] == [5, 8, 8]
+    assert torch.equal(*images) and len(images[0].unique(dim=0)) == 21
+    noises = []
+    for seed in (1, 1, 2):
+        data = Noise(str(tmp_path), count=5, size=4, seed=seed)
+        data.prepare_data()
+        data.setup("fit")
+        noises.append(torch.stack([pair[0] - pair[2] for split in data.splits for pair in split]))
+    assert (
+        torch.equal(*noises[:2])
+        and len(torch.cat(noises[1:]).round(decimals=5).unique(dim=0)) == 42
+    )
+
+
 class TestCifar10:
     def test_a_batch_is_taken_at_once_and_made_float_on_the_device(self, tmp_path: Path) -> None:
         write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
@@ -155,6 +191,14 @@ class TestFolder:
         (tmp_path / "val" / "tower").rename(tmp_path / "val" / "spire")
         with pytest.raises(ValueError, match="same classes; only one has spire, tower"):
             Folder(str(tmp_path)).setup("fit")
+
+    @pytest.mark.parametrize(("whole", "edge"), [(True, 0), (False, 16)])
+    def test_a_view_is_of_the_whole_height_or_of_7_eighths(self, whole: bool, edge: int) -> None:
+        ramp = torch.arange(256, dtype=torch.uint8).expand(3, 256, 256)
+        seen = 255 * view(28, whole=whole)(to_pil_image(ramp))[0, 0]
+        width = (256 - 2 * edge) / 28  # of a pixel
+        expected = [edge + width / 2 - 0.5, 255 - edge - width / 2 + 0.5]
+        assert [float(seen[0]), float(seen[-1])] == pytest.approx(expected, abs=2)
 
     def test_a_broken_image_is_named(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=10)
@@ -239,6 +283,26 @@ def test_a_batch_to_learn_by_heart_stays_as_it_is(kind: str, tmp_path: Path) -> 
     assert not any(torch.equal(first, other) for other in others)
     first, *others = seen(kind, tmp_path / "overfit", among(1, 0, overfit_batches=1))
     assert all(torch.equal(first, other) for other in others)
+
+
+@pytest.mark.parametrize("kind", ["folder", "shards"])
+@pytest.mark.parametrize("augment", [True, False])
+def test_who_trains_on_parts_validates_on_the_middle(
+    kind: str, augment: bool, tmp_path: Path
+) -> None:
+    write_folder(tmp_path / "images", each=10)
+    write_shards(tmp_path / "shards", train=[4, 4], val=[2])
+    patterns = (f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val"))
+    data: Any = (
+        Folder(str(tmp_path / "images"), size=16, augment=augment, num_workers=0)
+        if kind == "folder"
+        else Shards(*patterns, 1, size=16, augment=augment, num_workers=0)
+    )
+    data.setup("fit")
+    samples = data.val_dataloader().dataset
+    look = samples.dataset.transform if kind == "folder" else samples.look
+    image = to_pil_image(torch.arange(3072, dtype=torch.uint8).view(3, 32, 32))
+    assert torch.equal(look(image), view(16, whole=not augment)(image))
 
 
 def set_up_with_other_files(folder: str, kind: str) -> tuple[str, str]:

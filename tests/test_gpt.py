@@ -92,6 +92,23 @@ def test_it_learns_more_than_how_often_bytes_occur(
     assert f"tokens  {rate:,.0f} tokens/s" in told and "measured: float32 products" in told
 
 
+def test_matrices_alone_decay_and_the_learning_rate_rises_and_falls() -> None:
+    model = tiny(lr=0.1, weight_decay=0.2, warmup_steps=4, decay_steps=8)
+    groups = model.configure_optimizers()["optimizer"].param_groups
+    assert [(group["initial_lr"], group["betas"]) for group in groups] == [(0.1, (0.9, 0.95))] * 2
+    decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
+    assert decay == {p: 0.2 if p.dim() > 1 else 0 for p in model.parameters()}
+    shares = [model._lr_share(step) for step in (0, 3, 4, 6, 8, 99)]
+    assert shares == pytest.approx([0.25, 1, 1, 0.55, 0.1, 0.1])
+    assert tiny()._lr_share(10_000) == 1
+
+
+def test_outputs_that_are_added_up_begin_smaller() -> None:
+    block = tiny().network.blocks[0]
+    for layer, deviation in ((block.up, 0.02), (block.out, 0.01), (block.attention.out, 0.01)):
+        assert float(layer.weight.detach().std()) == pytest.approx(deviation, rel=0.1)
+
+
 def test_flop_are_counted_by_hand() -> None:
     matrices = 256 * 32 + 2 * 12 * 32**2  # the embedding, which is the head too; two blocks
     norms = 5 * 32
@@ -162,8 +179,9 @@ def test_files_are_packed_and_split(tmp_path: Path) -> None:
 
 def test_other_ranks_take_the_text_of_rank_0() -> None:
     text = bytes(range(60))
-    data = Text(length=2)
+    data = Text(length=2, batch_size=16)
     strategy = SimpleNamespace(broadcast=lambda mine: mine or text)
     data.trainer = SimpleNamespace(is_global_zero=False, strategy=strategy)  # type: ignore
     data.setup("fit")
     assert data.splits[1].tolist() == [[54, 55, 56]]
+    assert [len(batch) for batch in data.train_dataloader()] == [16]  # of 26: all of one size

@@ -13,7 +13,9 @@ from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import Metric
 
 from datamodules.digits import Digits
 from datamodules.fake import Fake
@@ -22,6 +24,7 @@ from models.dcgan import DCGAN, InceptionScore, Judge
 from models.denoiser import Denoiser
 from models.resnet import ResNet, rise_and_fall
 from models.split import Split
+from models.unet import UNet
 
 
 class TestDCGAN:
@@ -33,15 +36,26 @@ class TestDCGAN:
         assert samples.min() >= 0 and samples.max() <= 1
         assert model.opinion(samples).shape == (2,)
 
+    def test_the_discriminator_sees_images_as_the_generator_makes_them(self) -> None:
+        """From -1 to 1, by weights that begin with a deviation of 0.02."""
+        model = DCGAN(size=8, channels=1)
+        assert float(model.generator[0].weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+        model.discriminator = nn.Sequential(nn.Identity())
+        assert model.opinion(torch.tensor([0, 0.5, 1])).tolist() == [-1, 0, 1]
+
     def test_each_rank_draws_other_latents(self) -> None:
-        drawn = []
+        drawn, judged = [], []
         for rank in (0, 1):
             torch.manual_seed(0)
             model: Any = DCGAN(size=8, channels=1, width=4)
             model._trainer = SimpleNamespace(global_rank=rank, world_size=2, global_step=0)
             model.on_train_start()
             drawn.append(model.latents(4, model.draws))
-        assert not torch.equal(*drawn)
+            model.latents = lambda count, draws: judged.append(draws.initial_seed()) or drawn[0]
+            model.log = lambda *_: None
+            for batch_idx in (0, 1):
+                model.validation_step((torch.rand(4, 1, 8, 8), None), batch_idx)
+        assert not torch.equal(*drawn) and len(set(judged)) == 4
 
     def test_images_that_do_not_fit_are_refused(self) -> None:
         model: Any = DCGAN(size=64, channels=3, width=4)
@@ -106,6 +120,19 @@ class TestResNet:
         last = model.network.layer1[0]
         assert not (last.bn3 if depth == 50 else last.bn2).weight.any()
 
+    def test_it_is_trained_as_asked(self) -> None:
+        asked = {"momentum": 0.8, "weight_decay": 0.01}
+        model: Any = ResNet(lr=0.3, label_smoothing=0.2, **asked)
+        model._trainer = SimpleNamespace(estimated_stepping_batches=9, max_steps=9)
+        group = model.configure_optimizers()["optimizer"].param_groups[0]
+        expected = {"initial_lr": 0.3, "nesterov": True, **asked}
+        assert {name: group[name] for name in expected} == expected
+        model.network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
+        model.log = lambda *_, **__: None
+        images, labels = torch.rand(4, 3, 8, 8), torch.arange(4)
+        loss = cross_entropy(model(images), labels, label_smoothing=0.2)
+        assert torch.equal(model.training_step((images, labels), 0), loss)
+
     def test_another_depth_is_refused(self) -> None:
         with pytest.raises(ValueError, match="depth=34: there are 18, 50"):
             ResNet(depth=34)
@@ -151,6 +178,25 @@ class TestDenoiser:
         model.eval()
         torch.testing.assert_close(images - model(images), model.network(images))
 
+    def test_it_learns_from_the_target_and_is_measured_against_the_clean_image(self) -> None:
+        model: Any = Denoiser(depth=3, features=4).eval()
+        found: dict[str, Any] = {}
+        model.log = lambda name, value, **_: found.update({name: value})
+        noisy, target, clean = batch = tuple(torch.rand(3, 2, 1, 8, 8))
+        output = model(noisy)
+        for step in (model.training_step, model.validation_step, model.test_step):
+            step(batch, 0)
+        values = {n: float(v.compute() if isinstance(v, Metric) else v) for n, v in found.items()}
+        psnr = {
+            name: -10 * float(mse_loss(images, clean).log10())
+            for name, images in (
+                ("val/psnr", output), ("test/psnr", output), ("test/psnr_noisy", noisy),
+            )
+        }  # fmt: skip
+        losses = dict.fromkeys(("train/loss", "val/loss"), float(mse_loss(output, target)))
+        assert values == pytest.approx({**losses, **psnr})
+        assert all(map(torch.equal, model.first_images, (noisy, target, output)))
+
     def test_a_unet_sees_further_with_more_scales(self) -> None:
         torch.manual_seed(0)
         seen = []
@@ -161,6 +207,7 @@ class TestDenoiser:
             assert image.grad is not None
             seen.append(int((image.grad != 0).any(dim=2).sum()))
         assert seen[0] == 5 and seen[1] > 10
+        assert [block[0].out_channels for block in UNet(1, 4, 3).down] == [4, 8, 16]
 
     def test_an_unknown_network_is_refused(self) -> None:
         with pytest.raises(ValueError, match="network=resnet: there are dncnn, unet"):

@@ -181,6 +181,12 @@ class TestGoingOn:
         epochs = [epoch for epoch, _ in model.trained]
         assert [epochs.count(epoch) for epoch in (0, 1)] == [rest, 44 // batch_size]
 
+    def test_a_batch_to_learn_by_heart_comes_in_each_epoch(
+        self, tmp_path: Path, folder: Path
+    ) -> None:
+        model = fit(tmp_path, shards(folder, 3), overfit_batches=1)
+        assert model.trained == [(epoch, model.trained[0][1]) for epoch in (0, 1)]
+
     def test_other_shards_are_told(self, tmp_path: Path, folder: Path, checkpoints: Path) -> None:
         write_shards(tmp_path / "more", train=[*TRAIN, 6], val=VAL)
         with pytest.warns(UserWarning, match="of 8 with 44 samples, these are 9 with 50"):

@@ -118,6 +118,19 @@ class TestWhatIsTried:
         with pytest.raises(Refusal, match=message):
             Space(arguments, trials)
 
+    def test_draws_go_where_the_best_is_expected(self) -> None:
+        space = Space(["model.width=int(interval(1,100))"], 30)
+        tried = [([f"model.width={width}"], float(width)) for width in range(1, 100, 5)]
+        for mode, low in (("min", True), ("max", False)):
+            drawn = [space.draw(tried, number, mode)[0] for number in range(1, 9)]
+            mean = sum(int(change.removeprefix("model.width=")) for change in drawn) / 8
+            assert (mean < 50) == low, drawn
+
+    def test_four_digits_stay_in_the_interval(self) -> None:
+        space = Space(["model.lr=tag(log,interval(0.10001,0.10004))"], 2)
+        assert space._distributions()["model.lr"].log
+        assert space._write("model.lr", 0.10003) == "model.lr=0.10001"
+
     def test_without_optuna_it_says_how_to_get_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
         with pytest.raises(Refusal, match="-m pip install optuna==5.0.0"):
@@ -144,6 +157,9 @@ class TestWhatIsKept:
         done = sweep(tmp_path, metric="test/acc", mode="max")
         done.run(Fake())
         assert "model.lr=0.01 seed=1 data.batch_size=32" in (done.folder / "best.txt").read_text()
+        (header, *_) = csv.reader((done.folder / "results.csv").open())
+        swept = ["model.lr", "data.batch_size"]
+        assert header == ["trial", "state", *swept, "test/acc", "seconds", "reason", "folder"]
 
     def test_a_failed_trial_is_told_and_the_others_run(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -230,8 +246,9 @@ def test_the_line_that_tells_most(tmp_path: Path, text: str, told: str) -> None:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """The signal handlers of this process, put back."""
+    """The signal handlers of this process, put back; a shell's `&` has SIGINT be ignored."""
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

@@ -65,6 +65,11 @@ def test_a_straggler_is_persistent() -> None:
     for rank in range(4):
         each_in_turn[rank, rank::4] *= 2
     assert straggler(each_in_turn) is None
+    often = steps({"forward": 1}, {"forward": 1})
+    often[1, :30] *= 2  # of 50
+    assert straggler(often) is None
+    waits_too = steps({"forward": 1, "all_reduce": 1}, {"forward": 2, "all_reduce": 4})
+    assert straggler(waits_too) == {"rank": 1, "times": 2.0, "phase": "forward"}
     assert straggler(steps({"forward": 1}, {"forward": 1.1})) is None
     assert straggler(steps({"forward": 1})) is None
 

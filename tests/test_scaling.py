@@ -716,6 +716,8 @@ def test_a_machine_that_has_become_slower_is_not_the_code() -> None:
         each["hosts"]["localhost"]["arithmetic_ms"] *= 1.3
     with pytest.raises(check.Refusal, match=r"took 8.00 ms on localhost and takes 10.40: the mach"):
         check.compare(noisy(), new)
+    with pytest.raises(check.Refusal, match="took 10.40 ms on localhost and takes 8.00"):
+        check.compare(new, noisy())  # nor is one that has become faster
 
 
 def test_keys_that_one_of_them_does_not_know_are_not_compared() -> None:

@@ -44,7 +44,7 @@ class TestDownload:
     def test_without_internet_it_says_what_to_put_where(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module, made, _ = DOWNLOADED[name]
+        module, made, write = DOWNLOADED[name]
 
         def fail(root: str, download: bool) -> None:
             Path(root).mkdir(parents=True)
@@ -56,6 +56,13 @@ class TestDownload:
             data.prepare_data()
         assert str(data.folder) in str(told.value) and "put there: " in str(told.value)
         assert not list(tmp_path.iterdir())
+
+        def fail_beside_another_host(root: str, download: bool) -> None:
+            write(tmp_path)
+            raise URLError("no route to host")
+
+        monkeypatch.setattr(module, name, fail_beside_another_host)
+        data.prepare_data()
 
     def test_once_though_two_hosts_share_the_folder(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

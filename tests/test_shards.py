@@ -97,6 +97,18 @@ def test_the_shards_come_in_another_order_each_epoch(folder: Path) -> None:
     assert sum(after - before != 1 for before, after in pairwise(first)) <= len(TRAIN) - 1
 
 
+def test_samples_are_shuffled_anew_by_each_seed_epoch_and_rank(tmp_path: Path) -> None:
+    write_shards(tmp_path / "one", train=[20])
+    shards, orders = count_samples("train", f"{tmp_path}/one/train-*.tar"), set()
+    for seed, epoch, rank in ((0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1)):
+        share = Share(shards, 5, 2, rank, view(8), buffer=10, seed=seed)
+        share.epoch = epoch
+        labels = [label - 10 * rank for _, label in share]
+        assert sorted(labels) == list(range(10))
+        orders.add(tuple(labels))
+    assert len(orders) == 4
+
+
 @pytest.mark.parametrize(
     ("changed", "held"), [("png", b"no image"), ("png", None), ("cls", b"bedroom")]
 )

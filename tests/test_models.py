@@ -26,6 +26,8 @@ from models.resnet import ResNet, rise_and_fall
 from models.split import Split
 from models.unet import UNet
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class TestDCGAN:
     @pytest.mark.parametrize(("size", "channels"), [(8, 1), (28, 1), (64, 3)])
@@ -39,7 +41,7 @@ class TestDCGAN:
     def test_the_discriminator_sees_images_as_the_generator_makes_them(self) -> None:
         """From -1 to 1, by weights that begin with a deviation of 0.02."""
         model = DCGAN(size=8, channels=1)
-        assert float(model.generator[0].weight.detach().std()) == pytest.approx(0.02, rel=0.1)
+        assert float(model.discriminator[0].weight.detach().std()) == pytest.approx(0.02, rel=0.1)
         model.discriminator = nn.Sequential(nn.Identity())
         assert model.opinion(torch.tensor([0, 0.5, 1])).tolist() == [-1, 0, 1]
 
@@ -186,7 +188,10 @@ class TestDenoiser:
         output = model(noisy)
         for step in (model.training_step, model.validation_step, model.test_step):
             step(batch, 0)
-        values = {n: float(v.compute() if isinstance(v, Metric) else v) for n, v in found.items()}
+        values = {
+            name: float((value.compute() if isinstance(value, Metric) else value).detach())
+            for name, value in found.items()
+        }
         psnr = {
             name: -10 * float(mse_loss(images, clean).log10())
             for name, images in (

@@ -297,6 +297,7 @@ class CountsLooks(Anatomy):
 
 def short_steps() -> list[dict[str, Any]]:
     """All steps timed, and of short ones a tenth; the window is longer than an epoch."""
+    usual = anatomy.WINDOW, anatomy.SHORT
     anatomy.WINDOW = len(loader()) + 5
     both = []
     for seconds in (0.0, 1.0):
@@ -305,12 +306,13 @@ def short_steps() -> list[dict[str, Any]]:
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
         both.append({**timed.found, "looks": timed.looks})
+    anatomy.WINDOW, anatomy.SHORT = usual
     return both
 
 
-def test_of_short_steps_all_ranks_time_the_same_part(launch_anew: Callable) -> None:
+def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
     batches = 20 * len(loader())
-    found = launch_anew(short_steps, 2)
+    found = launch(short_steps, 2)
     for all_, part in found:
         window = batches // 20 + 5
         assert all_["steps"] == batches and all_["looks"] == batches // window

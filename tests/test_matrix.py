@@ -23,7 +23,7 @@ CLASS = {"horovod": "HorovodStrategy", "ddp": "HorovodrunDDP", "single": "Single
 
 @pytest.fixture(scope="module")
 def results(
-    launch_anew: Callable, request: pytest.FixtureRequest
+    launch: Callable, launch_anew: Callable, request: pytest.FixtureRequest
 ) -> Callable[[str, int], list[dict[str, Any]]]:
     """The results of all ranks of a launch, which is made when it is first asked for."""
     selected = [getattr(item, "callspec", None) for item in request.session.items]
@@ -34,7 +34,8 @@ def results(
     def results(strategy: str, ranks: int) -> list[dict[str, Any]]:
         if (strategy, ranks) not in known:
             known[strategy, ranks] = []  # a launch that fails is not repeated for each case
-            known[strategy, ranks] = launch_anew(run_cases, ranks, strategy=strategy, names=names)
+            start = launch_anew if strategy == "ddp" else launch
+            known[strategy, ranks] = start(run_cases, ranks, strategy=strategy, names=names)
         if not known[strategy, ranks]:
             pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
         return known[strategy, ranks]

@@ -91,8 +91,9 @@ class HorovodStrategy(ParallelStrategy):
             End the script with hvd.barrier(): when one rank ends, Horovod ends for all.
 
     What steps draw from torch (dropout, noise, augmentation after the transfer) each rank draws for
-    itself, whatever was seeded; what samplers draw is the same on all. Gradients are views in
-    buffers that the next backward fills again: clone those that you keep.
+    itself, whatever was seeded. What a sampler of your own draws in training is the same on all
+    ranks where these were seeded alike: else their shares overlap. Gradients are views in buffers
+    that the next backward fills again: clone those that you keep.
 
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
@@ -125,6 +126,7 @@ class HorovodStrategy(ParallelStrategy):
         self.gradient_predivide_factor = gradient_predivide_factor
         self.broadcast_buffers = broadcast_buffers
         self._num_nodes = 1
+        self._seed = 0  # of samplers that Lightning puts in
         self._buckets: GradientBuckets | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
@@ -176,7 +178,8 @@ class HorovodStrategy(ParallelStrategy):
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
+        # Horovod: shares of one order, also where ranks were seeded with seed + rank.
+        return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._seed}
 
     @property
     def _trainer(self) -> pl.Trainer:
@@ -219,6 +222,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.parallel_devices is not None
         asked = len(self.parallel_devices)
         refuse_contradictions(asked, self._num_nodes, self.root_device, self.world)
+        self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if self.root_device.type == "cpu":
             keep_freed_memory()
         # Evaluation visits every sample once (see process_dataloader), and a resumed epoch goes on

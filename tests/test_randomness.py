@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -179,6 +180,23 @@ def train_on_an_iterator() -> list[float]:
 def test_a_step_that_asks_for_its_batches_draws_them_as_all_do(launch: Callable) -> None:
     first, second = launch(train_on_an_iterator, 2)
     assert sorted(first + second) == sorted(samples(16).tensors[0][:, 0].tolist())
+
+
+def train_seeded_by_rank() -> list[list[float]]:
+    """The samples of two epochs."""
+    run, model = trainer("horovod", max_epochs=2), Noisy()
+    pl.seed_everything(3 + hvd.rank())
+    run.fit(model, DataLoader(samples(16), 2, shuffle=True))
+    del os.environ["PL_GLOBAL_SEED"]  # other tests run on these ranks too
+    seen = model.drawn["seen"]
+    return [torch.cat(epoch).tolist() for epoch in (seen[:4], seen[4:])]
+
+
+def test_ranks_that_were_seeded_apart_have_shares_of_one_order(launch: Callable) -> None:
+    first, second = launch(train_seeded_by_rank, 2)
+    for one, other in zip(first, second):
+        assert sorted(one + other) == sorted(samples(16).tensors[0][:, 0].tolist())
+    assert first[0] != first[1]
 
 
 def test_one_process_draws_as_without_horovod(launch: Callable, tmp_path: Path) -> None:

@@ -23,8 +23,10 @@ HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 def pytest_configure(config: pytest.Config) -> None:
     """Ranks of tests share the CPU; GPUs, of which each needs its own, are for test_gpu.py.
 
-    What `make test ARGS=...` was asked is not for the makes that tests call.
+    What `make test ARGS=...` was asked is not for the makes that tests call, nor is the deafness to
+    Ctrl-C of what a script starts with `&`.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):

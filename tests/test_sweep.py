@@ -246,9 +246,8 @@ def test_the_line_that_tells_most(tmp_path: Path, text: str, told: str) -> None:
 
 @pytest.fixture
 def handlers() -> Iterator[None]:
-    """The signal handlers of this process, put back; a shell's `&` has SIGINT be ignored."""
+    """The signal handlers of this process, put back."""
     before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
         signal.signal(number, handler)

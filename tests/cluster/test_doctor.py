@@ -334,7 +334,7 @@ def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
     sleeping = ["pgrep", "-fx", f"sleep 29.{os.getpid()}"]
     for module, *arguments in (["cluster.doctor"], ["cluster.jobs", "launch"]):
         process = subprocess.Popen(
-            ["env", "--default-signal=INT", PYTHON, "-m", module, *arguments]
+            [PYTHON, "-m", module, *arguments]
             + ["-H", "h1:1", *["true"] * len(arguments)],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},

@@ -270,7 +270,7 @@ class TestStart:
         for failing, status in (("exec sleep 600", 130), ("sleep 1; exit 97", 1)):
             fake_ssh(tmp_path, f"echo >> {tmp_path}/asked; {failing}")
             process = subprocess.Popen(
-                ["env", "--default-signal=INT", *horovodrun("-H", HOSTS_24, "true")],
+                horovodrun("-H", HOSTS_24, "true"),
                 cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                 env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
             )  # fmt: skip

@@ -303,7 +303,7 @@ def test_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
     (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 20\n")
     (tmp_path / "ssh").chmod(0o755)
     process = subprocess.Popen(
-        ["env", "--default-signal=INT", PYTHON, "-m", "cluster.sync", "-H", "192.0.2.1"], cwd=ROOT,
+        [PYTHON, "-m", "cluster.sync", "-H", "192.0.2.1"], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip

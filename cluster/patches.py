@@ -1,4 +1,4 @@
-"""What is changed in the sources of Horovod 0.28.1 before it is built: for speed, and one fault.
+"""What is changed in the sources of Horovod 0.28.1 before it is built: for speed, and faults.
 
 Each is a file, a text that it has once, and what comes instead; the figures are in
 benchmarks/NOTES.md. PATCH goes into the names of wheels: it counts up with each change.
@@ -24,12 +24,21 @@ from cluster.environment import InstallError
 # With Gloo its list of ranks has no length, so that nobody is ever found to be missing: who waits
 # for a rank that does something else waits without a word. Now the ranks are named after a minute
 # (HOROVOD_STALL_CHECK_TIME_SECONDS), as they are with MPI.
-PATCH = "p3"
+#
+# Its library looked for others in the folder of its build first, which is in /tmp, where anybody
+# may make a folder of that name. It needs none: torch is imported first, and has them all.
+#
+# It opened libcuda.so, a name for compilers; drivers are installed as libcuda.so.1, and some hosts
+# and images have that alone.
+PATCH = "p4"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 STORE = "horovod/common/gloo/http_store"
 SEND = "sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]"
 PATCHES = [
+    ("CMakeLists.txt", "project(horovod CXX)\n",
+     "project(horovod CXX)\nset(CMAKE_SKIP_RPATH ON)\n"),
+    ("horovod/torch/cuda_util.cc", 'dlopen("libcuda.so",', 'dlopen("libcuda.so.1",'),
     (f"{QUEUE}.h", "#include <mutex>\n",
      "#include <chrono>\n#include <condition_variable>\n#include <mutex>\n"),
     (f"{QUEUE}.h", "protected:\n", """\

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import horovod
 import pytest
 
 from cluster import environment, install, patches, wheel
@@ -32,12 +33,12 @@ class TestWheel:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
         tag = wheel.platform_tag()
         name = wheel.wheel_name(info(), "0.28.1", mpi=False)
-        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p3-cp312-cp312-{tag}.whl"
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p4-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
         label = wheel.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
-        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p3.mpi.sm80.sm90"
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p4.mpi.sm80.sm90"
         label = wheel.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
-        assert label.startswith("0.28.1+torch2.11.0.cpu.p3")
+        assert label.startswith("0.28.1+torch2.11.0.cpu.p4")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
@@ -56,11 +57,11 @@ class TestUnmet:
     @pytest.mark.parametrize(
         ("horovod", "mpi", "expected"),
         [
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p3", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p3.mpi", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p3", True, ["horovod"]),
-            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p3", False, ["horovod"]),
-            ("0.28.1+torch2.11.0.cpu.p3", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p4", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p4.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p4", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p4", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu.p4", False, ["horovod"]),
             ("0.28.1", False, ["horovod"]),
         ],
     )
@@ -70,7 +71,7 @@ class TestUnmet:
         assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
 
     def test_other_versions_are_seen(self) -> None:
-        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p3"
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p4"
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
 
@@ -92,7 +93,13 @@ class TestPatch:
     def test_has_a_number_of_its_own(self) -> None:
         """Wheels of other patches have other names: count PATCH up with each change."""
         digest = hashlib.sha256(repr(patches.PATCHES).encode()).hexdigest()[:12]
-        assert (patches.PATCH, digest) == ("p3", "41cc6c405948")
+        assert (patches.PATCH, digest) == ("p4", "5043304f32ec")
+
+    def test_the_library_looks_in_no_folder_of_its_own(self) -> None:
+        """That of its build was in /tmp; torch has loaded all that it needs."""
+        (library,) = (Path(horovod.__file__).parent / "torch").glob("mpi_lib_v2.*.so")
+        done = subprocess.run(["readelf", "-d", library], capture_output=True, text=True)
+        assert "libtorch_cpu.so" in done.stdout and "RUNPATH" not in done.stdout
 
     def test_is_refused_where_the_sources_are_others(self, tmp_path: Path) -> None:
         sources = self.sources(tmp_path)

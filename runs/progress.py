@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 
 from runs.refusal import RANK_VARIABLES
 
@@ -26,7 +26,7 @@ class Progress(ProgressBar):
         launched = any(name in os.environ for name in RANK_VARIABLES)
         self._moving = sys.stdout.isatty() and not launched
         self._enabled = True
-        self._epoch_began = self._last_line = 0.0
+        self._epoch_began = self._epoch_took = self._last_line = 0.0
         self._validated = False  # in this epoch
 
     def enable(self) -> None:
@@ -34,6 +34,11 @@ class Progress(ProgressBar):
 
     def disable(self) -> None:  # by the setup of Lightning's, on all ranks but 0
         self._enabled = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if not any(isinstance(callback, EpochEnd) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            trainer.callbacks = [*trainer.callbacks, EpochEnd(self)]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
         super().on_train_start(trainer, *_)
@@ -56,7 +61,10 @@ class Progress(ProgressBar):
             self._print(line, end="" if self._moving else "\n")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._print(self._line(trainer, f"{time.monotonic() - self._epoch_began:.1f} s"))
+        self._epoch_took = time.monotonic() - self._epoch_began
+
+    def tell_epoch(self, trainer: pl.Trainer) -> None:
+        self._print(self._line(trainer, f"{self._epoch_took:.1f} s"))
 
     def _line(self, trainer: pl.Trainer, where: str) -> str:
         # On all ranks: reading a metric may reduce it over them.
@@ -73,3 +81,13 @@ class Progress(ProgressBar):
         if self._enabled:
             # Back to the start of the line, and clear what a longer one left behind it.
             print(f"\r{line}\x1b[K" if self._moving else line, end=end, flush=True)
+
+
+class EpochEnd(Checkpoint):
+    """Has an epoch told when the module has logged at its end: a Checkpoint's turn comes later."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.progress.tell_epoch(trainer)

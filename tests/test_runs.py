@@ -561,6 +561,25 @@ def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixtu
     assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
 
 
+class LogsAtTheEnd(Times):
+    def on_train_epoch_end(self) -> None:
+        self.log("end", float(self.current_epoch))
+
+
+def test_an_epochs_line_has_what_the_module_logs_at_its_end(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=2,
+    )  # fmt: skip
+    trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
+    assert [line.partition("  end ")[2] for line in lines] == ["0", "1", "2"]
+
+
 def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None:
     assert train_to_the_best(tmp_path / "first", 1, 2)[1] == 2
     resumed = {"patience": 2, "ckpt_path": tmp_path / "first" / "last.ckpt"}

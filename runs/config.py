@@ -279,11 +279,11 @@ def _shown(value: Any) -> str:
 
 if __name__ == "__main__":  # by make, before it launches
     try:
+        check(sys.argv[1:])
         if flag := next((word for word in sys.argv[1:] if word.startswith("-")), None):
             raise Refusal(
                 f"ARGS={flag}: changes have the form key=value; an option of Hydra is for "
                 f"{sys.executable} template.py {flag}"
             )
-        check(sys.argv[1:])
     except Refusal as refusal:
         refuse(str(refusal))

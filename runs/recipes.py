@@ -58,5 +58,9 @@ def missing(conf: Path, group: str, choice: Any) -> str | None:
     options = sorted(str(file.relative_to(conf / group).with_suffix("")) for file in files)
     if choice in options:
         return None
+    choice = str(choice).lower() if isinstance(choice, bool) else choice
     told = f"there are: {', '.join(options)}{guess(choice, options)}"
+    others = [other for other in groups(conf) if (conf / other / f"{choice}.yaml").is_file()]
+    if len(others) == 1:  # "none" and "default" are in many
+        told += f"; or did you mean {others[0]}={choice}?"
     return f"there is no conf/{group}/{choice}.yaml; {told}"

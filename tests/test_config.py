@@ -20,6 +20,8 @@ from runs.refusal import Refusal
     [
         ("modl=denoiser", "no key 'modl'; it has: .*did you mean model"),
         ("model=denoisr", "no conf/model/denoisr.yaml; there are: classifier, .*did you"),
+        ("trainer=ddp", "there are: default; or did you mean strategy=ddp?"),
+        ("model=none", "classifier, .*, split$"),
         ("experiment=nope", "no conf/experiment/nope.yaml; there are: cifar_resnet, "),
         ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
         ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),

@@ -108,7 +108,7 @@ def gpus() -> dict:
     line = ["nvidia-smi", "--format=csv,noheader,nounits"]
     try:
         status, out, err = run([*line, "--query-gpu=" + fields], 20)
-        _, apps, _ = run([*line, "--query-compute-apps=pid,gpu_uuid,used_memory"], 20)
+        _, apps, _ = run([*line, "--query-compute-apps=pid,gpu_uuid"], 20)
     except subprocess.TimeoutExpired:
         return {"there": [], "error": "nvidia-smi does not answer", "processes": []}
     if status:
@@ -127,7 +127,9 @@ def gpus() -> dict:
     number = {row[1]: int(row[0]) for row in rows}
     processes = []
     for row in apps.splitlines():
-        pid, uuid, _ = (cell.strip() for cell in row.split(","))
+        pid, _, uuid = (cell.strip() for cell in row.partition(","))
+        if not pid.isdigit():
+            continue  # why none is told
         try:
             owner = os.stat("/proc/" + pid).st_uid
         except OSError:

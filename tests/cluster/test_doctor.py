@@ -203,12 +203,29 @@ def program(file: Path, script: str) -> Path:
     return file
 
 
+@pytest.mark.parametrize(
+    ("apps", "processes"),
+    [("1, GPU-a", [{"pid": 1, "gpu": 0, "uid": 0}]), ("[Not Supported]", []), ("", [])],
+)
+def test_processes_on_gpus_that_are_told_and_those_that_are_not(
+    apps: str, processes: list[dict[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = "0, GPU-a, NVIDIA T4, 580.1, 15000, [N/A]"
+    program(
+        tmp_path / "bin" / "nvidia-smi",
+        f"case $* in *compute-apps*) echo '{apps}';; *) echo '{row}';; esac",
+    )
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    told = probe.gpus()
+    assert told["processes"] == processes and told["there"][0]["name"] == "NVIDIA T4"
+
+
 @pytest.mark.slow
 def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
     """GPUs, interface, memory, disk and limits."""
     smi = program(tmp_path / "bin" / "nvidia-smi", """
         case $2 in
-          *compute-apps*) echo 1, GPU-b, 900;;
+          *compute-apps*) echo 1, GPU-b;;
           *) echo 0, GPU-a, NVIDIA T4, 580.1, 15000, 900
              echo 1, GPU-b, NVIDIA T4, 580.1, 15000, 14900;;
         esac

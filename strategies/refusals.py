@@ -75,8 +75,8 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
 
 
 def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, world: World) -> None:
-    """A Trainer's `devices` and `num_nodes` that are not horovodrun's, and GPUs without NCCL or
-    with several ranks.
+    """A Trainer's `devices` and `num_nodes` that are not horovodrun's, and GPUs without NCCL,
+    with several ranks, or of some ranks only.
 
     Args:
         devices: how many the Trainer has for this host; 1 for CPUs by itself, or all GPUs.
@@ -101,17 +101,26 @@ def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, wo
             "several times slower (horovod#2686). Build it again: make install; or use "
             "accelerator=cpu"
         )
-    if cuda:
-        _refuse_shared_gpus(device, world)
+    _refuse_others_gpus(device, world)
 
 
-def _refuse_shared_gpus(device: torch.device, world: World) -> None:
-    """NCCL wants one for each rank; its own message names none."""
-    mine = os.uname().nodename, str(torch.cuda.get_device_properties(device).uuid)
+def _refuse_others_gpus(device: torch.device, world: World) -> None:
+    """NCCL wants one for each rank; its own message names none. And where a driver is broken,
+    accelerator=auto takes the CPU, for which the others would wait forever."""
+    cuda = device.type == "cuda"
+    mine = os.uname().nodename, str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
+    ranks = world.gather_objects(mine)
     first: dict[tuple[str, str], int] = {}
-    for rank, (host, uuid) in enumerate(world.gather_objects(mine)):
+    for rank, (host, uuid) in enumerate(ranks):
+        if bool(uuid) != bool(ranks[0][1]):
+            lacks = rank if ranks[0][1] else 0
+            raise MisconfigurationException(
+                f"rank {lacks} on {ranks[lacks][0]} finds no GPU, others do: mend that (python -c "
+                "'import torch; torch.cuda.init()' says why), leave out hosts without, or use "
+                "accelerator=cpu"
+            )
         other = first.setdefault((host, uuid), rank)
-        if other != rank:
+        if uuid and other != rank:
             raise MisconfigurationException(
                 f"ranks {other} and {rank} have the same GPU of {host}: a rank needs its own; use "
                 "fewer ranks there (NP=, -np, -H), or let CUDA_VISIBLE_DEVICES show more"

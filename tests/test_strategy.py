@@ -312,6 +312,30 @@ class TestDevices:
                 strategy.setup_environment()
 
 
+def on_a_gpu_of_rank_0() -> str:
+    """What a strategy says to that, which then has no collective that the other rank has not."""
+    chosen = HorovodStrategy()
+    chosen.accelerator = CPUAccelerator()
+    chosen.accelerator.setup_device = lambda device: None  # type: ignore[method-assign]
+    kind = "cpu" if RANK else "cuda"
+    chosen.parallel_devices = [torch.device(kind, 0) if kind == "cuda" else torch.device(kind)]
+    gpu = SimpleNamespace(uuid="GPU-a")
+    here = {"device_count": lambda: 2, "get_device_properties": lambda device: gpu}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hvd, "nccl_built", lambda: True)
+        for name, function in here.items():
+            patch.setattr(torch.cuda, name, function)
+        with pytest.raises(MisconfigurationException) as refused:
+            chosen.setup_environment()
+    return str(refused.value)
+
+
+def test_a_gpu_on_some_ranks_only_is_refused(launch: Callable) -> None:
+    """accelerator=auto finds none where the driver is broken; it was a hang."""
+    first, second = launch(on_a_gpu_of_rank_0, 2)
+    assert first == second and re.match("rank 1 on .* finds no GPU, others do", first)
+
+
 class Adds(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()

@@ -43,6 +43,8 @@ from runs.targets import advice
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
 BY_POSITION = "more than one `__init__` argument"  # so Lightning's, of a loader that it makes anew
+# So begin Horovod's errors that another rank's end is not the cause of.
+OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 MADE = {  # by each group of which there is one
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
 }  # fmt: skip
@@ -227,9 +229,10 @@ class Run:
                 print(f"stopped; to go on: {to_go_on(Path(error.args[0]))}", flush=True)
             sys.exit(128 + error.args[1])
         mistake = _mistake(error, started=self.report.started)
-        # Horovod: the same error says that ranks asked for different things, which is their own.
+        # Horovod: the same error says that ranks asked for different things, or what NCCL and CUDA
+        # had against this rank's; these are its own.
         internal = type(error).__name__ == "HorovodInternalError"
-        horovod_stopped = internal and not str(error).startswith("Mismatched")
+        horovod_stopped = internal and not OWN.match(str(error))
         if self.folder is not None and not self.report.started:
             shutil.rmtree(self.folder, ignore_errors=True)
             for parent in self._parents:

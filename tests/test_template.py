@@ -441,6 +441,22 @@ class TestMistakes:
         assert "[0]<stderr>:  File" in done.stdout and "[1]<stderr>:  File" not in done.stdout
         assert not processes_of(tmp_path)
 
+    @pytest.mark.parametrize(
+        ("why", "whose"),
+        [
+            ("ncclCommInitRank failed: unhandled system error (run with ...)", "its own"),
+            ("ncclAllReduce failed: remote process exited or there was ...", "another's"),
+            ("CUDA out of memory. Tried to allocate 2.00 GiB.", "its own"),
+        ],
+    )
+    def test_what_nccl_has_against_a_rank_is_not_anothers_end(
+        self, tmp_path: Path, why: str, whose: str
+    ) -> None:
+        done = job(1, tmp_path, FAULTY + "IsFailedByHorovod", WHY=why)
+        assert done.returncode != 0
+        assert (f"HorovodInternalError: {why}" in done.stdout) == (whose == "its own"), done.stdout
+        assert (f"another rank ended ({why})" in done.stdout) == (whose == "another's")
+
     def test_make_leaves_out_variables_that_mean_other_things(self) -> None:
         done = run(["make", "--eval=probe:;@env", "probe", f"PYTHON={sys.executable}"], RANK="0")
         assert done.returncode == 0 and "RANK=" not in done.stdout

@@ -104,9 +104,15 @@ class HorovodrunDDP(DDPStrategy):
         gpu = accelerator != "cpu" and torch.cuda.is_available()
         # HOSTFILE's gpus: each process is shown a single one of its own.
         shown = gpu and "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
+        ranks = int(os.environ["HOROVOD_LOCAL_SIZE"])
+        if gpu and not shown and ranks > torch.cuda.device_count():
+            raise MisconfigurationException(
+                f"{ranks} ranks on {os.uname().nodename}, which has {torch.cuda.device_count()} "
+                "GPUs: a rank needs its own; use fewer ranks (NP=, -np, -H) or accelerator=cpu"
+            )
         devices = [
             torch.device("cuda", 0 if shown else index) if gpu else torch.device("cpu")
-            for index in range(int(os.environ["HOROVOD_LOCAL_SIZE"]))
+            for index in range(ranks)
         ]
         environment = HorovodrunEnvironment()
         super().__init__(cluster_environment=environment, parallel_devices=devices, **arguments)

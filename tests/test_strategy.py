@@ -210,6 +210,10 @@ class TestDevices:
             monkeypatch.setattr(ddp, "HorovodrunEnvironment", LightningEnvironment)
             devices = ddp.HorovodrunDDP().parallel_devices
             assert devices == [torch.device("cuda", index) for index in expected]
+        monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "3")
+        with pytest.raises(MisconfigurationException, match="3 ranks on .*, which has 2 GPUs"):
+            ddp.HorovodrunDDP()
+        assert len(ddp.HorovodrunDDP("cpu").parallel_devices or []) == 3
 
     def test_what_comes_from_another_ranks_gpu_is_put_on_its_own(self) -> None:
         storage = SimpleNamespace(cuda=lambda: "on mine")

@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import json
 import os
+import re
 import resource
 import selectors
 import signal
@@ -37,6 +38,8 @@ PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 SIOCGIFADDR = 0x8915  # netdevice(7)
 LONGEST_LINE = 1 << 20
+NAMED = re.compile(r"\d+|(GPU|MIG)-[\w-]+")  # as CUDA_VISIBLE_DEVICES names GPUs
+DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder for each
 MARK = b"# preload:"  # a line of a script: what is above it, ranks of a host may share
 IGNORED = (signal.SIGINT, signal.SIGHUP)  # the terminal's Ctrl-C is the launcher's to judge
 MOST_FILES = 1 << 16  # open: each rank is connected to all others, twice to those of its host
@@ -102,11 +105,11 @@ class Agent:
         gpus = job["gpus"]
         if gpus is None and visible is not None:
             there = any(Path("/dev").glob("nvidia[0-9]*"))
-            gpus = [gpu for gpu in visible.split(",") if there and gpu.isdecimal()][:count]
+            gpus = [gpu for gpu in visible.split(",") if there and NAMED.fullmatch(gpu)][:count]
         elif gpus is None:  # those that HorovodStrategy takes by local rank
             gpus = [gpu for gpu in range(count) if Path(f"/dev/nvidia{gpu}").exists()]
         for gpu in gpus:
-            name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{gpu}"
+            name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{place_of(str(gpu))}"
             # Not through a link that somebody else has put there.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             file = os.fdopen(os.open(Path(tempfile.gettempdir()) / name, flags, 0o600), "r+")
@@ -289,6 +292,16 @@ class Agent:
                 sys.stdout.buffer.flush()
             except OSError:
                 os._exit(1)  # nobody listens; the kernel kills the ranks
+
+
+def place_of(gpu: str, driver: Path = DRIVER) -> str:
+    """A GPU's place on the bus, by its number or the beginning of its UUID: one name for one GPU.
+    As it is given where the driver does not tell, and of a part of a GPU (MIG)."""
+    places = sorted(driver.glob("*/information"))  # as nvidia-smi and PCI_BUS_ID count
+    if gpu.isdecimal():
+        return dict(enumerate(file.parent.name for file in places)).get(int(gpu), gpu)
+    begins = re.compile(rf"GPU UUID:\s+{re.escape(gpu)}")
+    return next((file.parent.name for file in places if begins.search(file.read_text())), gpu)
 
 
 def shares_imports(command: list[str]) -> bool:

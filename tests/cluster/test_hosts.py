@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +17,7 @@ from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from cluster import findings
+from cluster import agent, findings
 from cluster.doctor import quick
 from cluster.horovodrun import forwarded
 from cluster.hosts import Host, Refusal, entry, make, parse, ranks, read, used
@@ -376,3 +377,25 @@ def test_one_host_under_two_names_is_refused() -> None:
     """Before it is asked anything."""
     with pytest.raises(Refusal, match="127.0.0.1 is localhost: name it once, as localhost:3"):
         quick([Host("localhost", 1), Host("127.0.0.1", 2)])
+
+
+def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number or its UUID it is the same one; a part of one (MIG) is one too."""
+    for bus, uuid in (("0000:c1:00.0", "GPU-b2"), ("0000:41:00.0", "GPU-a1")):
+        (tmp_path / bus).mkdir()
+        (tmp_path / bus / "information").write_text(f"Model: \t A\nGPU UUID: \t {uuid}\n")
+    for name, place in (
+        ("0", "0000:41:00.0"), ("1", "0000:c1:00.0"), ("2", "2"), ("GPU-b2", "0000:c1:00.0"),
+        ("GPU-a", "0000:41:00.0"), ("GPU-c", "GPU-c"), ("MIG-a1", "MIG-a1"),
+    ):  # fmt: skip
+        assert agent.place_of(name, tmp_path) == place
+    monkeypatch.setattr(agent.Path, "glob", lambda path, pattern: [path])  # there are some
+    monkeypatch.setattr(agent, "place_of", lambda gpu: f"of {gpu}")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for visible, names in (("1,GPU-b2,MIG-a1", ["1", "GPU-b2"]), ("-1", []), ("", [])):
+        first = agent.Agent()
+        first._take_gpus({"run": "x", "gpus": None, "ranks": [0, 1]}, visible)
+        assert len(first._locks) == len(names)
+        for name in names:
+            with pytest.raises(ValueError, match=f"GPU {name} is in use by run x"):
+                agent.Agent()._take_gpus({"run": "y", "gpus": None, "ranks": [0]}, name)

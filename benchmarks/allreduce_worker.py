@@ -20,6 +20,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from cluster.exchange import shares_gpu
 from strategies.environment import initialize
 
 PROCESS_BYTES = 500 * 2**20  # what a rank needs beside its numbers
@@ -111,6 +112,12 @@ def main() -> None:
     torch.set_num_threads(1)
     initialize()
     device = device_of_rank()
+    gpu = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
+    if shared := shares_gpu(hvd.allgather_object((socket.gethostname(), gpu), name="gpus")):
+        if hvd.rank() == 0:
+            print(json.dumps({"error": shared}), flush=True)
+        hvd.shutdown()
+        return
     lacks = hvd.allgather_object(
         (socket.gethostname(), lacking_memory(max(asked["sizes"]), device)), name="memory"
     )

@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import sys
 import time
 
 import horovod.torch as hvd
@@ -70,6 +71,20 @@ def messages(device: str) -> str:
     )
 
 
+def shares_gpu(ranks: list[tuple[str, str]]) -> str:
+    """Which of the ranks, each with its host and the UUID of its GPU, have one together, which NCCL
+    would refuse without naming it; empty if none."""
+    first: dict[tuple[str, str], int] = {}
+    for rank, (host, gpu) in enumerate(ranks):
+        other = first.setdefault((host, gpu), rank)
+        if gpu and other != rank:
+            return (
+                f"ranks {other} and {rank} have the same GPU of {host}: a rank needs its own; take "
+                "fewer (NP=, HOSTS=), or none: CUDA_VISIBLE_DEVICES= make ..."
+            )
+    return ""
+
+
 def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
@@ -82,6 +97,12 @@ def main() -> None:
         f"rank {rank} of {size} is rank {hvd.local_rank()} on {os.uname().nodename}: {on}",
         flush=True,
     )
+    gpu = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
+    if shared := shares_gpu(hvd.allgather_object((os.uname().nodename, gpu), name="gpus")):
+        if rank == 0:
+            print(f"error: {shared}", file=sys.stderr, flush=True)
+        hvd.shutdown()
+        sys.exit(2)
     # There and back: rank 0's message arrives, and what the others answer to it.
     message = hvd.broadcast_object(
         {"from": os.uname().nodename} if rank == 0 else {}, 0, name="hello"

@@ -2,10 +2,51 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import json
+import re
 import sys
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import horovod.torch as hvd
+import pytest
+import torch
 
 from tests.conftest import run
+
+
+def meet(main: str) -> tuple[object, str]:
+    """How it ends for a rank, and what it says, where all ranks of the host find a single GPU."""
+    gpu = SimpleNamespace(uuid="GPU-a")
+    found = {
+        "is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda index: None,
+        "get_device_name": lambda: "A", "get_device_properties": lambda device: gpu,
+    }  # fmt: skip
+    said, code = io.StringIO(), None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["", '{"sizes": [4096], "repeats": 1}'])
+        patch.setattr(hvd, "nccl_built", lambda: True)
+        patch.setattr(hvd, "shutdown", lambda: None)  # the ranks are others' too
+        for name, function in found.items():
+            patch.setattr(torch.cuda, name, function)
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            try:
+                importlib.import_module(main).main()
+            except SystemExit as end:
+                code = end.code
+    return code, said.getvalue()
+
+
+@pytest.mark.parametrize("main", ["cluster.exchange", "benchmarks.allreduce_worker"])
+def test_ranks_that_would_share_a_gpu_are_refused(launch: Callable, main: str) -> None:
+    """NCCL says "invalid usage" to that."""
+    (first, said), (second, silent) = launch(meet, 2, main=main)
+    assert first == second == (2 if main == "cluster.exchange" else None)
+    assert re.search("error.*ranks 0 and 1 have the same GPU of .*: a rank needs its own", said)
+    assert "same GPU" not in silent
 
 
 def test_hello_on_three_ranks() -> None:

@@ -40,6 +40,7 @@ KINDS: dict[str, Any] = {  # of what a host file says of a host
     "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
 }  # fmt: skip
 SIOCGIFCONF = 0x8912  # netdevice(7)
+JOB_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 SSH_SECONDS = 10  # to wait for a host that does not answer
 
 
@@ -157,6 +158,12 @@ class Host:
         if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
             # The nodes of a job are reached by srun also where ssh is not allowed.
             srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self.name}"]
+            # A job's GPUs for each task would be those of our one task, and its GPUs on all nodes
+            # would be asked of this one: a slot's GPU each instead.
+            asked = {name: os.environ[name] for name in JOB_GPUS if name in os.environ}
+            if "gpu" in str(asked).lower():  # SLURM_TRES_PER_TASK may name CPUs alone
+                unset = [word for name in asked for word in ("-u", name)]
+                srun = ["env", *unset, *srun, f"--gpus-per-node={self.slots}"]
             return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
         if shutil.which("ssh") is None:
             raise Refusal("ssh is missing here: sudo apt-get install openssh-client")

@@ -15,10 +15,11 @@ from pathlib import Path
 import pytest
 
 from cluster import testbed
+from cluster.hosts import Host
 from cluster.slurm.hosts import hosts as allocation
 from runs.config import check
 from tests.cluster.conftest import made
-from tests.conftest import run
+from tests.conftest import ROOT, run
 
 SLURM = ["slurmctld", "slurmd", "munged"]
 CONFIG = """
@@ -42,8 +43,9 @@ SchedulerParameters=batch_sched_delay=1,sched_interval=2,requeue_delay=1
 ReturnToService=2
 SlurmdParameters=config_overrides
 KillWait=20
-NodeName=node1 NodeAddr=10.77.0.1 CPUs=4 RealMemory=4000
-NodeName=node2 NodeAddr=10.77.0.2 CPUs=4 RealMemory=4000
+GresTypes=gpu
+NodeName=node1 NodeAddr=10.77.0.1 CPUs=4 RealMemory=4000 Gres=gpu:2
+NodeName=node2 NodeAddr=10.77.0.2 CPUs=4 RealMemory=4000 Gres=gpu:2
 PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -84,6 +86,19 @@ class TestAllocation:
             allocation(job | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_HET_SIZE": "2"})
 
 
+@pytest.mark.parametrize(("asked", "gpus"), [("cpu=2,gres/gpu=1", True), ("cpu=2", False)])
+def test_a_step_asks_for_gpus_only_where_the_job_did(
+    asked: str, gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As newer versions of Slurm write what a task is to have."""
+    (tmp_path / "srun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setenv("SLURM_TRES_PER_TASK", asked)
+    line = Host("192.0.2.1", 4).command("true")
+    assert ("--gpus-per-node=4" in line, line[0] == "env") == (gpus, gpus)
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Host, dict]]:
     """The first node, from where jobs are submitted, and the variables that this takes."""
@@ -92,6 +107,9 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Ho
             pytest.skip(f"{program} is missing: sudo apt-get install slurmctld slurmd munge")
     folder = tmp_path_factory.mktemp("slurm")
     (folder / "slurm.conf").write_text(CONFIG.format(folder=folder))
+    for number in range(2):
+        (folder / f"gpu{number}").touch()
+    (folder / "gres.conf").write_text(f"AutoDetect=off\nName=gpu File={folder}/gpu[0-1]\n")
     (folder / "cgroup").mkdir()
     (folder / "cgroup.conf").write_text(
         f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/cgroup\n"
@@ -165,6 +183,26 @@ def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -
     output = project / "logs" / f"slurm-{done.stdout.strip()}.out"
     printed = finished(host, environment, output, "summary ", 120)
     assert f"ranks   4: 2 on node1, 2 on node2; strategy {strategy}" in printed
+
+
+@pytest.mark.parametrize("asked", ["--gpus-per-task=1", "--gpus=4", "--gpus-per-node=2"])
+def test_all_slots_of_a_node_have_its_gpus(
+    slurm: tuple[testbed.Host, dict], asked: str, tmp_path: Path
+) -> None:
+    """In whatever way the job has asked for them."""
+    host, environment = slurm
+    job = tmp_path / "job.py"
+    job.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from cluster.hosts import Host\n"
+        "there = Host('node2', 2).command('echo $(hostname) has $SLURM_GPUS_ON_NODE, ended')\n"
+        "print(subprocess.run(there).returncode, 'ended', flush=True)\n"
+    )
+    sbatch = ["sbatch", "--nodes=2", "--ntasks-per-node=2", asked, f"--output={tmp_path}/out"]
+    done = run(host.command(*sbatch, str(job)), **environment)
+    assert done.returncode == 0, done.stdout
+    printed = finished(host, environment, tmp_path / "out", "ended", 60)
+    assert "node2 has 2, ended" in printed, printed
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import queue
@@ -53,6 +54,7 @@ SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with 
 # For Gloo, where a rank is late: at the start one that imports from a slow file system, later one
 # behind a network that is gone for a while. Ranks and hosts that are gone for good are seen by us.
 GLOO_SECONDS = 120
+PIPE_BYTES = 1 << 20  # an order with long arguments fits in, so that no host that hangs keeps us
 GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
 STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
 END_SECONDS = 3  # from SIGTERM to SIGKILL
@@ -67,11 +69,13 @@ class Connection:
 
     Args:
         connects: that a turn of `connecting` is ours, to be given back.
+        order: what it is to start.
     """
 
     def __init__(
-        self, host: Host, members: list[Rank], events: queue.Queue, connects: bool
-    ) -> None:
+        self, host: Host, members: list[Rank], events: queue.Queue, connects: bool,
+        order: dict[str, Any],
+    ) -> None:  # fmt: skip
         self.host, self.members, self._connects = host, members, connects
         self._events = events
         folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
@@ -82,6 +86,10 @@ class Connection:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         self._sending = threading.Lock()
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError):  # a user may have so many of such a size
+            fcntl.fcntl(self.process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self.send(**order)
         self.listening_since = time.monotonic()
         self._words, self._heard = b"", False
         self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
@@ -177,10 +185,10 @@ class Job:
                 if self._ends():
                     self._running -= {member.rank for member in here}
                     continue
-                connection = Connection(host, here, self._events, turn)
-                self.connections.append(connection)
                 environment = self._environment(host) | rendezvous.environment(reached[host])
-                connection.send(**self._order(host, here, environment, reached[host]))
+                order = self._order(host, here, environment, reached[host])
+                # Its first line is the order: no sign of life or signal may come before.
+                self.connections.append(Connection(host, here, self._events, turn, order))
             self.record.update(state="running")
             while self._running or any(c.process.poll() is None for c in self.connections):
                 self._step()

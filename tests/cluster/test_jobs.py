@@ -265,6 +265,38 @@ class TestStart:
         counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
         assert len(counts) == 24 and 1 < max(counts) <= 8, counts
 
+    def test_the_order_is_the_first_that_a_host_hears(self) -> None:
+        """However long it takes to write it, while others get their signs of life."""
+        slow = (
+            "import sys, time, cluster.horovodrun as h; h.LIFE_SECONDS = 0.01; "
+            "was = h.Job._environment; "
+            "h.Job._environment = lambda *of: (time.sleep(0.5), was(*of))[1]; sys.exit(h.main())"
+        )
+        done = run([PYTHON, "-c", slow, "-H", "localhost:1", "echo", "hi"])
+        assert (done.returncode, done.stdout) == (0, "[0]<stdout>:hi\n")
+
+    def test_a_host_that_takes_no_order_keeps_nobody(self, tmp_path: Path) -> None:
+        """One that hangs in its login; the order does not fit into a pipe as it is made."""
+        fake_ssh(tmp_path, f"touch {tmp_path}/asked; exec sleep 600")
+        process = subprocess.Popen(
+            horovodrun("-H", "h1:1", "true", "x" * 100_000),
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 30
+            while not (tmp_path / "asked").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            time.sleep(1)
+            process.terminate()
+            process.send_signal(AT_ONCE)
+            told = process.communicate(timeout=60)[0]
+        finally:
+            process.kill()
+            process.communicate()
+        assert "h1 does not answer" in told and process.returncode > 128, told
+
     def test_no_host_is_connected_to_once_it_ends(self, tmp_path: Path) -> None:
         """By Ctrl-C while the first hosts hang in their logins, or by a host that fails."""
         for failing, status in (("exec sleep 600", 130), ("sleep 1; exit 97", 1)):

@@ -3,8 +3,9 @@
     python -m cluster.doctor -H node1:4,node2:4 [--json]
 
 A line a check; "FAIL" means that a job would fail or be wrong, "warn" that it may be slow. All
-hosts are asked at once; then each pair of them exchanges messages and all-reduces. Nothing is
-changed on any host. The exit status is 0 where they are fit, 1 where not.
+hosts are asked at once and connect to each other; then each pair of them exchanges messages and
+all-reduces (of more than 8 hosts: each with the next one). Nothing is changed on any host. The exit
+status is 0 where they are fit, 1 where not.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import itertools
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import tempfile
@@ -61,6 +63,7 @@ MOST_KINDS = 200  # of files that are compared: they go on a command line
 QUICK_SECONDS = 40  # an interpreter from a slow file system, nvidia-smi of many GPUs
 ANSWER_SECONDS = 100  # torch from there too
 PAIR_SECONDS = 90
+MOST_PAIRED = 8  # hosts that all-reduce with each other; of more each with its neighbours
 ORDER = (
     "ssh", "code", "packages", "GPUs", "network", "disk", "memory", "cores", "limits", "clock",
     "pairs", "all-reduce",
@@ -68,6 +71,12 @@ ORDER = (
 
 
 asking: list[subprocess.Popen] = []  # of all probes
+
+
+def end(process: subprocess.Popen) -> None:
+    """With its ProxyCommand, which may hang as well, and hold what we would read to its end."""
+    if process.returncode is None:  # not waited for: the id is its own
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 class Probe:
@@ -130,13 +139,13 @@ class Probe:
 
     def close(self) -> None:
         if hasattr(self, "process"):
-            self.process.kill()
+            end(self.process)
             self.process.communicate()
 
     def _line(self, seconds: float) -> dict[str, Any] | None:
         """What the host says next; None, and it is given up, when that takes longer."""
         assert self.process.stdout is not None
-        timer = threading.Timer(seconds, self.process.kill)
+        timer = threading.Timer(seconds, end, [self.process])
         timer.start()
         try:
             for line in self.process.stdout:
@@ -242,6 +251,8 @@ def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]
 def _exchanges(hosts: list[Host]) -> list[Finding]:
     """Two ranks on each pair of hosts: messages, and the speed of an all-reduce."""
     pairs = list(itertools.combinations(hosts, 2)) or [(hosts[0], hosts[0])]
+    if len(hosts) > MOST_PAIRED:  # 64 hosts have 2,016 pairs
+        pairs = list(zip(hosts, [*hosts[1:], hosts[0]]))
     findings: list[Finding] = []
     while pairs:
         # Pairs that share no host, so that none shares its link.
@@ -252,7 +263,7 @@ def _exchanges(hosts: list[Host]) -> list[Finding]:
                 busy |= {host.name for host in pair}
                 now.append(pair)
         pairs = [pair for pair in pairs if pair not in now]
-        with ThreadPoolExecutor(max_workers=len(now)) as pool:
+        with ThreadPoolExecutor(max_workers=4) as pool:  # two ssh each: see cluster/ssh.py
             findings += pool.map(_exchange, now)
     return findings
 
@@ -327,7 +338,7 @@ def quick(hosts: list[Host]) -> None:
 def leave() -> NoReturn:
     """At Ctrl-C: without waiting for hosts that do not answer, whose ssh would stay with them."""
     for process in asking:
-        process.kill()
+        end(process)
     os._exit(130)
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -372,6 +373,43 @@ def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
         for pid in left:
             os.kill(int(pid), signal.SIGKILL)
         assert not left
+
+
+def test_what_hangs_with_an_ssh_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ProxyCommand has the same stderr, and may not notice that its ssh is gone."""
+    fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) & wait")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(doctor, "SSH_SECONDS", -1)
+    probe = doctor.Probe(Host("h1", 1), "127.0.0.1", quick=True)
+    assert probe.trouble and "no answer within 1 s" in probe.trouble.text, probe.trouble
+    assert not (tmp_path / "waited").exists()
+
+
+def test_many_hosts_are_not_tried_in_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has two neighbours; few at a time, as each pair has two connections made."""
+    busy: set[str] = set()
+    most = 0
+
+    def exchange(pair: tuple[Host, Host]) -> findings.Finding:
+        nonlocal most
+        names = {host.name for host in pair}
+        assert not busy & names
+        busy.update(names)
+        most = max(most, len(busy))
+        time.sleep(0.02)
+        busy.difference_update(names)
+        return findings.Finding("ok", "all-reduce", "-".join(sorted(names)), "")
+
+    monkeypatch.setattr(doctor, "_exchange", exchange)
+    for count, expected in ((1, 1), (2, 1), (8, 28), (9, 9), (64, 64)):
+        hosts = [Host(f"node{number}", 1) for number in range(count)]
+        tried = [finding.host for finding in doctor._exchanges(hosts)]
+        assert len(tried) == len({*tried}) == expected
+        ends = Counter(name for pair in tried for name in pair.split("-"))
+        assert len(ends) == count and len({*ends.values()}) == 1
+    assert 2 < most <= 8
 
 
 def test_a_clock_that_is_wrong() -> None:

@@ -10,18 +10,22 @@ folder disturb each other: those that were have a second turn, by themselves.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import os
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from cluster.agent import descendants
 from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen
+from cluster.signals import interrupt_at_signals
 from cluster.ssh import diagnose
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -263,6 +267,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="only say what would change")
     parser.add_argument("--env", action="store_true", help="the environment too")
     arguments = parser.parse_args()
+    interrupt_at_signals()
     failed: list[str] = []
     disturbed: list[Host] = []
 
@@ -293,9 +298,12 @@ def main() -> int:
             for host in disturbed:
                 one(host, alone=True)
         except KeyboardInterrupt:
+            for pid in descendants():  # each ssh and rsync, which a terminal tells too
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
             for mark in ROOT.glob(f"{_mark()}*"):
                 mark.unlink(missing_ok=True)
-            os._exit(130)  # the terminal's Ctrl-C has ended each rsync
+            os._exit(130)
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(failed))

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 import torch
 
+from cluster.signals import interrupt_at_signals
+
 ROOT = Path(__file__).resolve().parent.parent
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
 
@@ -27,6 +29,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Ctrl-C of what a script starts with `&`.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupt_at_signals()  # hosts and processes that fixtures made go with us
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):

@@ -15,6 +15,7 @@ import pytest
 
 from cluster import sync, testbed
 from cluster.hosts import Host, Refusal
+from cluster.record import birth
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT
 
@@ -299,7 +300,9 @@ def test_a_path_with_blanks(
     assert files(tmp_path / "theirs" / "my project") == files(here)
 
 
-def test_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+    """By Ctrl-C, which a terminal tells all its processes, or by a signal for it alone."""
     (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 20\n")
     (tmp_path / "ssh").chmod(0o755)
     process = subprocess.Popen(
@@ -311,8 +314,15 @@ def test_ctrl_c_is_no_traceback(tmp_path: Path) -> None:
     while not (tmp_path / "asked").exists():
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+    asking = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
+    # A shell's `&` may have them deaf to Ctrl-C.
+    for pid in map(int, asking.stdout.split() if number == signal.SIGTERM else []):
+        ended = time.monotonic() + 5
+        while birth(pid):
+            assert time.monotonic() < ended
+            time.sleep(0.1)
     assert not list(ROOT.glob(f".sync-{process.pid}-*"))
 
 

@@ -132,7 +132,8 @@ def runs() -> list[dict[str, Any]]:
             shutil.rmtree(file.parent, ignore_errors=True)
             continue
         if gone:
-            why = "it ended without a word: its launcher was killed, or the disk is full"
+            why = "it ended without a word: its launcher was killed (at logout? docs/hosts.md), "
+            why += "or the disk is full"
             state |= {"state": "lost", "reason": why}
         found.append(state)
     return found

@@ -1,6 +1,7 @@
-"""Callbacks of Lightning that a resumed run, which has a folder and settings of its own, needs.
+"""Callbacks of Lightning that a resumed run, which has a folder and settings of its own, needs; and
+what averaged weights need to be tested.
 
-Their names are Lightning's: checkpoints keep their state by name, so a Trainer without this
+Names of the former are Lightning's: checkpoints keep their state by name, so a Trainer without this
 package takes it as well, and the other way round.
 """
 
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 
 
@@ -49,3 +51,15 @@ class EarlyStopping(callbacks.EarlyStopping):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict({**state_dict, "patience": self.patience})
+
+
+class EvaluatesAverages(callbacks.Callback):
+    """Behind Lightning's WeightAveraging (EMA): a checkpoint's averages are tested and predict also
+    after training. There Lightning's puts the weights that training would go on from."""
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if "current_model_state" in checkpoint and trainer.state.fn != TrainerFn.FITTING:
+            strict = pl_module.strict_loading
+            trainer.strategy.load_model_state_dict(checkpoint, strict=strict)

@@ -37,6 +37,7 @@ from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report
+from runs.resuming import EvaluatesAverages
 from runs.stopping import Stopped
 from runs.targets import advice
 
@@ -60,7 +61,7 @@ class Run:
     Attributes:
         folder: made on rank 0; where logs, checkpoints and results go.
         report: the callback that tells of the run at start and end and writes summary.json.
-        callbacks: this one, and with predict=true the one that writes predictions.
+        callbacks: the report and those that evaluation needs.
         choices: which file of each group of conf/ was taken, e.g. {"model": "classifier"}.
     """
 
@@ -68,7 +69,8 @@ class Run:
         self.config = config
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
-        self.callbacks = [self.report, *([Predictions()] if config.predict else [])]
+        predictions = [Predictions()] if config.predict else []
+        self.callbacks = [self.report, EvaluatesAverages(), *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._parents: list[Path] = []  # of the folder, ours too

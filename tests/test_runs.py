@@ -20,7 +20,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -529,6 +529,26 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     worse.unlink()
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+class TimesIsTested(Times):
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test/weight", self.weight)
+
+
+def test_averaged_weights_are_tested(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[EMAWeightAveraging(decay=0.5), resuming.EvaluatesAverages()], max_epochs=1,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    ones, model = DataLoader(torch.ones(2)), TimesIsTested()  # type: ignore[arg-type]
+    trainer.fit(model, ones)  # steps to 0.9, where averaging begins, and to 0.8
+    trainer.test(model, ones, ckpt_path="best", verbose=False)
+    assert float(trainer.callback_metrics["test/weight"]) == pytest.approx(0.85)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, ones, ckpt_path=trainer.checkpoint_callback.best_model_path)
+    assert float(model.weight.detach()) == pytest.approx(0.6875)  # goes on from 0.8
 
 
 def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:

@@ -100,10 +100,14 @@ class TestDownload:
 
 
 def test_mnist_is_read_as_it_is_written(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "MNIST" / "raw", train=48, test=12)
-    data = Mnist(str(tmp_path), batch_size=12)
-    data.setup("fit")
-    assert [len(split) for split in data.splits] == [44, 4, 12]  # type: ignore[arg-type]
+    write_mnist(tmp_path / "MNIST" / "raw", train=60, test=12)
+    drawn = []
+    for seed in (1, 0, 0):
+        data: Any = Mnist(str(tmp_path), batch_size=12, split_seed=seed)
+        data.setup("fit")
+        drawn.append([list(split.indices) for split in data.splits[:2]])
+    assert drawn[0] != drawn[1] == drawn[2] and sorted(chain(*drawn[2])) == list(range(60))
+    assert [len(split) for split in data.splits] == [55, 5, 12]
     images, labels = next(iter(data.test_dataloader()))
     written = (tmp_path / "MNIST" / "raw" / "t10k-images-idx3-ubyte").read_bytes()[16:]
     assert (images * 255).round().to(torch.uint8).numpy().tobytes() == written
@@ -148,7 +152,9 @@ class TestCifar10:
         write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
         data: Any = Cifar10(str(tmp_path), batch_size=6)
         data.setup("fit")
-        assert [len(split) for split in data.splits] == [54, 6, 12]
+        assert [list(split.indices) for split in data.splits] == [
+            list(range(54)), list(range(54, 60)), list(range(12)),
+        ]  # fmt: skip
         batch = next(iter(data.test_dataloader()))
         assert batch[0].dtype == torch.uint8 and batch[0].shape == (6, 3, 32, 32)
         one = InMemory([tmp_path / "cifar-10-batches-py" / "test_batch"])[5]

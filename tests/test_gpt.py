@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import Trainer, seed_everything
-from torch import Tensor
+from torch import Tensor, nn
 
 from datamodules.text import Text, pack, read, split
 from models import gpt
@@ -38,6 +38,41 @@ def test_places_are_told_apart() -> None:
         model.network.blocks[0].attention.qkv.weight.mul_(20)
     logits = model(torch.tensor([[1, 2, 3, 7], [2, 1, 3, 7]]))[:, -1]
     assert not torch.allclose(logits[0], logits[1], atol=1e-4)
+
+
+def test_logits_are_those_of_the_formulas() -> None:
+    """Of GPT-2, with rotary positions and without biases, written down a second time: in loops,
+    with complex numbers, in 64 bits."""
+    torch.manual_seed(0)
+    model, tokens = tiny().double(), torch.randint(256, (9,))
+    net, heads, size = model.network, 2, 16
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+
+    def normalized(x: Tensor, weight: Tensor) -> Tensor:
+        spread = x.var(dim=-1, unbiased=False, keepdim=True) + 1e-5
+        return (x - x.mean(dim=-1, keepdim=True)) / spread.sqrt() * weight
+
+    def turned(x: Tensor, place: int) -> Tensor:
+        angles = torch.tensor([place * 10_000 ** (-pair / 8) for pair in range(8)])
+        both = torch.complex(x[:8], x[8:]) * torch.polar(torch.ones(8), angles)
+        return torch.cat([both.real, both.imag])
+
+    x = net.embedding.weight[tokens]
+    for block in net.blocks:
+        q, k, v = (block.attention.qkv.weight @ normalized(x, block.norm1.weight).T).T.chunk(3, 1)
+        heard = torch.zeros_like(x)
+        for place in range(9):
+            for head in range(heads):
+                mine = slice(head * size, (head + 1) * size)
+                query = turned(q[place, mine], place)
+                seen = [query @ turned(k[other, mine], other) / 4 for other in range(place + 1)]
+                heard[place, mine] = torch.stack(seen).softmax(0) @ v[: place + 1, mine]
+        x = x + heard @ block.attention.out.weight.T
+        up = normalized(x, block.norm2.weight) @ block.up.weight.T
+        x = x + (up * (1 + torch.erf(up / 2**0.5)) / 2) @ block.out.weight.T
+    logits = normalized(x, net.norm.weight) @ net.embedding.weight.T
+    torch.testing.assert_close(model(tokens[None])[0], logits, rtol=1e-4, atol=1e-4)
 
 
 def test_places_are_exact_under_bf16_true() -> None:

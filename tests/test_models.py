@@ -20,6 +20,7 @@ from torchmetrics import Metric
 from datamodules.digits import Digits
 from datamodules.fake import Fake
 from models import dcgan
+from models.classifier import Classifier
 from models.dcgan import DCGAN, InceptionScore, Judge
 from models.denoiser import Denoiser
 from models.resnet import ResNet, rise_and_fall
@@ -27,6 +28,15 @@ from models.split import Split
 from models.unet import UNet
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_a_classifier_drops_the_share_of_features_that_it_is_given() -> None:
+    images = torch.rand(2, 1, 8, 8)
+    for dropout, dropped in ((1.0, True), (0.0, False)):
+        model = Classifier(dropout=dropout)
+        nothing = model.network[-1].bias.expand(2, -1)
+        assert torch.equal(model(images), nothing) == dropped
+        assert not torch.equal(model.eval()(images), nothing)
 
 
 class TestDCGAN:
@@ -44,6 +54,18 @@ class TestDCGAN:
         assert float(model.discriminator[0].weight.detach().std()) == pytest.approx(0.02, rel=0.1)
         model.discriminator = nn.Sequential(nn.Identity())
         assert model.opinion(torch.tensor([0, 0.5, 1])).tolist() == [-1, 0, 1]
+
+    def test_it_is_trained_as_in_the_paper(self) -> None:
+        model = DCGAN(lr=0.3)
+        networks = (model.generator, model.discriminator)
+        for network, optimizer in zip(networks, model.configure_optimizers(), strict=True):
+            (group,) = optimizer.param_groups
+            assert list(map(id, group["params"])) == list(map(id, network.parameters()))
+            assert (group["lr"], group["betas"]) == (0.3, (0.5, 0.999))
+            scales = [layer.weight for layer in network if isinstance(layer, nn.BatchNorm2d)]
+            scale = torch.cat(scales).detach()
+            assert float(scale.mean()) == pytest.approx(1, abs=0.01)
+            assert float(scale.std()) == pytest.approx(0.02, rel=0.2)
 
     def test_each_rank_draws_other_latents(self) -> None:
         drawn, judged = [], []
@@ -105,6 +127,8 @@ class TestResNet:
         model = ResNet()
         sizes: list[int] = []
         model.network.layer1.register_forward_hook(lambda *found: sizes.append(found[2].shape[-1]))
+        first = model.network.conv1.weight.detach()
+        assert float(first.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1)  # by fan-out
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
         assert sizes == [32]
         weight = model.network.layer1[0].conv1.weight
@@ -180,6 +204,11 @@ class TestDenoiser:
         model.eval()
         torch.testing.assert_close(images - model(images), model.network(images))
 
+    def test_dncnn_is_that_of_the_paper(self) -> None:
+        """20 layers of 64 features, with batch normalization behind all but the first and last."""
+        ends, middle = (9 * 64 + 64) + (9 * 64 + 1), 9 * 64 * 64 + 2 * 64
+        assert sum(p.numel() for p in Denoiser().parameters()) == ends + 18 * middle
+
     def test_it_learns_from_the_target_and_is_measured_against_the_clean_image(self) -> None:
         model: Any = Denoiser(depth=3, features=4).eval()
         found: dict[str, Any] = {}
@@ -213,6 +242,15 @@ class TestDenoiser:
             seen.append(int((image.grad != 0).any(dim=2).sum()))
         assert seen[0] == 5 and seen[1] > 10
         assert [block[0].out_channels for block in UNet(1, 4, 3).down] == [4, 8, 16]
+
+    @pytest.mark.parametrize("cut", [slice(0, 4), slice(4, None)], ids=["fine", "coarse"])
+    def test_a_unet_sees_both_scales(self, cut: slice) -> None:
+        """What is left when one of the two is not heard."""
+        network, images = UNet(1, 4, 2).eval(), torch.rand(2, 1, 8, 8)
+        with torch.no_grad():
+            network.up[0][0].weight[:, cut] = 0
+            one, other = network(images)
+        assert not torch.equal(one, other)
 
     def test_an_unknown_network_is_refused(self) -> None:
         with pytest.raises(ValueError, match="network=resnet: there are dncnn, unet"):

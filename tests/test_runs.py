@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -22,12 +23,14 @@ from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers.utilities import _log_hyperparams
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
+from runs.beforehand import refuse_clashes
 from runs.config import parse
 from runs.curves import Curves
 from runs.predictions import Predictions
@@ -529,6 +532,28 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     worse.unlink()
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "refused"),
+    [({"size": 1}, {"size": 1}, False), ({"size": 1}, {"other": 2}, False),
+     ({"size": 1}, {"size": 2}, True), ({"size": 1}, {"size": True}, True)],
+)  # fmt: skip
+def test_what_loggers_would_refuse_is_refused_before(
+    ours: dict[str, Any], theirs: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    model, data = Times(), LightningDataModule()
+    model.save_hyperparameters(ours)
+    data.save_hyperparameters(theirs)
+    trainer = Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    told: list[str] = []
+    for refuse in (_log_hyperparams, lambda trainer: refuse_clashes(trainer, model, data)):
+        with contextlib.suppress(RuntimeError, Refusal):
+            refuse(trainer)
+            told.append("nothing")
+    assert told == ([] if refused else ["nothing"] * 2)
 
 
 class TimesIsTested(Times):

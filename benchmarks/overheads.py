@@ -136,7 +136,7 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3)
@@ -160,7 +160,8 @@ def main() -> None:
                     runs.append(measure(ranks))
                     write_json(results, file)
     except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command goes on") from None
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        return 130
     results["finished"] = True
     shown = table(results)
     head = (
@@ -172,7 +173,8 @@ def main() -> None:
     file.with_suffix(".md").write_text(head + shown + "\n")
     print(shown)
     print(f"written to {file} and .md")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

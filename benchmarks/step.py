@@ -309,7 +309,7 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
     return "\n\n" + "\n".join(lines)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
@@ -329,7 +329,7 @@ def main() -> None:
         ranks = sum(host.slots for host in parse(arguments.hosts))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
-        raise SystemExit(2) from None
+        return 2
     here = hardware()
     gpus = here["gpus"]
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
@@ -360,11 +360,13 @@ def main() -> None:
                 results["models"][model] = measure(model, arguments.variants, arguments)
                 write(results, file.with_suffix(""))
     except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command goes on") from None
+        print("\nstopped; the same command goes on", file=sys.stderr)
+        return 130
     results["finished"] = True
     write(results, file.with_suffix(""))
     print(table(results) + wire(results))
     print(f"written to {file} and .md")
+    return 0
 
 
 def write(results: dict[str, Any], file: Path) -> None:
@@ -381,4 +383,4 @@ def write(results: dict[str, Any], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -220,8 +220,7 @@ def test_steps_under_other_variables_do_not_go_on_in_one_file(
     monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *models, "--out", str(tmp_path)])
     for arenas in ("1", "2", "2"):
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
-        with pytest.raises(SystemExit, match="the same command goes on"):
-            step.main()
+        assert step.main() == 130
     files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     assert [file["environment"]["MALLOC_ARENA_MAX"] for file in files] == ["1", "2"]
 

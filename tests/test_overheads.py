@@ -46,6 +46,25 @@ def test_a_host_that_the_doctor_refuses_leaves_a_gap() -> None:
     assert shown.count("| 1.0 | 1.0 | 1.0 | 1.0 | constant |") == len(overheads.WHAT) - 1
 
 
+def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+
+    def measure(ranks: int) -> dict[str, float | None]:
+        asked.append(ranks)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return dict.fromkeys(overheads.WHAT, 0.001)
+
+    monkeypatch.setattr(overheads, "measure", measure)
+    monkeypatch.setattr(overheads, "interrupt_at_signals", lambda: None)
+    few = ["--ranks", "2", "4", "--repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["overheads", *few])
+    assert (overheads.main(), overheads.main()) == (130, 0)
+    assert asked == [2, 4, 4, 2, 4]
+    (file,) = tmp_path.glob("*.json")
+    assert json.loads(file.read_text())["finished"]
+
+
 @pytest.mark.slow
 def test_all_costs_are_measured_on_all_ranks(tmp_path: Path) -> None:
     few = ["--ranks", "2", "1", "--repeats", "1", "--out", str(tmp_path)]

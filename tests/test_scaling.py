@@ -666,6 +666,12 @@ def test_what_the_noise_or_the_floor_hides_is_no_regression(factor: float, sprea
     assert len(told) == 3 and regressed == []
 
 
+def test_what_is_beyond_the_floor_is_told_whichever_way_it_is() -> None:
+    assert check.compare(noisy(1.0, 0.0), noisy(1.04, 0.0))[1]
+    told, regressed = check.compare(noisy(1.10), noisy())
+    assert told[2].endswith("faster") and regressed == []
+
+
 def test_marks_of_both_files_are_told() -> None:
     old, new = noisy(), noisy(1.10)
     assert [old["runs"][place]["np"] for place in (0, -1)] == [1, 2]
@@ -691,6 +697,12 @@ def test_one_repeat_that_hung_hides_no_regression(hung: str) -> None:
     _, regressed = check.compare(old, new)
     (line,) = (line for line in regressed if "np=4" in line)
     assert "10.20 -> 11.22 ms a step, +10.0%; by chance in 0.8% of cases: slower" in line
+
+
+def test_of_four_repeats_all_count() -> None:
+    """All of one above all of the other: one of the 70 ways to choose 4 of 8."""
+    assert check._chance([5, 6, 7, 8], [1, 2, 3, 4]) == pytest.approx(1 / 70)
+    assert check._chance([6, 7, 8, 9, 10], [1, 2, 3, 4, 99]) == pytest.approx(1 / 126)
 
 
 @pytest.mark.parametrize("repeats, caught", [(3, 0.7), (5, 0.75), (10, 0.97), (20, 0.99)])

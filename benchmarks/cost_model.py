@@ -199,6 +199,13 @@ def expected_maximum(count: int) -> float:
     return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
+def median_wait(count: int) -> float:
+    """In half of all steps the slowest of `count` ranks takes more than this over their mean, in
+    standard deviations; as Blom's, fitted to drawn numbers within 1 %. Of 2 it is Phi^-1(3/4) /
+    sqrt(2), a fifth less than what is expected: few steps wait long."""
+    return statistics.NormalDist().inv_cdf((count - 0.455) / (count + 0.262))
+
+
 def predict(job: Job, ranks: int, network: Network) -> Step:
     """A step on `ranks` ranks."""
     if ranks == 1:

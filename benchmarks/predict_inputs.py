@@ -20,9 +20,9 @@ from benchmarks.cost_model import (
     Measurement,
     Network,
     as_many_buckets,
-    expected_maximum,
     fit,
     hops,
+    median_wait,
 )
 from benchmarks.hardware import RESULTS, ROOT, machine
 from cluster.hosts import Refusal
@@ -183,8 +183,8 @@ def _job(anatomy: dict[str, Any], ranks: int, file: Path) -> Job:
     slowest = phases["straggler"] if anatomy.get("straggler") else 0.0
     if slowest:
         deviation = 0.0
-    elif ranks > 1:  # the slowest is expected that many standard deviations behind the mean
-        deviation = phases["straggler"] / expected_maximum(ranks)
+    elif ranks > 1:  # a phase is the median over steps
+        deviation = phases["straggler"] / median_wait(ranks)
     else:
         tail = NormalDist().inv_cdf(0.9)
         deviation = (anatomy["step_ms"]["p90"] - anatomy["step_ms"]["p10"]) / (2e3 * tail)

@@ -61,13 +61,17 @@ def test_a_loader_that_is_slow_now_and_then_counts() -> None:
 def test_a_straggler_is_persistent() -> None:
     ranks = [{"forward": 1, "all_reduce": 2}] * 3 + [{"forward": 1, "backward": 1}]
     assert straggler(steps(*ranks)) == {"rank": 3, "times": 2.0, "phase": "backward"}
+    unlike = steps({"data": 2}, {"data": 2}, {"data": 3}, {"data": 5})  # of the others the median
+    assert straggler(unlike) == {"rank": 3, "times": 2.5, "phase": "data"}
     each_in_turn = steps(*[{"forward": 1.0}] * 4)
     for rank in range(4):
         each_in_turn[rank, rank::4] *= 2
     assert straggler(each_in_turn) is None
     often = steps({"forward": 1}, {"forward": 1})
-    often[1, :30] *= 2  # of 50
+    often[1, :37] *= 2  # of 50
     assert straggler(often) is None
+    often[1, 37] *= 2
+    assert straggler(often) == {"rank": 1, "times": 2.0, "phase": "forward"}
     waits_too = steps({"forward": 1, "all_reduce": 1}, {"forward": 2, "all_reduce": 4})
     assert straggler(waits_too) == {"rank": 1, "times": 2.0, "phase": "forward"}
     assert straggler(steps({"forward": 1}, {"forward": 1.1})) is None

@@ -30,7 +30,7 @@ from benchmarks import (
     scaling_plot,
     scaling_report,
 )
-from benchmarks.efficiency import Results, Row, noise, rows, steps_per_epoch
+from benchmarks.efficiency import Results, Row, noise, noise_in_words, rows, steps_per_epoch
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal, parse
@@ -242,6 +242,7 @@ def test_too_few_repeats_are_marked() -> None:
 def test_noise_is_half_the_interval_of_the_median(count: int, half: float) -> None:
     """Of 20, the 6th to the 15th, and of 100 the 40th to the 61st, as tables of the sign test."""
     assert noise([float(value) for value in range(count)]) == half
+    assert (noise_in_words(count) == "half their range") == (half == (count - 1) / 2)
 
 
 def test_a_difference_smaller_than_the_noise_is_marked() -> None:

@@ -10,6 +10,7 @@ import socket
 import statistics
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from benchmarks import (
     allreduce,
     allreduce_worker,
+    figures,
     hardware,
     predict_inputs,
     predict_proof,
@@ -447,6 +449,20 @@ def test_predict_writes_a_table_and_a_plot(
     assert "operations nccl" in printed and "125.0" not in printed
     assert said(monkeypatch, *given[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
+
+
+def test_the_labels_of_a_plot_do_not_lie_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps from 0.1 s to some."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(figures, "save", lambda figure, file: drawn.append(figure))
+    cases, _ = predict_inputs.networks([all_reduces()], {}, 1)
+    command.plot(command.predictions(JOB, command.RANKS, cases), {}, JOB, "", Path())
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    axis = figure.axes[1].yaxis
+    ticks = [*axis.get_major_ticks(), *axis.get_minor_ticks()]
+    ends = sorted((box.y0, box.y1) for box in (tick.label1.get_window_extent() for tick in ticks))
+    assert len(ends) > 3 and all(below[1] <= above[0] for below, above in pairwise(ends))
 
 
 def test_only_all_reduces_of_the_runs_own_hosts_are_taken(

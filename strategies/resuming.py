@@ -37,7 +37,8 @@ def resume(loop: _FitLoop, then: int, ranks: int) -> None:
     loaders, progress = loop._combined_loader.flattened, loop.epoch_loop.batch_progress
     if not progress.is_last_batch:
         now = global_batch_size(loop, ranks)
-        leave_out_trained(loaders, progress, then or now, now)
+        cycles = loop._combined_loader._mode == "max_size_cycle"
+        leave_out_trained(loaders, progress, then or now, now, cycles)
     elif isinstance(loop.max_batches, int):  # which may be others than then
         move(progress, loop.max_batches - progress.current.ready)
     for dataloader in loaders:
@@ -64,7 +65,9 @@ def drawn_anew(batches: Any) -> str:
     return "" if known else type(sampler).__name__
 
 
-def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int) -> None:
+def leave_out_trained(
+    dataloaders: list[Any], progress: Any, then: int, now: int, cycles: bool
+) -> None:
     """Have a resumed epoch go on behind the batches that were trained.
 
     Rounded up: where batches have another size than before, some samples may be left out of this
@@ -74,6 +77,7 @@ def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int
         progress: Lightning's, of the batches in this epoch; counts batches of now afterwards.
         then: global batch size when the checkpoint was written.
         now: that of the first of the loaders.
+        cycles: whether shorter loaders begin again until the longest one ends.
     """
     ready, moved = progress.current.ready, 0
     for dataloader in dataloaders:
@@ -98,8 +102,8 @@ def leave_out_trained(dataloaders: list[Any], progress: Any, then: int, now: int
             )
         trained = -(-ready * then // now)
         length = len(batches)  # type: ignore[arg-type]
-        # A shorter loader beside it (max_size_cycle) is in another of its rounds.
-        of_round = trained if trained <= length else trained % length
+        # A shorter loader beside it is in another of its rounds, or has ended (max_size).
+        of_round = trained % length if cycles and trained > length else trained
         replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
         moved = trained - ready
     move(progress, moved)

@@ -87,10 +87,10 @@ class _Normalize(torch.autograd.Function):
         variance = (counts * (variances + (means - mean) ** 2)).sum(0) / count
         inverse = (variance + eps).rsqrt()
         normalized = (values - mean.view(shape)) * inverse.view(shape)
-        output = normalized
-        if weight is not None and bias is not None:
-            output = normalized * weight.to(wide).view(shape) + bias.to(wide).view(shape)
-        ctx.save_for_backward(normalized, inverse, weight)
+        output = normalized if weight is None else normalized * weight.to(wide).view(shape)
+        if bias is not None:
+            output = output + bias.to(wide).view(shape)
+        ctx.save_for_backward(normalized, inverse, weight, bias)
         ctx.name, ctx.world, ctx.count, ctx.inner, ctx.shape = name, world, count, inner, shape
         ctx.mark_non_differentiable(mean, variance)
         return output.to(x.dtype), mean, variance, count
@@ -98,7 +98,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        normalized, inverse, weight = ctx.saved_tensors
+        normalized, inverse, weight, bias = ctx.saved_tensors
         gradient = gradients[0].to(normalized.dtype)
         of_bias = gradient.sum(ctx.inner)
         of_weight = (gradient * normalized).sum(ctx.inner)
@@ -114,10 +114,10 @@ class _Normalize(torch.autograd.Function):
         of_input = gradient - sums[0].view(ctx.shape) - normalized * sums[1].view(ctx.shape)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
         of_input = of_input * scale.view(ctx.shape)
-        if weight is None:
-            return of_input.to(gradients[0].dtype), None, None, None, None, None
         return (
-            of_input.to(gradients[0].dtype), of_weight.to(weight.dtype), of_bias.to(weight.dtype),
+            of_input.to(gradients[0].dtype),
+            None if weight is None else of_weight.to(weight.dtype),
+            None if bias is None else of_bias.to(bias.dtype),
             None, None, None,
         )  # fmt: skip
 

@@ -754,9 +754,14 @@ def sync_batchnorm_of_torch(strategy: str) -> dict[str, Any]:
 
 @case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_without_parameters(strategy: str) -> dict[str, Any]:
-    normalization = nn.BatchNorm1d(FEATURES, momentum=None, affine=False)
-    model = Net(nn.Sequential(normalization, nn.Linear(FEATURES, CLASSES)))
-    return fit(strategy, model, sync_batchnorm=SIZE > 1)
+    found = {}
+    for without in (["weight", "bias"], ["weight"], ["bias"]):
+        layers = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES, momentum=None)
+        model = Net(nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES)))
+        for name in without:
+            model.net[1].register_parameter(name, None)
+        found[" ".join(without)] = fit(strategy, model, sync_batchnorm=SIZE > 1)
+    return found
 
 
 # ------------------------------------------------------------------ metrics and evaluation

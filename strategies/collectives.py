@@ -207,6 +207,9 @@ class World:
         root = self.process_set.ranks[root]
         sent = []
         for index, tensor in enumerate(tensors):
+            for dim, stride in enumerate(tensor.stride()):
+                if stride == 0 and tensor.numel():  # expanded: what is there once is written once
+                    tensor = tensor.narrow(dim, 0, 1)
             raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             pieces = raw.split(MOST_BYTES) if len(raw) else ()
             handles = [

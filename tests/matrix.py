@@ -482,6 +482,22 @@ def frozen_parameters(strategy: str) -> dict[str, Any]:
     return fit(strategy, model)
 
 
+class Expanded(Net):
+    """A buffer whose rows are the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.full((1, CLASSES), RANK + 2.0).expand(3, CLASSES))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.rows[1]
+
+
+@case(without_ddp="torch writes no tensor whose elements share memory")
+def expanded_buffer(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Expanded())
+
+
 class FreezesWithin(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.net[0].requires_grad_(batch_idx % 4 < 1)

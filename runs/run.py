@@ -35,14 +35,17 @@ from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
-from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
+from runs.refusal import Refusal, guess, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report
 from runs.resuming import EvaluatesAverages
 from runs.stopping import Stopped
 from runs.targets import advice
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
-NO_METRIC = "Early stopping conditioned on metric"  # so begins Lightning's error
+NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
+    r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
+    r".*?: (.*?)(?:\. HINT|$)"
+)
 BY_POSITION = "more than one `__init__` argument"  # so Lightning's, of a loader that it makes anew
 # So begin Horovod's errors that another rank's end is not the cause of.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
@@ -230,7 +233,9 @@ class Run:
             if launched_rank() == 0:
                 print(f"stopped; to go on: {to_go_on(Path(error.args[0]))}", flush=True)
             sys.exit(128 + error.args[1])
-        mistake = _mistake(error, started=self.report.started)
+        mistake = _mistake(
+            error, started=self.report.started, callbacks=self.config.get("callbacks")
+        )
         # Horovod: the same error says that ranks asked for different things, or what NCCL and CUDA
         # had against this rank's; these are its own.
         internal = type(error).__name__ == "HorovodInternalError"
@@ -300,8 +305,12 @@ def _for_the_shell(word: str) -> str:
     return f'"{word}"' if double else shlex.quote(word)
 
 
-def _mistake(error: BaseException, started: bool) -> str | None:
+def _mistake(
+    error: BaseException, started: bool, callbacks: DictConfig | None = None
+) -> str | None:
     """One line for an error that the user can mend in the configuration; None for any other."""
+    if found := NO_METRIC.match(str(error)):
+        return _no_metric(found[1], re.findall(r"[`'](.+?)[`']", found[2]), callbacks or {})
     if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
         return (
             "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
@@ -311,8 +320,6 @@ def _mistake(error: BaseException, started: bool) -> str | None:
         error = type(error)(str(error).strip().splitlines()[-1])
     if isinstance(error, MISTAKES):
         return str(error)
-    if isinstance(error, RuntimeError) and str(error).startswith(NO_METRIC):
-        return f"callbacks.early_stopping.monitor: {str(error).removeprefix(NO_METRIC).strip()}"
     if started:
         return None
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
@@ -321,3 +328,17 @@ def _mistake(error: BaseException, started: bool) -> str | None:
     if isinstance(error, (ValueError, OSError)):
         return f"{error} (HYDRA_FULL_ERROR=1 shows where)"
     return None
+
+
+def _no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
+    """Names all that watch it: each would end a run of its own, an epoch later."""
+    watching = [
+        f"callbacks.{name}.monitor={metric}"
+        for name, member in callbacks.items()
+        if isinstance(member, DictConfig) and member.get("monitor") == metric
+    ]
+    there = [name for name in logged if name not in ("epoch", "step")]  # by Lightning
+    return (
+        f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
+        f"{', '.join(there) or 'none'}{guess(metric, there)}"
+    )

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
 from runs.beforehand import refuse_clashes
-from runs.config import parse
+from runs.config import CONF, parse
 from runs.curves import Curves
 from runs.predictions import Predictions
 from runs.progress import Progress
@@ -580,6 +580,28 @@ def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None
     stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
     with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing"):
         train(tmp_path, stop)
+
+
+@pytest.mark.parametrize("first", ["early_stopping", "best_checkpoint"])
+def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
+    first: str, tmp_path: Path
+) -> None:
+    """Else each would end a run of its own, an epoch later."""
+    stop = resuming.EarlyStopping("val/los", check_on_train_epoch_end=False)
+    best = resuming.ModelCheckpoint(tmp_path, monitor="val/los")
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[stop, best] if first == "early_stopping" else [best], max_epochs=1,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises((RuntimeError, MisconfigurationException)) as error:
+        trainer.fit(Loses(3), ones, ones)
+    config = OmegaConf.load(CONF / "callbacks" / "default.yaml")
+    config.early_stopping.monitor = config.best_checkpoint.monitor = "val/los"
+    assert _mistake(error.value, started=True, callbacks=config) == (
+        "callbacks.early_stopping.monitor=val/los callbacks.best_checkpoint.monitor=val/los: "
+        "nothing is logged by this name; there are: val/loss (did you mean val/loss?)"
+    )
 
 
 @pytest.mark.filterwarnings("error:nothing is validated")

@@ -350,7 +350,7 @@ class TestMistakes:
             (["ckpt_path=weights.ckpt"], "weights.ckpt: it has weights alone (save_weights_only)"),
             (other_model, "error: ckpt_path: the checkpoint does not fit the model"),
             ([f"run_dir={mine}/run", "data.batch_size=1300"], "error: data.batch_size=1300: "),
-            (nobody_logs, f"error: {early}.monitor: `val_loss`"),
+            (nobody_logs, f"error: {early}.monitor=val_loss: nothing is logged by this name"),
             (["trainer.precision=12"], "trainer=default: "),
             (["trainer.enable_checkpointing=false"], "; callbacks=none leaves those that save out"),
             (["+model.foo=1"], "model=classifier: "),

@@ -74,7 +74,9 @@ def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
         example = example[0]
     if not isinstance(example, Tensor):
         raise Refusal(
-            f"a batch begins with a {type(example).__name__}: give an example_input_array"
+            f"a batch of {type(data).__name__} begins with a {type(example).__name__}, not with a "
+            f"tensor: write self.example_input_array = torch.zeros(...), as forward takes it, in "
+            f"the __init__ of {type(model).__name__}; the checkpoint stays good"
         )
     return model.eval(), example
 
@@ -164,7 +166,10 @@ def export(checkpoint: Path, kind: str) -> str:
         raise Refusal(f"format {kind} needs {' '.join(lacking)}: {pip}")
     model, example = load(checkpoint)
     if not is_overridden("forward", model):
-        raise Refusal(f"{type(model).__name__} has no forward, which is what is exported")
+        raise Refusal(
+            f"{type(model).__name__} has no forward, which is what is exported: give it one; the "
+            "checkpoint stays good"
+        )
     content, made = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
     any_batch = compare(model, made, example)
     file = checkpoint.with_suffix(f".{kind}")

@@ -11,7 +11,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from pytorch_lightning import LightningModule
+from pytorch_lightning import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -89,11 +89,33 @@ def test_all_outputs_are_compared() -> None:
         export.compare(GivesTwo(), lambda batch: [batch, 3 * batch], ones)
 
 
+class Named(LightningDataModule):
+    """Batches that are dicts, as those of many text data sets."""
+
+    def val_dataloader(self) -> list[dict[str, Tensor]]:
+        return [{"images": torch.zeros(2, 1, 8, 8)}]
+
+
+def test_a_batch_that_begins_with_no_tensor_is_told_with_what_to_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _ = trained(tmp_path)
+    file = tmp_path / ".hydra" / "config.yaml"
+    config = OmegaConf.load(file)
+    config.data = {"_target_": "tests.test_export.Named"}
+    OmegaConf.save(config, file)
+    with pytest.raises(Refusal, match="batch of Named begins with a dict.*__init__ of Classifier"):
+        export.export(checkpoint, "pt2")
+    example = torch.zeros(2, 1, 8, 8)  # as it says
+    monkeypatch.setattr(Classifier, "example_input_array", example)
+    assert export.export(checkpoint, "pt2").endswith("(any batch, 1, 8, 8)")
+
+
 def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refusal, match="there is no such file"):
         export.export(tmp_path / "none.ckpt", "pt2")
     checkpoint, _ = trained(tmp_path)
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match="has no forward"):
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="no forward.*give it one"):
         patch.delattr(Classifier, "forward")
         export.export(checkpoint, "pt2")
     (tmp_path / ".hydra" / "config.yaml").unlink()

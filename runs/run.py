@@ -255,6 +255,8 @@ class Run:
             refuse(mistake)
         if horovod_stopped:
             # Another rank ended in the middle of a collective: its own words tell why.
+            if not self.report.started:  # of a mistake, in one line: no line of each other rank
+                let_rank_0_tell()
             reason = str(error).splitlines()[0][:150]
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed

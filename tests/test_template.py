@@ -386,6 +386,12 @@ class TestMistakes:
         assert done.stdout.count("error: data=noise: 2 samples for 3 ranks") == 1, done.stdout
         assert not folders(tmp_path / "logs")
 
+    def test_missing_data_is_one_line_though_the_other_rank_waits(self, tmp_path: Path) -> None:
+        """Rank 0 looks for it; the other is in a collective meanwhile."""
+        done = job(2, tmp_path / "logs", "data=shards", "model=resnet", f"data_dir={tmp_path}")
+        assert done.returncode != 0 and done.stdout.count("there are no shards") == 1, done.stdout
+        assert "another rank ended" not in done.stdout and not folders(tmp_path / "logs")
+
     def test_a_mistake_of_the_test_keeps_what_was_trained(self, tmp_path: Path) -> None:
         done = job(2, tmp_path, FAULTY + "RefusesItsTest", "trainer.max_epochs=1")
         assert done.returncode != 0 and done.stdout.count("error: ") == 1, done.stdout

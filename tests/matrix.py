@@ -324,6 +324,28 @@ def adversaries_that_step_together(strategy: str) -> dict[str, Any]:
     return fit(strategy, StepTogether())
 
 
+class Interleaved(Adversaries):
+    """Each accumulates, in windows of other lengths: backwards of one that stay local and of one
+    that do not come between those of the other."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        with second.toggle_model(sync_grad=batch_idx % 2 == 1):
+            real, fake = self.critic(batch[0]), self.critic(self.generator(batch[0]).detach())
+            self.manual_backward((fake - real).mean() + real.square().mean())
+        with first.toggle_model(sync_grad=batch_idx % 4 != 2):
+            self.manual_backward(-self.critic(self.generator(batch[0])).mean())
+        for optimizer, window in ((second, 2), (first, 4)):
+            if (batch_idx + 1) % window == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@case(without_ddp="an option of ours")
+def adversaries_that_accumulate(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, gradient_predivide_factor=3.0), Interleaved())
+
+
 class LossesFirst(Adversaries):
     """Both losses before either optimizer is toggled: autograd then also comes to parameters that
     are toggled off. The critic may have a part that only the rank with the first samples uses."""
@@ -500,14 +522,29 @@ def expanded_buffer(strategy: str) -> dict[str, Any]:
 
 class FreezesWithin(Net):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        self.net[0].requires_grad_(batch_idx % 4 < 1)
+        self.net[0].requires_grad_(batch_idx % 6 < 1)
         return super().training_step(batch, batch_idx)
 
 
 @case()
 def frozen_within_a_window(strategy: str) -> dict[str, Any]:
-    """Between two batches of an accumulation: the gradient of the first is still averaged."""
-    return fit(strategy, FreezesWithin(), accumulate_grad_batches=2)
+    """After the first batch of an accumulation, whose gradient is still averaged."""
+    return {
+        str(count): fit(strategy, FreezesWithin(), accumulate_grad_batches=count)
+        for count in (2, 3)
+    }
+
+
+class FreezesAll(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.requires_grad_(batch_idx % 3 != 1)
+        loss = super().training_step(batch, batch_idx)
+        return loss if loss.requires_grad else loss.requires_grad_()
+
+
+@case(without_ddp="its reducer waits for gradients of what it was made with")
+def nothing_trained_in_a_batch(strategy: str) -> dict[str, Any]:
+    return fit(strategy, FreezesAll())
 
 
 class MadeLate(Net):
@@ -556,6 +593,26 @@ class Sparse(Net):
 @case()
 def sparse_gradients(strategy: str) -> dict[str, Any]:
     return fit(strategy, Sparse())
+
+
+class SparseTwice(Sparse):
+    """Two backwards a step: what the first left, all ranks have, and it counts once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case(without_ddp="predivide is an option of ours")
+def sparse_gradients_of_two_backwards(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, gradient_predivide_factor=3.0), SparseTwice())
 
 
 class Thaw(BaseFinetuning):

@@ -1,9 +1,10 @@
 """The wheel of Horovod: its name, which says all it depends on, and its build from pip packages.
 
-Horovod asks for C++14 and C++11 where torch's headers need C++17, for a CUDA toolkit and an NCCL of
-the system, and for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941): it gets a
-compiler wrapper, settings, and folders linked together from pip's packages. Whether it gets NCCL is
-decided by torch, not by this machine: a login node without a GPU builds for the whole cluster.
+Horovod asks for C++14 and C++11 where torch's headers need C++17 or C++20, for a CUDA toolkit and
+an NCCL of the system, and for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941): it
+gets a compiler wrapper, settings, and folders linked together from pip's packages. Whether it gets
+NCCL is decided by torch, not by this machine: a login node without a GPU builds for the whole
+cluster.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ CUDA_TOOLS = [
     "nvidia-cuda-cccl==13.0.85",
 ]
 
-# Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need C++17.
+# Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need more.
 # Without -g, that they ask for too, the build takes 0.8 of the time and the wheel 1.5 of 21 MB.
 CXX_WRAPPER = """#!/bin/sh
 for arg do
     shift
-    case $arg in -std=c++11|-std=c++14|-std=gnu++11|-std=gnu++14) arg=-std=c++17 ;; esac
+    case $arg in -std=c++11|-std=c++14|-std=gnu++11|-std=gnu++14) arg=-std={standard} ;; esac
     set -- "$@" "$arg"
 done
 exec {cxx} "$@" -g0
@@ -207,8 +208,9 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
 
 def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) -> dict[str, str]:
     """The environment variables of Horovod's build."""
-    compiler = build / "c++17"
-    compiler.write_text(CXX_WRAPPER.format(cxx=os.environ.get("CXX", "g++")))
+    compiler = build / "c++"
+    standard = cxx_standard(Path(info["site"]))
+    compiler.write_text(CXX_WRAPPER.format(cxx=os.environ.get("CXX", "g++"), standard=standard))
     compiler.chmod(0o755)
     wheel_settings = build / "wheel.cfg"
     wheel_settings.write_text(f"[bdist_wheel]\nplat_name = {platform_tag()}\n")
@@ -232,7 +234,7 @@ def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) ->
             "CUDA_HOME": str(cuda),
             "CUDACXX": f"{cuda}/bin/nvcc",
             "LIBRARY_PATH": f"{cuda}/lib64",
-            "NVCC_APPEND_FLAGS": "-std=c++17",
+            "NVCC_APPEND_FLAGS": f"-std={standard}",
             "HOROVOD_CUDA_HOME": str(cuda),
             "HOROVOD_GPU_OPERATIONS": "NCCL",
             "HOROVOD_NCCL_LINK": "SHARED",
@@ -241,6 +243,13 @@ def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) ->
         if "HOROVOD_BUILD_CUDA_CC_LIST" in os.environ:
             settings["HOROVOD_BUILD_CUDA_CC_LIST"] = os.environ["HOROVOD_BUILD_CUDA_CC_LIST"]
     return settings
+
+
+def cxx_standard(packages: Path) -> str:
+    """What torch's headers in site-packages need: c++17 for torch 2.11, c++20 for 2.14."""
+    header = packages / "torch/include/torch/csrc/api/include/torch/all.h"
+    needed = re.search(r"#error C\+\+(\d+) or later", header.read_text())
+    return f"c++{needed[1] if needed else 17}"
 
 
 def stage_cuda(build: Path, tools: Path, packages: Path) -> tuple[Path, Path]:

@@ -48,6 +48,23 @@ class TestWheel:
         assert f"--find-links ${{HOME}}/.cache/horovod-wheels/{folder.name}\n" in text
 
 
+@pytest.mark.parametrize(
+    ("needed", "defined"), [("C++17", "__cplusplus 201703L"), ("C++20", "__cplusplus 202002L")]
+)
+def test_the_compiler_is_given_the_standard_of_torchs_headers(
+    tmp_path: Path, needed: str, defined: str
+) -> None:
+    """Whatever Horovod's own files ask for."""
+    site, build = tmp_path / "site", tmp_path / "build"
+    header = site / "torch/include/torch/csrc/api/include/torch/all.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#error {needed} or later compatible compiler is required to use PyTorch.")
+    build.mkdir()
+    settings = wheel.build_settings(build, site, info(site=str(site), cuda=None), False, 1)
+    command = [settings["CXX"], "-std=c++14", "-x", "c++", "-dM", "-E", "/dev/null"]
+    assert defined in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
 class TestUnmet:
     PINS = {"torch": "2.11.0", "hydra-core": "1.3.8", "horovod": "0.28.1"}  # noqa: RUF012
 

@@ -560,7 +560,6 @@ class HorovodStrategy(ParallelStrategy):
         self._remove_step_hooks()
         self._looked = self._warned = False
         self._evaluation = Evaluation(self.world)
-        self._groups.clear()
         if self.lightning_module is not None:
             leave_metrics(self.lightning_module, self.world)
         if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:

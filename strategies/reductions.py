@@ -101,10 +101,8 @@ def adasum(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
         theirs, _ = yield hvd.alltoall_async(
             buffer, splits, f"{name}.{distance}", world.process_set
         )
-        # In one order on both sides, so that both get the same bits.
-        first, second = (buffer, theirs) if world.rank < partner else (theirs, buffer)
-        rest = first[end:] + second[end:]
-        mixed = [_mix(a, b) for a, b in zip(first[:end].split(sizes), second[:end].split(sizes))]
+        rest = buffer[end:] + theirs[end:]
+        mixed = [_mix(a, b) for a, b in zip(buffer[:end].split(sizes), theirs[:end].split(sizes))]
         buffer.copy_(torch.cat([*mixed, rest]))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from torch.utils.data import (
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 from strategies.evaluation import batches_of_all
+from strategies.samplers import each_sample_once
 from tests.matrix import FEATURES, RANK, SIZE, Measured, Net, convolutions, loader, samples, trainer
 from tests.test_resuming import OwnLoader
 
@@ -72,6 +74,11 @@ class LogsItsOwn(Evaluated):
     test_step = validation_step
 
 
+class LogsItsOwnOfTwo(Net):
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> None:
+        self.log("of", float(RANK))
+
+
 def evaluate_what_is_its_own() -> list[str]:
     batches = DataLoader(samples(16), batch_size=4)
     with warnings.catch_warnings(record=True) as told:
@@ -79,6 +86,7 @@ def evaluate_what_is_its_own() -> list[str]:
         trainer("horovod").validate(LogsItsOwn(), batches, verbose=False)
         trainer("horovod").test(LogsItsOwn(), batches, verbose=False)
         trainer("horovod").validate(LogsComputed(), batches, verbose=False)
+        trainer("horovod").validate(LogsItsOwnOfTwo(), [batches, batches], verbose=False)
     return [str(warning.message) for warning in told if "sync_dist" in str(warning.message)]
 
 
@@ -87,7 +95,8 @@ def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
         launch(evaluate_what_is_its_own, 2),
         launch(evaluate_what_is_its_own, 1),
     )
-    assert len(first) == 1 and first[0].startswith("own is what each rank has by itself")
+    told = [text.partition(" is what each rank has by itself")[0] for text in first]
+    assert told == ["own", "of/dataloader_idx_0", "of/dataloader_idx_1"]
     assert second == alone == []
 
 
@@ -108,7 +117,8 @@ class WithoutIndex(Net):
 
 
 def evaluate_single_samples_without_index() -> None:
-    trainer("horovod").validate(WithoutIndex(), DataLoader(samples(3), batch_size=1))
+    for count in (4, 3):  # all ranks have equally many batches of 4
+        trainer("horovod").validate(WithoutIndex(), DataLoader(samples(count), batch_size=1))
 
 
 class GathersPredictions(Net):
@@ -257,6 +267,19 @@ class Pairs(Dataset):
 
     def __getitem__(self, index: int) -> list[Tensor]:
         return [torch.full((2, FEATURES), float(index))]
+
+
+def test_a_loader_of_training_that_is_evaluated_too() -> None:
+    """Each keeps workers of its own: training goes on with its samples, one of them twice."""
+    sampler = DistributedSampler(samples(9), 2, 1, shuffle=False)
+    workers = {"num_workers": 1, "persistent_workers": True}
+    training = DataLoader(samples(9), batch_size=4, sampler=sampler, **workers)
+    assert [len(x) for x, _ in training] == [4, 1]
+    world: Any = SimpleNamespace(size=2, rank=1)
+    evaluation = each_sample_once(training, world, "validate")
+    for _ in range(2):
+        assert [len(x) for x, _ in evaluation] == [3, 1]
+        assert [len(x) for x, _ in training] == [4, 1]
 
 
 def evaluate_in_orders_of_its_own() -> dict[str, Any]:

@@ -21,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from strategies.resuming import drawn_anew, global_batch_size
+from strategies.resuming import drawn_anew, global_batch_size, leave_out_trained
 from tests.matrix import (
     GLOBAL_BATCH,
     RANK,
@@ -165,6 +165,16 @@ class RemembersShort(Net):
         if short is not None:
             self.seen.append(short[0][:, 0])
         return super().training_step(long, batch_idx)
+
+
+def test_a_batch_that_was_trained_in_part_is_left_out() -> None:
+    """3 batches of 8, and then batches of 16: the second of these was begun."""
+    counts = dict.fromkeys(("ready", "started", "processed", "completed"), 3)
+    progress: Any = SimpleNamespace(current=SimpleNamespace(**counts))
+    batches = DataLoader(samples(80), batch_size=16)
+    leave_out_trained([batches], progress, then=8, now=16, cycles=False)
+    assert set(vars(progress.current).values()) == {2}
+    assert torch.equal(next(iter(batches))[0], samples(80).tensors[0][32:48])
 
 
 def resume_in_a_later_round(folder: str, mode: Any) -> dict[str, Any]:

@@ -8,8 +8,9 @@ clean image is what minimizes the squared error (Lehtinen et al., "Noise2Noise",
 https://arxiv.org/abs/1803.04189). Clean images are used to measure, never to train.
 
 Batches are (noisy, target, clean), each of shape (batch, channels, height, width), values about
-0 to 1. Logs train/loss, val/loss, val/psnr, test/psnr and test/psnr_noisy in dB; the test ends
-with a picture of input, target and output in the run folder and in TensorBoard.
+0 to 1. Logs train/loss, val/loss, and, of the squared error over all images, val/psnr, test/psnr
+and test/psnr_noisy in dB; the test ends with a picture of input, target and output in the run
+folder and in TensorBoard.
 """
 
 from __future__ import annotations

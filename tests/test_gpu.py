@@ -218,6 +218,26 @@ def test_a_job_is_trained_and_explained(device: str, ranks: int, tmp_path: Path)
     assert again["metrics"]["test/acc"] == pytest.approx(trained["metrics"]["test/acc"], abs=0.01)
 
 
+@pytest.mark.parametrize("strategy", ["ddp", "horovod"])
+def test_each_sample_has_its_prediction(
+    strategy: str, device: str, ranks: int, tmp_path: Path
+) -> None:
+    """On the CPU in the file, whatever it was made on; DDP is over NCCL on GPUs."""
+    kind = {"cuda": "gpu"}.get(device, device)
+    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
+    job = ["template.py", f"strategy={strategy}", "trainer.max_epochs=1", "predict=true"]
+    done = run(
+        [*launcher, "-H", f"localhost:{ranks}", sys.executable, *job,
+         f"trainer.accelerator={kind}", f"log_dir={tmp_path}"],
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    (file,) = tmp_path.glob("*/runs/*/summary.json")
+    told = json.loads(file.read_text())
+    assert (told["world_size"], told["strategy"]) == (ranks, strategy)
+    predictions = torch.load(told["predictions"])
+    assert len(predictions) == 360 and predictions.device.type == "cpu"
+
+
 def test_a_step_is_timed(device: str, ranks: int, tmp_path: Path) -> None:
     names = ["no communication", "Lightning DDP", "Lightning + HorovodStrategy"]
     model, which = ("resnet50", []) if device == "cuda" else ("mlp", ["--variants", *names])

@@ -197,6 +197,20 @@ MUTATIONS = [
         "        self._reduced.update(bucket.parameters)\n", "", "horovod-2 and two_backwards",
     ),
     Mutation(
+        "gradients of an earlier backward keep the factor of their last reduction", "buckets.py",
+        "1 / (self.world.size * self.after)", "1 / self.world.size",
+        "horovod-2 and that_accumulate",
+    ),
+    Mutation(
+        "gradients that a backward left alone are forgotten", "buckets.py",
+        "self._reduced = {p for p in self._reduced if not p.requires_grad}",
+        "self._reduced = set()", "horovod-2 and that_accumulate",
+    ),
+    Mutation(
+        "a backward that trains nothing ends an epoch", "buckets.py",
+        "return not trained or bool(", "return bool(", "horovod-2 and nothing_trained",
+    ),
+    Mutation(
         "gradients that this backward leaves alone are added up too", "buckets.py",
         "if parameter.requires_grad and parameter.grad is", "if parameter.grad is",
         "horovod-2 and step_together",
@@ -533,6 +547,11 @@ MUTATIONS = [
     Mutation(
         "what was best before a resume is forgotten", "resuming.py",
         'state["dirpath"] = self.dirpath', "pass", "best_of_before", "test_runs", "runs",
+    ),
+    Mutation(
+        "averaged weights are not those that are tested", "resuming.py",
+        '"current_model_state" in checkpoint and', "False and", "averaged_weights", "test_runs",
+        "runs",
     ),
     Mutation(
         "Ctrl-C without a launcher is Python's", "stopping.py",

@@ -204,10 +204,12 @@ class Agent:
         """What there is to read on a stream; False at its end."""
         rank, stream, begun = key.data
         data = os.read(key.fd, 1 << 16)
-        *lines, rest = (begun + data).split(b"\n")
+        # Horovod: a progress bar ends its lines with \r alone, and is passed on as it moves.
+        lines = (begun + data).splitlines(keepends=True)
+        rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if rest and (not data or len(rest) > LONGEST_LINE):
             lines, rest = [*lines, rest], b""
-        key.data[2] = rest
+        key.data[2] = rest  # with a \r at its end too, which a \n may follow
         for line in lines:
             self._say(rank=rank, stream=stream, line=line.decode(errors="replace"))
         if not data:

@@ -210,7 +210,7 @@ def logs(arguments: argparse.Namespace) -> int:
     while True:
         ended = _named(state["id"])["state"] not in ALIVE
         if file.exists():
-            with open(file, encoding="utf-8", errors="replace") as log:
+            with open(file, encoding="utf-8", errors="replace", newline="") as log:
                 log.seek(place)
                 while text := log.read(1 << 20):
                     sys.stdout.write(text)

@@ -125,11 +125,13 @@ class Record:
             write(self.folder, self._state)
 
     def line(self, rank: int, stream: str, line: str) -> None:
-        """Something that a rank printed. A job goes on where it cannot be written."""
+        """Something that a rank printed, with its end, if it has one; a job goes on where it
+        cannot be written."""
+        end = "" if line.endswith(("\r", "\n")) else "\n"
         if not self._detached:
             out = sys.stdout if stream == "stdout" else sys.stderr
             try:
-                print(f"[{rank}]<{stream}>:{line}", file=out, flush=True)
+                print(f"[{rank}]<{stream}>:{line}", end=end, file=out, flush=True)
                 self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
             except OSError as error:  # who read it is gone: `| tee`, or the terminal, which tells
                 # only the first process of its session; that may be a make that waits for us.
@@ -142,7 +144,7 @@ class Record:
                 # Open for the whole run; one line, one write, so that it can be followed.
                 file = self.folder / f"rank-{rank}.log"
                 self._files[rank] = file.open("a", buffering=1, encoding="utf-8")
-            print(line, file=self._files[rank])
+            print(line, end=end, file=self._files[rank])
 
 
 def _in_foreground() -> bool:

@@ -534,6 +534,26 @@ class TestEnd:
             process.kill()
             process.wait()
 
+    def test_a_progress_bar_moves(self, tmp_path: Path) -> None:
+        """With the start of its next state, as with plain horovodrun; not when its line is done."""
+        script = (
+            f"import os, time; print(end='1%\\r2%\\r3%', flush=True)\n"
+            f"seen, end = {str(tmp_path / 'seen')!r}, time.monotonic() + 60\n"
+            "while not os.path.exists(seen) and time.monotonic() < end: time.sleep(0.1)\n"
+            "print('\\rdone\\r\\nend', flush=True)"
+        )
+        command = horovodrun("-H", "localhost:1", "python3", "-c", script)
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+            try:
+                assert process.stdout is not None
+                moved = b"[0]<stdout>:1%\r[0]<stdout>:2%\r"
+                assert process.stdout.read(len(moved)) == moved
+                (tmp_path / "seen").touch()
+                rest = b"[0]<stdout>:3%\r[0]<stdout>:done\r\n[0]<stdout>:end\n"
+                assert process.stdout.read() == rest
+            finally:
+                process.kill()
+
     def test_a_terminal_that_cannot_show_it(self, tmp_path: Path) -> None:
         """The job goes on, and what it keeps in files is as it was printed."""
         ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -900,9 +920,11 @@ class TestDetached:
             write(tmp_path / name, {**common, "id": name, "detached": detached})
         (tmp_path / "3").mkdir()
         (tmp_path / "3" / "run.json").write_text('{"something": "else"}')
-        (tmp_path / "1" / "rank-0.log").write_text("said " + "x" * (1 << 21))
+        (tmp_path / "1" / "rank-0.log").write_text("moves\r" + "x" * (1 << 21))
         monkeypatch.setattr(sys, "argv", ["jobs", "logs"])
-        assert jobs.main() == 0 and len(capsys.readouterr().out) == 5 + (1 << 21)
+        assert jobs.main() == 0
+        said = capsys.readouterr().out
+        assert said.startswith("moves\r") and len(said) == 6 + (1 << 21)
         monkeypatch.setattr(sys, "argv", ["jobs", "logs", "2"])
         assert jobs.main() == 2
         assert "prints to the terminal that it was started in" in capsys.readouterr().err

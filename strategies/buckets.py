@@ -30,6 +30,7 @@ import horovod.torch as hvd
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.profiler import record_function
 
@@ -95,6 +96,7 @@ class GradientBuckets:
         exchanges: the last ones; who wants to count all takes them from here in time.
         known: all parameters of the module.
         by_itself: parameters that got a gradient without `prepare`, on this rank alone.
+        in_backward: whether a backward was prepared and is not over.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class GradientBuckets:
         self._reduced: set[Tensor] = set()
         self._loss_hook: torch.utils.hooks.RemovableHandle | None = None
         self._scaled = True  # by `before`, in this backward
-        self._hooks: dict[Parameter, torch.utils.hooks.RemovableHandle] = {}
-        self._prepared = False
+        self._hooks: dict[Parameter, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
+        self.in_backward = False
         self.by_itself: set[Parameter] = set()
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
@@ -141,7 +143,7 @@ class GradientBuckets:
 
     def prepare(self, loss: Tensor) -> None:
         """Before every backward, also one whose gradients stay local."""
-        self._prepared = True
+        self.in_backward = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
         self._remove_loss_hook()
         self._scaled = self.before == 1
@@ -183,7 +185,7 @@ class GradientBuckets:
 
     def leave(self) -> None:
         """After a backward without `start`, whose gradients stay local for now."""
-        self._prepared = False
+        self.in_backward = False
         self._remove_loss_hook()
         before = self._local or [False] * len(self.parameters)
         self._local = [p.requires_grad or one for p, one in zip(self.parameters, before)]
@@ -203,7 +205,7 @@ class GradientBuckets:
         by_hand = (p for p in self.parameters if p.grad is not None and p not in self._seen)
         if not self._scaled and not self._local and any(p.requires_grad for p in by_hand):
             raise RuntimeError(ELSEWHERE)
-        self._active = self._prepared = False
+        self._active = self.in_backward = False
         self._local = []
         self._remove_loss_hook()
         trained = [bucket for bucket in self.buckets if bucket.trained]
@@ -226,7 +228,7 @@ class GradientBuckets:
         return not trained or bool((trained[0].flags[-2:] == 0).any())
 
     def remove(self) -> None:
-        for hook in self._hooks.values():
+        for _, hook in self._hooks.values():
             hook.remove()
         self.buckets, self._hooks, self._bucket = [], {}, {}
         self._reduced = set()
@@ -264,13 +266,16 @@ class GradientBuckets:
     def _watch(self) -> None:
         for parameter in self.parameters:
             if parameter.requires_grad and parameter not in self._hooks:
-                hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)
-                self._hooks[parameter] = hook
+                # Behind the parameter's own hooks, whenever those came: they may change its
+                # gradient. The node lives as long as somebody has it.
+                node = get_gradient_edge(parameter).node
+                hook = node.register_hook(partial(self._gradient_is_there, parameter))
+                self._hooks[parameter] = node, hook
 
-    def _gradient_is_there(self, parameter: Parameter) -> None:
+    def _gradient_is_there(self, parameter: Parameter, *_: object) -> None:
         if not parameter.requires_grad:
             return  # frozen since forward: autograd comes here all the same, and has added nothing
-        if not self._active and not self._prepared:
+        if not self._active and not self.in_backward:
             self.by_itself.add(parameter)
         elif not self._scaled:
             raise RuntimeError(ELSEWHERE)

@@ -458,6 +458,11 @@ class HorovodStrategy(ParallelStrategy):
         """Weights that a step moves by what one rank has alone would differ from then on."""
         if self._buckets is None:
             return
+        if self._buckets.in_backward:
+            raise MisconfigurationException(
+                "a step within backward, before the gradients of all ranks are there: step when "
+                "manual_backward is done"
+            )
         if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
             refuse_strangers(optimizer, self._buckets.known)
             self._groups[id(optimizer)] = len(optimizer.param_groups)

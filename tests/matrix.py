@@ -205,6 +205,24 @@ def gradients_changed_after_backward(strategy: str) -> dict[str, Any]:
     return fit(strategy, Rescaled())
 
 
+class Halved(Net):
+    """Gradients that hooks replace, which come when training begins: after those that average."""
+
+    def on_train_start(self) -> None:
+        for parameter in self.parameters():
+            parameter.register_post_accumulate_grad_hook(self.halve)
+
+    @staticmethod
+    def halve(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad = parameter.grad / 2
+
+
+@case()
+def gradients_replaced_by_hooks(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Halved())
+
+
 def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
     """Gradients are reduced once a step, not once a batch."""
     if strategy != "horovod":

@@ -482,6 +482,16 @@ MUTATIONS = [
         "self.by_itself.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
+        "a step is made within backward", "horovod.py",
+        "if self._buckets.in_backward:", "if False:", "mistakes_are_told", "test_mistakes",
+    ),
+    Mutation(
+        "hooks of a parameter that come late run behind the average", "buckets.py",
+        "hook = node.register_hook(partial(self._gradient_is_there, parameter))",
+        "hook = parameter.register_post_accumulate_grad_hook(self._gradient_is_there)",
+        "horovod-2 and replaced_by_hooks",
+    ),
+    Mutation(
         "forked ranks are left when their agent is killed", "preload.py",
         "    die_with_parent()", "    pass",
         "end_with_their_agent", "cluster/test_preload", "cluster",

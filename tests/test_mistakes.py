@@ -94,6 +94,18 @@ class Replaces(CallsBackward):
         self.trainer.optimizers = [torch.optim.SGD(self.parameters(), lr=0.05)]
 
 
+class StepsWithin(LeavesOut):
+    """Steps each parameter as soon as its gradient is there, which then can go."""
+
+    def configure_optimizers(self) -> Any:
+        optimizers = []
+        for parameter in self.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.05)
+            parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())  # type: ignore[misc]
+            optimizers.append(optimizer)
+        return optimizers
+
+
 class BeginsElsewhere(Net):
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         sum(parameter.sum() for parameter in self.parameters()).backward()  # type: ignore[union-attr]
@@ -214,6 +226,7 @@ def mistakes() -> dict[str, str]:
             lambda: trainer("horovod").fit(CallsBackward("step", bare=True), loader())
         ),
         "replaced": refused(lambda: trainer("horovod").fit(Replaces("step"), loader())),
+        "within": refused(lambda: trainer("horovod").fit(StepsWithin(), loader())),
         "elsewhere": refused(lambda: trainer("horovod").fit(BeginsElsewhere(), loader())),
         "by hand": refused(lambda: trainer("horovod").fit(SetsByHand(), loader())),
         "made": refused(lambda: trainer("horovod").fit(MadeApart(), loader())),
@@ -263,6 +276,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["alone"].startswith("a step with gradients of loss.backward()")
         assert told["passed by"] == told["alone"]
         assert told["replaced"] == told["alone"]
+        assert told["within"].startswith("a step within backward, before the gradients of all")
         assert told["elsewhere"].startswith("a gradient of something else than the loss: begin")
         assert told["by hand"] == told["elsewhere"]
         assert told["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")

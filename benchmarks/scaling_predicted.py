@@ -41,8 +41,8 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
     measured = _of_these_hosts(results, all_reduces)
     if "weak" not in settings["modes"] or not (first and wires and measured):
         return []
-    middle = statistics.median_low(run["step_ms"] for run in first)  # one that was measured
-    run = next(run for run in first if run["step_ms"] == middle)
+    middle = statistics.median(run["step_ms"] for run in first)
+    run = min(first, key=lambda run: abs(run["step_ms"] - middle))  # its phases are scaled to it
     step = {"p10": middle, "p90": middle, **(run.get("quantiles_ms") or {}), "median": middle}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}

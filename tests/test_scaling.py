@@ -11,6 +11,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -34,6 +35,7 @@ from benchmarks.efficiency import Results, Row, noise, noise_in_words, rows, ste
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal, parse
+from runs.bottleneck import PHASES
 from tests.conftest import ROOT, run
 
 QUIET = {"busy": 0.01, "gpu_busy": None, "arithmetic_ms": 8.0, "stolen": 0.0}
@@ -594,6 +596,18 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     assert predicted(apart, [right]) == []  # nothing was measured between them
     strong = made | {"settings": made["settings"] | {"modes": ["strong"]}}
     assert predicted(strong, [right]) == []
+
+
+def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path: Path) -> None:
+    made = measured(
+        Source(lambda job, repeat: [10.0, 30.0][repeat]), results(sizes=[1, 2], repeats=2)
+    )
+    for each in made["runs"]:
+        each["phases_ms"] = dict.fromkeys([*PHASES, "straggler"], 0.0) | {"forward": 4.0}
+        sent = {"payload_bytes": 1e6, "bytes": 1e6, "calls": 1.0}
+        each["wire"] = sent if each["np"] > 1 else None
+    found = predicted(made, [all_reduce(tmp_path, "right")])
+    assert found[0]["step_ms"] == pytest.approx(statistics.median(by_size(made)[1].step_ms))
 
 
 def test_the_published_efficiency_is_that_of_the_published_times() -> None:

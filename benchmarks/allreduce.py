@@ -127,7 +127,7 @@ def head(results: dict[str, Any]) -> str:
 
 def plot(results: dict[str, Any], file: Path) -> None:
     """Both bandwidths over the size, logarithmic, with p10 to p90."""
-    from benchmarks.figures import plt, save  # slow to import
+    from benchmarks.figures import plt, save, title  # slow to import
 
     figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
     rows = results["sizes"]
@@ -150,11 +150,12 @@ def plot(results: dict[str, Any], file: Path) -> None:
     axes.set_xticks(sizes, [readable(size) for size in sizes], rotation=45, ha="right", size=8)
     axes.set_xlabel("size of the all-reduce")
     axes.set_ylabel("MB/s")
-    axes.set_title(
+    of = (
         f"{len(results['ranks'])} ranks, {len(results['hosts'])} "
         f"host{'s' if len(results['hosts']) > 1 else ''}, {results['network']}, "
-        f"{results['operations']}, {results['device'] or results['cpu']}", fontsize=9,
-    )  # fmt: skip
+        f"{results['operations']}, {results['device'] or results['cpu']}"
+    )
+    axes.set_title(title(of, 5), fontsize=9)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
     save(figure, file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 import matplotlib
@@ -15,6 +16,11 @@ FONTS = {
     "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.spines.top": False,
     "axes.spines.right": False, "legend.frameon": False,
 }  # fmt: skip
+
+
+def title(text: str, inches: float) -> str:
+    """In lines that fit so wide a figure, at a font size of 9."""
+    return textwrap.fill(text, int(13 * inches))
 
 
 def save(figure: Figure, name: Path) -> None:

@@ -89,9 +89,9 @@ def table(found: list[Prediction], measured: dict[int, float]) -> str:
 
 
 def plot(
-    found: list[Prediction], measured: dict[int, float], job: Job, title: str, file: Path
+    found: list[Prediction], measured: dict[int, float], job: Job, of: str, file: Path
 ) -> None:
-    from benchmarks.figures import plt, save  # slow to import
+    from benchmarks.figures import plt, save, title  # slow to import
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(5, 5), sharex=True, layout="constrained")
     ranks = [row.ranks for row in found]
@@ -102,7 +102,7 @@ def plot(
     above.plot(ranks, [100 * r.step.efficiency for r in found], "o-", markersize=4, label="likely")
     above.set_ylim(0, 105)
     above.set_ylabel("efficiency, %")
-    above.set_title(title, fontsize=9)
+    above.set_title(title(of, 5), fontsize=9)
     below.fill_between(
         ranks, [1e3 * r.best.seconds for r in found], [1e3 * r.worst.seconds for r in found],
         alpha=0.2, linewidth=0,
@@ -194,11 +194,11 @@ def main() -> int:
     text = "\n".join(head) + "\n\n" + table(found, measured)
     out = run.with_name("prediction")
     link = cases[1]
-    title = (
+    of = (
         f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
         f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
     )
-    plot(found, measured, job, title, out)
+    plot(found, measured, job, of, out)
     out.with_name("prediction.md").write_text(text + "\n")
     print(f"{text}\n\nwritten to {out}.md, .png, .svg")
     return 0

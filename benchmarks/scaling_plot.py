@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.efficiency import Results, Row, batch_of, rows
-from benchmarks.figures import FONTS, plt, save
+from benchmarks.figures import FONTS, plt, save, title
 
 STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
 
@@ -28,7 +28,7 @@ def draw(results: Results, hardware: str, name: Path) -> None:
             len(settings["modes"]), 2, squeeze=False, layout="constrained",
             figsize=(7, 0.3 + 2.6 * len(settings["modes"])),
         )  # fmt: skip
-        figure.suptitle(f"{results['trial']['model']}, {hardware}", fontsize=9)
+        figure.suptitle(title(f"{results['trial']['model']}, {hardware}", 7), fontsize=9)
         for mode, (left, right) in zip(settings["modes"], grid):
             _panels(results, mode, left, right)
         save(figure, name)
@@ -57,12 +57,22 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
     speedup.set_xscale("log", base=2)
     speedup.set_yscale("log", base=2)
     lost = [half for half in (0.125, 0.25, 0.5) if half > speedup.get_ylim()[0]]
-    speedup.set_yticks([*lost, *ideal], [f"{value:g}" for value in [*lost, *ideal]])
+    told = [*lost, *(np / sizes[0] for np in _apart(sizes))]
+    speedup.set_yticks(told, [f"{value:g}" for value in told])
     efficiency.set_xscale("log", base=2)
     for panel in (speedup, efficiency):
-        panel.set_xticks(sizes, [str(np) for np in sizes])
+        panel.set_xticks(_apart(sizes), [str(np) for np in _apart(sizes)])
         panel.minorticks_off()
     efficiency.set_ylim(0, max(110, efficiency.get_ylim()[1]))
+
+
+def _apart(sizes: list[int]) -> list[int]:
+    """Those whose numbers have room on an axis, of which each takes a tenth."""
+    tenth = (1.2**2 * sizes[-1] / sizes[0]) ** 0.1
+    found = sizes[:1]
+    for np in sizes:
+        found += [np] if np / found[-1] > tenth else []
+    return found
 
 
 def _percent(values: list[float]) -> list[float]:

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -524,6 +525,24 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
     drawn = file.with_suffix(".svg").read_text()
     scaling_report.write(made, file)
     assert file.with_suffix(".svg").read_text() == drawn
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 4], list(range(1, 13)), [2**i for i in range(12)]])
+def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(scaling_plot, "save", lambda figure, name: drawn.append(figure))
+    made = measured(Source(lambda job, _: 10.0), results(sizes=sizes, repeats=1))
+    scaling_plot.draw(made, "Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz, 56 cores " * 2, Path())
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= title.x0 and title.x1 <= figure.bbox.x1
+    left, right = figure.axes
+    for axis, ends in ((left.xaxis, "x0 x1"), (right.xaxis, "x0 x1"), (left.yaxis, "y0 y1")):
+        boxes = [tick.label1.get_window_extent() for tick in axis.get_major_ticks()]
+        assert len(boxes) >= 3
+        near, far = ends.split()
+        assert all(getattr(a, far) <= getattr(b, near) for a, b in pairwise(boxes))
 
 
 def test_slow_jobs_have_as_many_digits_as_fast_ones() -> None:

@@ -22,7 +22,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import RESULTS, ROOT, slug, software, unused, versions, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    ROOT,
+    refuse_unwritable,
+    slug,
+    software,
+    unused,
+    versions,
+    write_json,
+)
 from benchmarks.launching import Failed, ask
 from cluster.hosts import Host, Refusal, add_arguments, chosen, ranks
 from cluster.signals import interrupt_at_signals
@@ -170,15 +179,14 @@ def file_name(results: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, Any], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     file = unused(folder / f"{file_name(results)}.json").with_suffix("")
+    write_json(results, file.with_name(f"{file.name}.json"))  # first: the others can be made of it
     plot(results, file)
     file.with_name(f"{file.name}.md").write_text(f"{head(results)}\n\n{table(results)}\n")
     with open(file.with_name(f"{file.name}.csv"), "w", newline="") as text:
         writer = csv.DictWriter(text, list(results["sizes"][0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(results["sizes"])
-    write_json(results, file.with_name(f"{file.name}.json"))
     return file
 
 
@@ -240,6 +248,7 @@ def main() -> int:
         where += ["-H", arguments.hosts] if arguments.hosts else []
         where += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
         used = list(dict.fromkeys(member.host for member in members))
+        refuse_unwritable(arguments.out)
         before = facts(used)
         asked = {"sizes": sizes, "repeats": arguments.repeats}
         found = launched("benchmarks.allreduce_worker", asked, where)

@@ -19,6 +19,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,10 +37,28 @@ PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no mach
 
 def write_json(results: dict[str, Any], file: Path) -> None:
     """All or nothing, whenever it is interrupted; others may read it at any time."""
-    file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".part")
-    unfinished.write_text(json.dumps(results, indent=1) + "\n")
-    unfinished.replace(file)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(json.dumps(results, indent=1) + "\n")
+        unfinished.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise SystemExit(
+            f"error: {file}: {error.strerror}; what was written of it before is kept"
+        ) from None
+
+
+def refuse_unwritable(folder: Path) -> None:
+    """Before hours are measured for nothing; makes the folder."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(
+            f"error: {folder}: {error.strerror}: results are written there; --out names another"
+        ) from None
 
 
 def continued(
@@ -71,7 +90,7 @@ def continued(
 
 
 def _measure_alone(folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
+    refuse_unwritable(folder)
     if folder in _LOCKED:
         return
     _LOCKED[folder] = os.open(folder, os.O_RDONLY)

@@ -198,11 +198,19 @@ def main() -> int:
         f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
         f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
     )
-    plot(found, measured, job, of, out)
-    out.with_name("prediction.md").write_text(text + "\n")
-    print(f"{text}\n\nwritten to {out}.md, .png, .svg")
+    print(text)
+    try:
+        plot(found, measured, job, of, out)
+        out.with_name("prediction.md").write_text(text + "\n")
+    except OSError as error:
+        print(f"error: {out}.md, .png, .svg: {error.strerror}", file=sys.stderr)
+        return 2
+    print(f"\nwritten to {out}.md, .png, .svg")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)

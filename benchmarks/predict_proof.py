@@ -25,7 +25,15 @@ from typing import Any
 from benchmarks import published
 from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
-from benchmarks.hardware import RESULTS, hardware, slug, unused, versions, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    hardware,
+    refuse_unwritable,
+    slug,
+    unused,
+    versions,
+    write_json,
+)
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 from cluster.testbed import BURST, Testbed, missing
@@ -205,6 +213,7 @@ def main() -> int:
     try:
         if problem := missing():
             raise Refusal(problem)
+        refuse_unwritable(arguments.out)
         before = hardware()
         ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
         measured = experiment(stub, arguments.repeats, ranks, rates)
@@ -220,11 +229,10 @@ def main() -> int:
     kind = slug(results["cpu"])
     name = f"predict_{kind}_{results['date'][:10]}.json"
     file = unused(arguments.out / name).with_suffix("")
-    arguments.out.mkdir(parents=True, exist_ok=True)
+    write_json(results, file.with_name(f"{file.name}.json"))
     plot(results, file)
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"
     file.with_name(f"{file.name}.md").write_text(text)
-    write_json(results, file.with_name(f"{file.name}.json"))
     print(f"{text}\nwritten to {file}.json, .md, .png, .svg")
     return 0
 

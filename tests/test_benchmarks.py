@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import json
 import os
@@ -234,6 +235,34 @@ def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
     os.close(hardware._LOCKED.pop(tmp_path))
     assert run(command).stdout == "goes on\n"
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["scaling --np 1 --out", "step --out", "allreduce -np 2 -H localhost:2 --out"],
+)
+def test_a_folder_that_takes_no_results_is_told_before_anything_is_measured(
+    tmp_path: Path, line: str
+) -> None:
+    (tmp_path / "file").touch()
+    module, *arguments = line.split()
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+    done = run([*command, str(tmp_path / "file" / "results")])
+    assert done.returncode == 1 and "Traceback" not in done.stdout
+    assert done.stdout.startswith(f"error: {tmp_path}/file/results: Not a directory: results")
+
+
+def test_a_full_disk_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(part: Path, text: str) -> None:
+        part.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    hardware.write_json({"runs": [1]}, tmp_path / "x.json")
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(SystemExit, match="x.json: No space left on device; what was written"):
+        hardware.write_json({"runs": [1, 2]}, tmp_path / "x.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
+    assert json.loads((tmp_path / "x.json").read_text()) == {"runs": [1]}
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+import runpy
 import socket
 import statistics
 import sys
@@ -588,6 +589,28 @@ def test_a_run_that_tells_too_little_is_refused(
     assert said(monkeypatch, "--run", str(files["run"]), "--allreduce", str(files["one"])) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: RUN={files['run']}") and told in line
+
+
+def test_a_run_that_takes_no_files_is_predicted_all_the_same(
+    files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["run"].with_name("prediction.png").mkdir()
+    given = ["--run", str(files["run"]), "--allreduce", str(files["one"])]
+    assert said(monkeypatch, *given) == 2
+    printed = capsys.readouterr()
+    assert "| 4,096 | " in printed.out and "written to" not in printed.out
+    assert re.fullmatch("error: .*prediction.md, .png, .svg: Is a directory\n", printed.err)
+
+
+def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(predict_inputs, "newest_run", interrupted)
+    monkeypatch.setattr(sys, "argv", ["predict"])
+    with pytest.warns(RuntimeWarning, match="benchmarks.predict"), pytest.raises(SystemExit) as end:
+        runpy.run_module("benchmarks.predict", run_name="__main__")
+    assert end.value.code == 130
 
 
 def test_files_of_another_form_are_told_in_a_line(

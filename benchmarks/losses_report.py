@@ -164,7 +164,6 @@ def report(results: Results, name: Path) -> str:
 if __name__ == "__main__":
     for given in map(Path, sys.argv[1:]):
         try:
-            content = json.loads(given.read_text())
-        except (OSError, ValueError) as error:
-            sys.exit(f"error: {given}: {error}; give a file of make bench-losses")
-        print(report(content, given.with_suffix("")))
+            print(report(json.loads(given.read_text()), given.with_suffix("")))
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            sys.exit(f"error: {given}: {error!r}; give a file of make bench-losses")

@@ -240,10 +240,11 @@ def main() -> None:
     arguments = parser.parse_args()
     for file in arguments.files:
         try:
-            results = read(file)
+            print(write(read(file), file))
         except Refusal as refusal:
             raise SystemExit(f"error: {refusal}") from None
-        print(write(results, file))
+        except (LookupError, TypeError) as error:
+            raise SystemExit(f"error: {file}: lacks what make bench writes: {error!r}") from None
     if arguments.readme:
         file = newest(RESULTS.glob("scaling_*.json"))
         README.write_text(with_block(README.read_text(), readme_block(file)))

@@ -660,8 +660,17 @@ def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
 
 def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
     (tmp_path / "none.json").write_text("{}")
-    for name, told in (("none.json", "not made by make bench"), ("gone.json", "No such file")):
-        done = run([sys.executable, "-m", "benchmarks.scaling_report", str(tmp_path / name)])
+    older = results() | {"finished": True}
+    del older["settings"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    for report, name, told in (
+        ("scaling", "none.json", "not made by make bench"),
+        ("scaling", "gone.json", "No such file"),
+        ("scaling", "older.json", "lacks what make bench writes: KeyError('settings')"),
+        ("losses", "gone.json", "No such file"),
+        ("losses", "older.json", "KeyError('jobs'); give a file of make bench-losses"),
+    ):
+        done = run([sys.executable, "-m", f"benchmarks.{report}_report", str(tmp_path / name)])
         assert done.returncode == 1 and done.stdout.startswith("error: ") and told in done.stdout
 
 

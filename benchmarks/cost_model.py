@@ -25,9 +25,9 @@ over Gloo the next round waits for that, over NCCL it is agreed on meanwhile. Th
 backward and the last bucket have ended, and the optimizer after them.
 
 Stragglers. A bucket is ready when the slowest rank has it. Ranks take normally distributed times,
-of standard deviation sigma from step to step; the slowest of p takes sigma Phi^-1((p - 3/8) /
-(p + 1/4)) more than the mean (Blom 1958, Statistical Estimates and Transformed Beta-Variables). One
-rank that is always the slowest keeps the others as long on any number of ranks.
+of standard deviation sigma from step to step; the slowest of p, whose distribution is Phi^p, takes
+sigma times the integral of x dPhi(x)^p more than the mean. One rank that is always the slowest
+keeps the others as long on any number of ranks.
 
 Not in it: congestion between hosts (a full bisection is taken for granted), ranks that take their
 cores or memory bandwidth from each other beyond what was measured, the reading of data.
@@ -42,6 +42,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
+from scipy.special import ndtr
 
 MIB = 2**20
 CYCLE = 1e-3  # HOROVOD_CYCLE_TIME as Horovod has it
@@ -195,14 +196,16 @@ def agreement_seconds(ranks: int, network: Network) -> float:
 
 
 def expected_maximum(count: int) -> float:
-    """Of `count` independent standard normal variables; Blom's approximation."""
-    return statistics.NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+    """Of `count` independent standard normal variables: the sum over small intervals."""
+    edges = np.linspace(-9, 9, 2001)
+    return float(np.diff(ndtr(edges) ** count) @ (edges[1:] + edges[:-1]) / 2)
 
 
 def median_wait(count: int) -> float:
     """In half of all steps the slowest of `count` ranks takes more than this over their mean, in
-    standard deviations; as Blom's, fitted to drawn numbers within 1 %. Of 2 it is Phi^-1(3/4) /
-    sqrt(2), a fifth less than what is expected: few steps wait long."""
+    standard deviations; in the form of Blom (1958, Statistical Estimates and Transformed
+    Beta-Variables), fitted to drawn numbers within 1 %. Of 2 it is Phi^-1(3/4) / sqrt(2), a sixth
+    less than what is expected: few steps wait long."""
     return statistics.NormalDist().inv_cdf((count - 0.455) / (count + 0.262))
 
 

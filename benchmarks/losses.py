@@ -34,13 +34,19 @@ from benchmarks import losses_report
 from benchmarks.hardware import RESULTS, continued, hardware, machine, slug, write_json
 from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
-from benchmarks.scaling_plan import batch_size_of, configuration
+from benchmarks.scaling_plan import batch_size_of, configuration, refuse_ours
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 
 STEPS, POINTS = 200, 40
 PRECISIONS = ["32-true", "64-true"]
 ALONE = "strategy._target_=benchmarks.losses_worker.single_in_order"
+# Set for the comparison; what a user gives for them would be lost without a word.
+OURS = dict.fromkeys(
+    ["strategy", "trainer.precision", "trainer.max_epochs", "trainer.limit_train_batches",
+     "trainer.check_val_every_n_epoch", "trainer.val_check_interval", "callbacks", "logger",
+     "trainer.enable_checkpointing", "test", "log_dir", "run_dir"], "nothing",
+) | {"trainer.max_steps": "STEPS="}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -197,6 +203,7 @@ def main() -> int:
 
     name = f"losses_{slug(losses_report.hardware_of(results))}"
     try:
+        refuse_ours(arguments.overrides, OURS, "make bench-losses")
         shares = batches(jobs, arguments.np)
         file, results = continued(results, arguments.out, name, "jobs")
         for job, batch in list(zip(jobs, shares))[len(results["jobs"]) :]:

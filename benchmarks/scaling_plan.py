@@ -22,7 +22,7 @@ from cluster.hosts import Host, Refusal, chosen, ranks
 # Set for the measurement; what a user gives for them would be lost without a word.
 OURS = {
     "strategy": "STRATEGY=", "trainer.max_steps": "STEPS=", "trainer.max_epochs": "EPOCHS=",
-    "log_dir": "nothing", "callbacks.anatomy.warmup": "WARMUP=",
+    "log_dir": "nothing", "run_dir": "nothing", "callbacks.anatomy.warmup": "WARMUP=",
     "callbacks.anatomy.batches": "STEPS=",
     **{setting.partition("=")[0]: "nothing" for setting in MEASURED},
 }  # fmt: skip

@@ -51,7 +51,8 @@ WAYS = {  # command, and whether the ranks of a host share their imports
     "ours, each rank imports": (OURS, "0"),
     "ours": (OURS, "1"),
 }
-ONE_STEP = ("trainer.max_steps", "trainer.max_epochs", "test", "log_dir")  # and nothing after it
+# And nothing after it; each start has a folder of its own.
+ONE_STEP = ("trainer.max_steps", "trainer.max_epochs", "test", "log_dir", "run_dir")
 STRACE = ["strace", "-f", "-qq", "-c", "-e", "trace=%file", "-o"]
 FIRST_STEP = "epoch 1/"  # runs/progress.py, in the output of rank 0
 

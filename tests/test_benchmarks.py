@@ -266,8 +266,12 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any) -
 
 
 @pytest.mark.parametrize(
-    "module, override", [("split", "strategy=ddp"), ("start", "trainer.max_steps=7")]
-)
+    "module, override",
+    [
+        ("split", "strategy=ddp"), ("start", "trainer.max_steps=7"), ("start", "run_dir=mine"),
+        ("losses", "trainer.precision=bf16-mixed"), ("losses", "run_dir=mine"),
+    ],
+)  # fmt: skip
 def test_what_a_benchmark_sets_itself_is_refused(module: str, override: str) -> None:
     done = run([sys.executable, "-m", f"benchmarks.{module}", "--", override])
     assert done.returncode == 2 and f"{override}: make bench-{module} sets" in done.stdout

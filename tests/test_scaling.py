@@ -329,6 +329,7 @@ def test_sizes_by_default() -> None:
         ({"mode": "strong", "modes": ["strong"], "sizes": [1, 3, 5]}, "does not divide by NP=3 5"),
         ({"arguments": ["trainer.max_steps=5"]}, "STEPS="),
         ({"arguments": ["strategy=ddp"]}, "STRATEGY="),
+        ({"arguments": ["run_dir=mine"]}, "make bench sets run_dir itself"),
         ({"arguments": ["callbacks.anatomy.batches=5"]}, "STEPS="),
     ],
 )

@@ -30,7 +30,13 @@ from cluster.environment import InstallError
 #
 # It opened libcuda.so, a name for compilers; drivers are installed as libcuda.so.1, and some hosts
 # and images have that alone.
-PATCH = "p4"
+#
+# In newer versions of torch, a thread that lets go of a tensor which Python has too takes Python's
+# lock for it. Horovod's thread did so for each reduction, each time as a thread that was new to
+# Python. A process that forked at that moment, as for the workers of a DataLoader, had a child that
+# never began, with Python before 3.10.15, 3.11.10 and 3.12 (python/cpython#112275). Now Python
+# knows the thread from its first tensor on.
+PATCH = "p5"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 STORE = "horovod/common/gloo/http_store"
@@ -39,6 +45,18 @@ PATCHES = [
     ("CMakeLists.txt", "project(horovod CXX)\n",
      "project(horovod CXX)\nset(CMAKE_SKIP_RPATH ON)\n"),
     ("horovod/torch/cuda_util.cc", 'dlopen("libcuda.so",', 'dlopen("libcuda.so.1",'),
+    ("horovod/torch/handle_manager.cc", '#include "handle_manager.h"\n',
+     '#include <Python.h>\n\n#include "handle_manager.h"\n'),
+    ("horovod/torch/handle_manager.cc",
+     "void HandleManager::MarkDone(int handle, const Status& status) {\n", """\
+void HandleManager::MarkDone(int handle, const Status& status) {
+  static thread_local bool known = PyGILState_GetThisThreadState() != nullptr;
+  if (!known) {
+    PyGILState_Ensure();
+    PyEval_SaveThread();
+    known = true;
+  }
+"""),
     (f"{QUEUE}.h", "#include <mutex>\n",
      "#include <chrono>\n#include <condition_variable>\n#include <mutex>\n"),
     (f"{QUEUE}.h", "protected:\n", """\

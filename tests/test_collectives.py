@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +157,28 @@ def test_who_waits_leaves_a_shared_core_to_others(
     longest_pause.cache_clear()
     assert len(pauses) == 40
     assert pauses[0] < 1e-4 and max(pauses) == pytest.approx(longest)
+
+
+def threads_that_python_met() -> int:
+    """Those that Python came to know in 50 reductions, with the one that counts them."""
+    HorovodStrategy()
+    met = []
+    api = ctypes.pythonapi
+    api.PyThreadState_Get.restype = ctypes.c_void_p
+    api.PyThreadState_GetID.argtypes = [ctypes.c_void_p]
+    api.PyThreadState_GetID.restype = ctypes.c_uint64
+    hvd.allreduce(torch.ones(3))
+    for _ in range(2):
+        thread = threading.Thread(
+            target=lambda: met.append(api.PyThreadState_GetID(api.PyThreadState_Get()))
+        )
+        thread.start()
+        thread.join()
+        for _ in range(50):
+            hvd.allreduce(torch.ones(3))
+    return met[1] - met[0]
+
+
+def test_horovods_thread_is_one_to_python(launch: Callable) -> None:
+    """Each time that it was new to Python, a fork could leave a child that never begins."""
+    assert launch(threads_that_python_met, 2) == [1, 1]

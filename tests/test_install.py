@@ -33,12 +33,12 @@ class TestWheel:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
         tag = wheel.platform_tag()
         name = wheel.wheel_name(info(), "0.28.1", mpi=False)
-        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p4-cp312-cp312-{tag}.whl"
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p5-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
         label = wheel.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
-        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p4.mpi.sm80.sm90"
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p5.mpi.sm80.sm90"
         label = wheel.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
-        assert label.startswith("0.28.1+torch2.11.0.cpu.p4")
+        assert label.startswith("0.28.1+torch2.11.0.cpu.p5")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
@@ -74,11 +74,11 @@ class TestUnmet:
     @pytest.mark.parametrize(
         ("horovod", "mpi", "expected"),
         [
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p4", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p4.mpi", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p4", True, ["horovod"]),
-            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p4", False, ["horovod"]),
-            ("0.28.1+torch2.11.0.cpu.p4", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p5", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p5.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p5", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p5", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu.p5", False, ["horovod"]),
             ("0.28.1", False, ["horovod"]),
         ],
     )
@@ -88,7 +88,7 @@ class TestUnmet:
         assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
 
     def test_other_versions_are_seen(self) -> None:
-        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p4"
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p5"
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
 
@@ -110,7 +110,7 @@ class TestPatch:
     def test_has_a_number_of_its_own(self) -> None:
         """Wheels of other patches have other names: count PATCH up with each change."""
         digest = hashlib.sha256(repr(patches.PATCHES).encode()).hexdigest()[:12]
-        assert (patches.PATCH, digest) == ("p4", "5043304f32ec")
+        assert (patches.PATCH, digest) == ("p5", "d76e64d8c509")
 
     def test_the_library_looks_in_no_folder_of_its_own(self) -> None:
         """That of its build was in /tmp; torch has loaded all that it needs."""

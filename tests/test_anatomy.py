@@ -5,12 +5,15 @@ No test asserts how long something took, only which part of a step took most of 
 
 from __future__ import annotations
 
+import csv
 import json
+import socket
 import sys
 import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +30,7 @@ from runs.anatomy import Anatomy
 from runs.bottleneck import PHASES, phases, shares, straggler, verdict
 from runs.curves import Curves
 from strategies import HorovodStrategy, clock
-from strategies.buckets import GradientBuckets
+from strategies.buckets import Exchange, GradientBuckets
 from strategies.collectives import wait_until
 from strategies.reductions import add
 from tests.conftest import HOROVODRUN, ROOT, run
@@ -103,6 +106,8 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
     assert "compression=bf16" in network
     for other in ({"payload_bytes": 1e5}, {"compressible": False}):
         assert "compression" not in said(forward=1, all_reduce=1, wire=wire | other)
+    few = said(forward=1, all_reduce=1, wire=wire | {"payload_bytes": 1e5})
+    assert "at 93 MB/s that" in few  # which no benchmark of large ones is like
     slow = said(forward=1, all_reduce=1, wire=wire | {"bus_bandwidth_mb_s": 0.02})
     assert " at 20 kB/s" in slow
 
@@ -116,6 +121,7 @@ def test_ranks_that_share_cores_are_named() -> None:
         told = said(crowd=crowd, **spent)
         assert told.startswith("cores: 3 ranks share the 2 cores of a, and wait")
     assert said(crowd=crowd, data=9).startswith("data: ")
+    assert said(crowd=crowd, optimizer=9).startswith("optimizer: ")
     assert said(crowd=crowd, straggler=9, slow="rank 1 on b").startswith("straggler: rank 1")
 
 
@@ -134,6 +140,7 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     (folder / "allreduce_c.json").write_text(json.dumps(older))
     (folder / "allreduce_d.json").write_text(json.dumps(found)[:40])
     (folder / "allreduce_e.json").write_text("[]")
+    (folder / "allreduce_g.json").write_text("{}")
     another = {**found, "date": "2026-11-23", "cpu": "another", "sizes": older["sizes"]}
     (folder / "allreduce_f.json").write_text(json.dumps(another))
     assert bottleneck.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
@@ -251,6 +258,125 @@ def found(model: Net, data: DataLoader | None = None, **arguments: Any) -> dict[
     return timed.found
 
 
+class Ticks(Net):
+    """Each part of a step takes seconds that are its own, by a clock that only this moves."""
+
+    now = 0.0
+
+    def __init__(self, automatic: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = automatic
+
+    def tick(self, seconds: float) -> None:
+        Ticks.now += seconds
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Any:
+        self.tick(1 + self.current_epoch)
+        loss = super().training_step(batch, batch_idx)
+        if self.automatic_optimization:
+            return loss
+        self.manual_backward(loss)
+        self.tick(16)
+        self.optimizers().step()  # type: ignore[union-attr]
+        self.tick(32)
+        return None
+
+    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+        loss.backward()
+        self.tick(2)
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.tick(4)
+
+    def optimizer_step(self, *arguments: Any) -> None:
+        super().optimizer_step(*arguments)
+        self.tick(8)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.tick(1000)
+
+
+@pytest.mark.parametrize(
+    ("automatic", "forward", "rest"), [(True, [1, 2], 8), (False, [49, 50], 0)]
+)
+def test_each_second_is_in_its_phase(
+    automatic: bool, forward: list[int], rest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Validations amid an epoch are in none; half a second of backward waits for gradients."""
+    monkeypatch.setattr(anatomy, "moment", lambda device: Ticks.now)
+    monkeypatch.setattr(anatomy, "usable_cores", lambda: 1)
+    shared: list[Any] = []
+    monkeypatch.setattr(anatomy, "crowded", lambda ranks: shared.extend(ranks) or "9 ranks share")
+    timed, model = Anatomy(warmup=1), Ticks(automatic)
+    run = trainer(
+        "single", callbacks=[timed], logger=CSVLogger(tmp_path, "", ""), limit_train_batches=4,
+        val_check_interval=2,
+    )  # fmt: skip
+    exchange = Exchange(1, 8, backward=0.25, end=0.75, busy=0.5, busy_bytes=8)
+    run.strategy.take_exchanges = lambda: [exchange]  # type: ignore[attr-defined]
+    run.fit(model, loader(), loader())
+
+    found = timed.found
+    assert found is not None and found["steps"] == 7
+    expected = {"data": 0, "forward": 1e3 * forward[1], "backward": 1500, "all_reduce": 500}
+    expected |= {"optimizer": 4000, "rest": 1e3 * rest}
+    assert found["phases_ms"] == {**expected, "straggler": 0}
+    (rank,) = found["ranks"]
+    assert rank == {"rank": 0, "host": socket.gethostname(), **expected}
+    others = 6 + rest
+    first, second = 1e3 * (forward[0] + others), 1e3 * (forward[1] + others)
+    step = {"median": second, "mean": (3 * first + 4 * second) / 7, "p10": first, "p90": second}
+    assert found["step_ms"] == pytest.approx(step)
+    assert found["verdict"].startswith("cores: 9 ranks share, and wait")
+    ((host, cores),) = shared
+    assert host == socket.gethostname() and cores.bit_count() == 1
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    for name, of_epochs in (("step", [first, second]), ("forward", [1e3 * s for s in forward])):
+        logged = [float(row[f"time/{name}_ms"]) for row in rows if row[f"time/{name}_ms"]]
+        assert logged == pytest.approx(of_epochs)
+    for optimizer in run.optimizers:
+        assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+
+
+def test_a_slow_rank_is_told_once_by_rank_0(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(anatomy, "WINDOW", 4)
+    monkeypatch.setattr(anatomy, "gather_texts", lambda *_: ["a 1", "b 1"])
+    both = steps({"forward": 1}, {"forward": 2})
+    monkeypatch.setattr(Anatomy, "_gather", lambda *_: both)
+    timed = Anatomy(warmup=0)
+    trainer("single", callbacks=[timed]).fit(Net(), loader())
+    line = "slow    rank 1 on b works 2.0 times as long as the others, most of it more in forward"
+    assert capsys.readouterr().out.splitlines() == [line]
+    timed._told.clear()
+    timed._look_at_all(SimpleNamespace(strategy=None, is_global_zero=False))  # type: ignore[arg-type]
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("compression", "op", "compressible"),
+    [("none", "average", True), ("bf16", "average", False), ("none", "adasum", False)],
+)
+def test_what_is_on_the_wire(
+    compression: str, op: str, compressible: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an all-reduce of 2 buckets and 4 MB; for the last of these, half a second passed."""
+    strategy: Any = SimpleNamespace(
+        sent_bytes=lambda size: 1.5 * size, reduce=lambda rate, reduce_op: rate, operations="Gloo",
+        compression=compression, op=op,
+    )  # fmt: skip
+    asked: list[Any] = []
+    monkeypatch.setattr(anatomy, "measured", lambda *of: asked.append(of))
+    timed = Anatomy()
+    timed._hosts, timed._wire = ["a", "b"], deque([[], [2, 4e6, 1e6, 0.5], [2, 4e6, 1e6, 0.5]])
+    assert timed._on_the_wire(strategy) == {
+        "calls": 2, "payload_bytes": 4e6, "bytes": 6e6, "busy_ms": 500, "bus_bandwidth_mb_s": 3,
+        "allreduce_mb_s": None, "compressible": compressible,
+    }  # fmt: skip
+    assert asked == [(["a", "b"], "Gloo", 2e6)]
+
+
 def test_training_ends_after_as_many_batches_as_asked() -> None:
     """In the second epoch, whether a batch is two steps to the optimizer or half of one."""
 
@@ -288,6 +414,7 @@ def test_a_long_warmup_leaves_nothing_to_tell(
         timed = Anatomy(warmup)
         trainer("horovod", callbacks=[timed], max_epochs=1).fit(Sleeps(0), loader())
         assert (timed.found and timed.found["steps"]) == steps
+        assert len(timed._steps) == (steps or 0)
     assert "slow " not in capfd.readouterr().out
 
 

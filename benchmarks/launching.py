@@ -33,7 +33,7 @@ RANK_VARIABLES = [
 # For a measurement nothing is evaluated, saved or logged.
 MEASURED = [
     "test=false", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
-    "trainer.limit_val_batches=0",
+    "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0",
 ]  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from runs.beforehand import is_sized, refuse_clashes, refuse_model, refuse_share
 from runs.folders import ROOT, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts, same_on_all
+from runs.refusal import guess
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
 
@@ -82,6 +83,19 @@ class Report(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._announce(trainer, pl_module)
+
+    def on_validation_batch_start(self, *arguments: Any) -> None:
+        self.started = True
+
+    def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of a metric whose lack would end the run an epoch later; some are not logged yet."""
+        logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
+        callbacks = self.config.get("callbacks") or {}
+        members = [member for member in callbacks.values() if isinstance(member, DictConfig)]
+        for metric in dict.fromkeys(str(member.get("monitor")) for member in members):
+            if metric.startswith("val") and metric not in logged and trainer.is_global_zero:
+                told = no_metric(metric, logged, callbacks)
+                print(f"warning {told}; without it the first epoch ends the run", flush=True)
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._announce(trainer, pl_module)
@@ -358,3 +372,17 @@ def _git() -> str | None:
     except OSError:
         return None
     return result.stdout.strip() or None
+
+
+def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
+    """That nothing logs it, with all that watch it: each would end a run of its own."""
+    watching = [
+        f"callbacks.{name}.monitor={metric}"
+        for name, member in callbacks.items()
+        if isinstance(member, DictConfig) and member.get("monitor") == metric
+    ]
+    there = [name for name in logged if name not in ("epoch", "step")]  # by Lightning
+    return (
+        f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
+        f"{', '.join(there) or 'none'}{guess(metric, there)}"
+    )

@@ -35,8 +35,8 @@ from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
-from runs.refusal import Refusal, guess, launched_rank, launched_size, let_rank_0_tell, refuse
-from runs.report import Report
+from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
+from runs.report import Report, no_metric
 from runs.resuming import EvaluatesAverages
 from runs.stopping import Stopped
 from runs.targets import advice
@@ -312,7 +312,7 @@ def _mistake(
 ) -> str | None:
     """One line for an error that the user can mend in the configuration; None for any other."""
     if found := NO_METRIC.match(str(error)):
-        return _no_metric(found[1], re.findall(r"[`'](.+?)[`']", found[2]), callbacks or {})
+        return no_metric(found[1], re.findall(r"[`'](.+?)[`']", found[2]), callbacks or {})
     if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
         return (
             "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
@@ -330,17 +330,3 @@ def _mistake(
     if isinstance(error, (ValueError, OSError)):
         return f"{error} (HYDRA_FULL_ERROR=1 shows where)"
     return None
-
-
-def _no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
-    """Names all that watch it: each would end a run of its own, an epoch later."""
-    watching = [
-        f"callbacks.{name}.monitor={metric}"
-        for name, member in callbacks.items()
-        if isinstance(member, DictConfig) and member.get("monitor") == metric
-    ]
-    there = [name for name in logged if name not in ("epoch", "step")]  # by Lightning
-    return (
-        f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
-        f"{', '.join(there) or 'none'}{guess(metric, there)}"
-    )

@@ -45,6 +45,11 @@ class BreaksEverywhere(Classifier):
         raise RuntimeError("broken on all ranks")
 
 
+class BreaksInValidation(Classifier):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        raise RuntimeError("broken in validation")
+
+
 class IsToldToEnd(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         os.kill(os.getpid(), signal.SIGTERM)

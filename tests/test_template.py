@@ -376,6 +376,8 @@ class TestMistakes:
             assert status == 2 and told.count("error: ") == 1, (overrides, told)
             assert told.splitlines()[-1].startswith("error: ") and message in told
             assert "Traceback" not in told
+            warned = "warning callbacks.early_stopping.monitor=val_loss: nothing is logged by this"
+            assert (warned in told) == (overrides == nobody_logs)  # before training
         assert not folders(logs) and not processes_of(logs)
         assert not list(mine.iterdir())  # what was the user's stays
 
@@ -435,6 +437,7 @@ class TestMistakes:
         ("model", "message"),
         [
             ("BreaksEverywhere", "RuntimeError: broken on all ranks"),
+            ("BreaksInValidation", "RuntimeError: broken in validation"),  # before an epoch is lost
             ("AsksForAnotherSum", "HorovodInternalError: Mismatched ALLREDUCE tensor shapes"),
         ],
     )
@@ -443,7 +446,7 @@ class TestMistakes:
     ) -> None:
         done = job(2, tmp_path, FAULTY + model)
         assert done.returncode != 0
-        assert done.stdout.count(message) == 1, done.stdout
+        assert done.stdout.count(message) == 1 and "epoch 1/" not in done.stdout, done.stdout
         assert "[0]<stderr>:  File" in done.stdout and "[1]<stderr>:  File" not in done.stdout
         assert not processes_of(tmp_path)
 

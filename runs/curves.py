@@ -23,7 +23,7 @@ class Curves(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if not trainer.loggers or not every or (step + 1) % every:
             return
-        index = [getattr(o, "_optimizer", o) for o in trainer.optimizers].index(optimizer)
+        index = trainer.optimizers.index(optimizer)
         which = f"_{index}" if index else ""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]

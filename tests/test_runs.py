@@ -30,7 +30,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
-from runs.beforehand import refuse_clashes
+from runs.beforehand import refuse_clashes, refuse_shares
 from runs.config import CONF, parse
 from runs.curves import Curves
 from runs.predictions import Predictions
@@ -168,6 +168,29 @@ def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) 
     assert torch.equal(found["both"][1], -numbers.unsqueeze(1))
 
 
+class Validates(Numbers):
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(4))  # type: ignore[arg-type]
+
+
+def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
+    def refused(samples: int, batch: int, ranks: int, test: bool = True) -> str:
+        trainer: Any = SimpleNamespace(world_size=ranks, limit_val_batches=1, limit_test_batches=1)
+        loader: DataLoader = DataLoader(range(samples), batch)  # type: ignore[arg-type]
+        try:
+            refuse_shares(trainer, Validates(), loader, test, "own")
+        except Refusal as refusal:
+            return str(refusal)
+        return ""
+
+    assert not refused(samples=4, batch=1, ranks=4)
+    assert not refused(samples=13, batch=4, ranks=4)  # the rank that has fewest begins anew
+    assert refused(samples=12, batch=4, ranks=4).startswith("data.batch_size=4: a rank's share is")
+    assert refused(samples=3, batch=1, ranks=4).startswith("data=own: 3 samples for 4 ranks; use")
+    validates = "data=own: 4 samples to validate on 5 ranks; use fewer"
+    assert refused(samples=9, batch=1, ranks=5).startswith(validates)
+
+
 class Shuffled(Numbers):
     def predict_dataloader(self) -> DataLoader:
         return DataLoader(torch.arange(7), batch_size=3, shuffle=True)  # type: ignore[arg-type]
@@ -289,6 +312,28 @@ def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> Non
         assert steps[key] == [4, 9, 14, 19], key
     for key in ("time/step_ms", "samples_per_second"):
         assert steps[key] == [9, 19], key
+
+
+class Looks(Times):
+    """A table of which batches ask for rows, by gradients that are rows too; one is for all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(3, 1, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight * self.table(batch)).mean()
+
+
+def test_rows_of_gradients_have_no_norm_in_the_curves(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
+        callbacks=[Curves()], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(Looks(), DataLoader(torch.tensor([1, 1, 2])))  # type: ignore[arg-type]
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert [row["lr"] for row in rows] == ["0.1"] * 3 and "grad_norm" not in rows[0]
 
 
 class TrainsAndTests(Numbers):

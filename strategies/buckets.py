@@ -116,7 +116,9 @@ class GradientBuckets:
         self.sparse: dict[Parameter, str] = {
             layer.weight: name  # type: ignore[misc]  # which is one
             for name, layer in module.named_modules()
-            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse
+            if isinstance(layer, (nn.Embedding, nn.EmbeddingBag))
+            and layer.sparse
+            and layer.weight in self.known  # not computed of another, as by weight_norm
         }
         self.buckets: list[Bucket] = []
         self._bucket: dict[Parameter, Bucket] = {}
@@ -309,8 +311,8 @@ class GradientBuckets:
                 continue
             if gradient.is_sparse:
                 raise RuntimeError(
-                    "a sparse gradient came of a layer that is no Embedding or EmbeddingBag with "
-                    "sparse=True, which are all that is known to give one; make it dense"
+                    "a sparse gradient came of something else than the weight of an Embedding or "
+                    "EmbeddingBag with sparse=True, all that is known to give one; make it dense"
                 )
             if gradient.requires_grad:
                 raise RuntimeError(

@@ -185,6 +185,22 @@ class Embedded(Net):
         self.words = nn.Embedding(5, 3, sparse=True)
 
 
+class Doubles(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return 2 * weight
+
+
+class EmbedsDoubled(Embedded):
+    """Rows of a weight that is computed of the one that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrize.register_parametrization(self.words, "weight", Doubles())
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.words(batch[1]).mean()
+
+
 class Complex(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -235,6 +251,7 @@ def mistakes() -> dict[str, str]:
         ),
         "penalty": refused(lambda: trainer("horovod", sync_batchnorm=True).fit(Slope(), loader())),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
+        "doubled": refused(lambda: trainer("horovod").fit(EmbedsDoubled(), loader())),
         "strides": refused(lambda: with_model(strided)),
         "lazy": refused(lambda: with_model(nn.LazyLinear(CLASSES))),
         "graph": refused(lambda: trainer("horovod").fit(KeepsGraph(), loader())),
@@ -284,6 +301,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert "once_differentiable" in told["penalty"]
         assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
         assert "'words'" in told["sparse"]
+        assert told["doubled"].startswith("a sparse gradient came of something else than the")
         assert "strided (27, 1, 9, 3) trained;" in told["strides"]
         assert told["lazy"].startswith("net.weight has no shape before the first batch")
         assert told["graph"].startswith("backward(create_graph=True) gives gradients with a graph")

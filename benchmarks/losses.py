@@ -165,6 +165,7 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
     arguments = parser.parse_args(line)
     if min([arguments.steps, *arguments.np]) < 1:
         parser.error("STEPS and NP: at least 1")
+    arguments.np = list(dict.fromkeys(arguments.np))
     return arguments
 
 

@@ -133,7 +133,8 @@ def description(results: Results) -> str:
         f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
         f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
         f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
-        f"{settings['repeats']} interleaved repeats of {measured} after a warm-up, ± "
+        f"{settings['repeats']} interleaved repeat{'s' * (settings['repeats'] > 1)} of {measured} "
+        "after a warm-up, ± "
         f"{noise_in_words(settings['repeats'])}"
     )
     if smallest != 1:

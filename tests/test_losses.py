@@ -126,3 +126,7 @@ def test_what_ends_before_its_plot_goes_on_with_its_losses(
     monkeypatch.setattr(losses, "launch", None)  # nothing is measured again
     assert losses.main() == 0
     assert json.loads(file.read_text())["finished"] and list(tmp_path.glob("*.png"))
+
+
+def test_a_number_of_ranks_that_is_given_twice_is_measured_once() -> None:
+    assert losses.parse(["--np", "4", "2", "4"]).np == [4, 2]

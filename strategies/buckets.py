@@ -143,20 +143,26 @@ class GradientBuckets:
         self._one_at_a_time = threading.Lock()  # autograd has a thread for each GPU of the model
         self._watch()
 
-    def prepare(self, loss: Tensor) -> None:
-        """Before every backward, also one whose gradients stay local."""
+    def prepare(self, loss: Tensor, local: bool = False) -> None:
+        """Before every backward.
+
+        Args:
+            local: whether its gradients stay so for now; then nothing is divided yet, and hooks
+                see between two batches of an accumulation what they see under DDP.
+        """
         self.in_backward = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
         self._remove_loss_hook()
-        self._scaled = self.before == 1
+        self._scaled = local or self.before == 1
         if loss.requires_grad and not self._scaled:
             # Here, not in each gradient: of all that is to be divided it is the smallest.
             self._loss_hook = loss.register_hook(self._scale)
         # What an earlier backward left, all ranks have: added up again, it shall count once. That
         # of an optimizer that is toggled off is left alone by this backward.
+        share = 1 / (self.world.size * self.after) / (self.before if local else 1)
         for parameter in self._reduced:
             if parameter.requires_grad and parameter.grad is not None:
-                parameter.grad.mul_(1 / (self.world.size * self.after))
+                parameter.grad.mul_(share)
         self._reduced = {p for p in self._reduced if not p.requires_grad}
 
     def _scale(self, gradient: Tensor) -> Tensor:
@@ -177,6 +183,9 @@ class GradientBuckets:
         trained = [parameter.requires_grad for parameter in self.parameters]
         if self._local:  # what was frozen since then is still to be combined
             trained = [now or before for now, before in zip(trained, self._local)]
+            for parameter, is_local in zip(self.parameters, self._local):
+                if is_local and parameter.grad is not None and self.before != 1:
+                    parameter.grad.mul_(self.before)
         if trained != self._trained:
             self._lay_out(trained)
         self._active, self._last_batch, self._busy = True, last_batch, None
@@ -323,7 +332,7 @@ class GradientBuckets:
                 gradients.append(gradient)
                 views.append(view)
                 if view.dtype == gradient.dtype:
-                    parameter.grad = view
+                    parameter.grad = view.detach_()  # of what a hook may have made of the last one
         if gradients:
             torch._foreach_copy_(views, gradients)
         # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
@@ -416,4 +425,5 @@ def _allocate(bucket: Bucket) -> None:
         # Strided as the parameter (channels_last, transposed), as autograd makes it: fused
         # optimizers go through the memory of both alike.
         strides = torch.empty_like(parameter, device="meta").stride()
-        bucket.views.append(chunk.as_strided(parameter.shape, strides, chunk.storage_offset()))
+        view = chunk.as_strided(parameter.shape, strides, chunk.storage_offset())
+        bucket.views.append(view.data)  # as any gradient to autograd, not as a view made without it

@@ -205,6 +205,21 @@ def gradients_changed_after_backward(strategy: str) -> dict[str, Any]:
     return fit(strategy, Rescaled())
 
 
+class ClippedByWeights(Net):
+    """Has a clipping of its own, which autograd records, as of all that needs gradients."""
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            most = 0.01 * parameter.norm().clamp(min=0.1)
+            parameter.grad.mul_((most / parameter.grad.norm()).clamp(max=1))
+
+
+@case()
+def clip_by_weights(strategy: str) -> dict[str, Any]:
+    return fit(strategy, ClippedByWeights())
+
+
 class Halved(Net):
     """Gradients that hooks replace, which come when training begins: after those that average."""
 
@@ -244,6 +259,20 @@ def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
 @case()
 def accumulation(strategy: str) -> dict[str, Any]:
     return counted(strategy, accumulate_grad_batches=3)  # 10 batches: the last window is short
+
+
+class Noisy(Net):
+    def on_after_backward(self) -> None:
+        """The same on all ranks, to what of an accumulation is there."""
+        noise = torch.Generator().manual_seed(self.global_step)
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            parameter.grad.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+
+
+@case()
+def accumulation_with_noise(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Noisy(), accumulate_grad_batches=3)
 
 
 @case()

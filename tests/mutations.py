@@ -202,6 +202,19 @@ MUTATIONS = [
         "horovod-2 and that_accumulate",
     ),
     Mutation(
+        "gradients that stay local are divided at once", "buckets.py",
+        "self._scaled = local or self.before == 1", "self._scaled = self.before == 1",
+        "horovod-2 and accumulation",
+    ),
+    Mutation(
+        "gradients that stayed local are not divided", "buckets.py",
+        "parameter.grad.mul_(self.before)", "pass", "horovod-2 and accumulation",
+    ),
+    Mutation(
+        "what all ranks have is divided twice before a batch that stays local", "buckets.py",
+        " / (self.before if local else 1)", "", "horovod-2",
+    ),
+    Mutation(
         "gradients that a backward left alone are forgotten", "buckets.py",
         "self._reduced = {p for p in self._reduced if not p.requires_grad}",
         "self._reduced = set()", "horovod-2 and that_accumulate",

@@ -75,7 +75,7 @@ def steps(asked: dict[str, Any], alone: bool) -> dict[str, list[float]]:
             loss.backward()
             backward = time.perf_counter()
         else:
-            buckets.prepare(loss)
+            buckets.prepare()
             buckets.start()
             loss.backward()
             backward = time.perf_counter()

@@ -221,7 +221,7 @@ def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
     buckets = GradientBuckets(model, world, add, 4, before=1 / world.size, after=1)
 
     def backward(loss: Tensor) -> None:
-        buckets.prepare(loss)
+        buckets.prepare()
         buckets.start()
         loss.backward()
         buckets.finish()

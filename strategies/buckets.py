@@ -39,10 +39,6 @@ from strategies.collectives import World, wait, wait_until
 from strategies.reductions import InFlight, Reduction, add
 
 MIB = 2**20
-ELSEWHERE = (
-    "a gradient of something else than the loss: begin backward at the loss that training_step "
-    "returns or manual_backward is given, or at what is made of it, and set no gradients by hand"
-)
 
 
 @dataclass
@@ -89,7 +85,7 @@ class GradientBuckets:
         reduction: how a bucket is combined.
         bucket_mib: size of a bucket in MiB; a larger one has fewer negotiations, a smaller one
             starts earlier. The first are of 1, 2, ... MiB.
-        before: what the loss is multiplied with in `prepare`, and so its gradients.
+        before: what gradients are multiplied with before the reduction; hooks see them without.
         after: what they are multiplied with after the reduction.
 
     Attributes:
@@ -124,8 +120,6 @@ class GradientBuckets:
         self._bucket: dict[Parameter, Bucket] = {}
         self._seen: set[Parameter] = set()
         self._reduced: set[Tensor] = set()
-        self._loss_hook: torch.utils.hooks.RemovableHandle | None = None
-        self._scaled = True  # by `before`, in this backward
         self._hooks: dict[Parameter, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         self.in_backward = False
         self.by_itself: set[Parameter] = set()
@@ -143,36 +137,17 @@ class GradientBuckets:
         self._one_at_a_time = threading.Lock()  # autograd has a thread for each GPU of the model
         self._watch()
 
-    def prepare(self, loss: Tensor, local: bool = False) -> None:
-        """Before every backward.
-
-        Args:
-            local: whether its gradients stay so for now; then nothing is divided yet, and hooks
-                see between two batches of an accumulation what they see under DDP.
-        """
+    def prepare(self) -> None:
+        """Before every backward, also one whose gradients stay local."""
         self.in_backward = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
-        self._remove_loss_hook()
-        self._scaled = local or self.before == 1
-        if loss.requires_grad and not self._scaled:
-            # Here, not in each gradient: of all that is to be divided it is the smallest.
-            self._loss_hook = loss.register_hook(self._scale)
         # What an earlier backward left, all ranks have: added up again, it shall count once. That
         # of an optimizer that is toggled off is left alone by this backward.
-        share = 1 / (self.world.size * self.after) / (self.before if local else 1)
+        share = 1 / (self.before * self.after * self.world.size)
         for parameter in self._reduced:
             if parameter.requires_grad and parameter.grad is not None:
                 parameter.grad.mul_(share)
         self._reduced = {p for p in self._reduced if not p.requires_grad}
-
-    def _scale(self, gradient: Tensor) -> Tensor:
-        self._scaled = True
-        return gradient * self.before
-
-    def _remove_loss_hook(self) -> None:
-        if self._loss_hook is not None:
-            self._loss_hook.remove()
-        self._loss_hook, self._scaled = None, True
 
     def start(self, last_batch: bool = False) -> None:
         """Before backward: from here on, gradients are combined as they come.
@@ -183,9 +158,6 @@ class GradientBuckets:
         trained = [parameter.requires_grad for parameter in self.parameters]
         if self._local:  # what was frozen since then is still to be combined
             trained = [now or before for now, before in zip(trained, self._local)]
-            for parameter, is_local in zip(self.parameters, self._local):
-                if is_local and parameter.grad is not None and self.before != 1:
-                    parameter.grad.mul_(self.before)
         if trained != self._trained:
             self._lay_out(trained)
         self._active, self._last_batch, self._busy = True, last_batch, None
@@ -197,7 +169,6 @@ class GradientBuckets:
     def leave(self) -> None:
         """After a backward without `start`, whose gradients stay local for now."""
         self.in_backward = False
-        self._remove_loss_hook()
         before = self._local or [False] * len(self.parameters)
         self._local = [p.requires_grad or one for p, one in zip(self.parameters, before)]
 
@@ -213,12 +184,8 @@ class GradientBuckets:
         Returns:
             Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
         """
-        by_hand = (p for p in self.parameters if p.grad is not None and p not in self._seen)
-        if not self._scaled and not self._local and any(p.requires_grad for p in by_hand):
-            raise RuntimeError(ELSEWHERE)
         self._active = self.in_backward = False
         self._local = []
-        self._remove_loss_hook()
         trained = [bucket for bucket in self.buckets if bucket.trained]
         backward = moment(self.parameters[0].device)
         for bucket in trained:
@@ -288,8 +255,6 @@ class GradientBuckets:
             return  # frozen since forward: autograd comes here all the same, and has added nothing
         if not self._active and not self.in_backward:
             self.by_itself.add(parameter)
-        elif not self._scaled:
-            raise RuntimeError(ELSEWHERE)
         if not self._active or parameter in self.sparse:
             return
         if parameter in self._seen:
@@ -328,13 +293,12 @@ class GradientBuckets:
                     "backward(create_graph=True) gives gradients with a graph of their own, which "
                     "ends where they are averaged over ranks; torch.autograd.grad has no such end"
                 )
-            if gradient.data_ptr() != view.data_ptr():
-                gradients.append(gradient)
-                views.append(view)
-                if view.dtype == gradient.dtype:
-                    parameter.grad = view.detach_()  # of what a hook may have made of the last one
+            gradients.append(gradient)
+            views.append(view)
+            if gradient.data_ptr() != view.data_ptr() and view.dtype == gradient.dtype:
+                parameter.grad = view.detach_()  # of what a hook may have made of the last one
         if gradients:
-            torch._foreach_copy_(views, gradients)
+            _fill(views, gradients, self.before)
         # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
         bucket.flags[-1 if self._last_batch else -2].zero_()
         while self._on_the_wire and self._on_the_wire[0].rests():
@@ -373,7 +337,7 @@ class GradientBuckets:
             sets = {"process_set": self.world.process_set}
             where = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **sets)
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
-            scaled = (values.to(wide) * self.after).contiguous()
+            scaled = (values.to(wide) * (self.before * self.after)).contiguous()
             what = hvd.allgather_async(scaled, f"values.{name}", **sets)
             rows, values = wait(where), wait(what).to(parameter.dtype)
         if len(rows) or gradient is not None:
@@ -411,6 +375,17 @@ def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list
         else:
             open_[kind] = group, size
     return groups + [group for group, _ in open_.values()]
+
+
+def _fill(views: list[Tensor], gradients: list[Tensor], factor: float) -> None:
+    """Each view becomes its gradient times the factor; on a CPU in one pass over the memory."""
+    if factor != 1 and views[0].is_cpu and views[0].dtype == gradients[0].dtype:
+        for view, gradient in zip(views, gradients):
+            torch.mul(gradient, factor, out=view)
+        return
+    torch._foreach_copy_(views, gradients)
+    if factor != 1:
+        torch._foreach_mul_(views, factor)
 
 
 def _allocate(bucket: Bucket) -> None:

@@ -402,7 +402,7 @@ class HorovodStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._buckets is None:
             return
-        self._buckets.prepare(closure_loss, local=not self._average)
+        self._buckets.prepare()
         if self._average:
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
             self._buckets.start(last_batch=progress.is_last_batch)

@@ -220,6 +220,47 @@ def clip_by_weights(strategy: str) -> dict[str, Any]:
     return fit(strategy, ClippedByWeights())
 
 
+class Clamped(Net):
+    """Hooks clamp what a rank computes: of a loss of weights alone, what one process computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for parameter in self.net.parameters():
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        weights = sum(p.square().sum() for p in self.parameters())
+        return 0.1 * weights + 0 * super().training_step(batch, batch_idx)  # type: ignore[operator]
+
+
+@case()
+def gradients_clamped_by_hooks(strategy: str) -> dict[str, Any]:
+    """They see what a rank computes, not yet divided by the number of ranks."""
+    return fit(strategy, Clamped())
+
+
+class BeginsElsewhere(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (loss + sum(p.square().sum() for p in self.parameters())).backward()
+
+
+@case()
+def backward_of_more_than_the_loss(strategy: str) -> dict[str, Any]:
+    return fit(strategy, BeginsElsewhere())
+
+
+class SetsByHand(Net):
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        parameters = list(self.parameters())
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters)):
+            parameter.grad = gradient
+
+
+@case(without_ddp="it has no hooks there")
+def gradients_set_by_hand(strategy: str) -> dict[str, Any]:
+    return fit(strategy, SetsByHand())
+
+
 class Halved(Net):
     """Gradients that hooks replace, which come when training begins: after those that average."""
 
@@ -460,6 +501,40 @@ class Twice(Net):
 @case()
 def two_backwards_a_step(strategy: str) -> dict[str, Any]:
     return fit(strategy, Twice())
+
+
+class OfASum:
+    """Its losses are divided by the number of ranks: op=sum gives the gradients of one process."""
+
+    def manual_backward(self, loss: Tensor) -> None:
+        super().manual_backward(loss / SIZE)  # type: ignore[misc]
+
+
+class TwiceOfASum(OfASum, Twice):
+    pass
+
+
+@case(without_ddp="an option of ours")
+def two_backwards_of_a_sum(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, op="sum"), TwiceOfASum())
+
+
+class StepTogetherOfASum(OfASum, StepTogether):
+    pass
+
+
+@case(without_ddp="an option of ours")
+def adversaries_of_a_sum(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, op="sum"), StepTogetherOfASum())
+
+
+class InterleavedOfASum(OfASum, Interleaved):
+    pass
+
+
+@case(without_ddp="an option of ours")
+def accumulations_of_a_sum(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, op="sum"), InterleavedOfASum())
 
 
 # ------------------------------------------------------------------------------- parameters

@@ -126,10 +126,6 @@ MUTATIONS = [
         "        if False:\n            return", "horovod-2 and losses_come_first",
     ),
     Mutation(
-        "a backward that passes the loss by is not averaged", "buckets.py",
-        "elif not self._scaled:", "elif False:", "mistakes", "test_mistakes",
-    ),
-    Mutation(
         "lists of metrics have what fills them up in them", "metrics.py",
         "if i // size < of_ranks[i % size]", "if True", "horovod-2 and sampler_of_ones_own",
     ),
@@ -194,30 +190,22 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients of an earlier backward are added up again", "buckets.py",
-        "        self._reduced.update(bucket.parameters)\n", "", "horovod-2 and two_backwards",
+        "        self._reduced.update(bucket.parameters)\n", "", "horovod-2 and of_a_sum",
+    ),
+    Mutation(
+        "gradients are not divided where they are copied", "buckets.py",
+        "_fill(views, gradients, self.before)", "_fill(views, gradients, 1)",
+        "horovod-2 and plain",
     ),
     Mutation(
         "gradients of an earlier backward keep the factor of their last reduction", "buckets.py",
-        "1 / (self.world.size * self.after)", "1 / self.world.size",
+        "1 / (self.before * self.after * self.world.size)", "1 / self.world.size",
         "horovod-2 and that_accumulate",
-    ),
-    Mutation(
-        "gradients that stay local are divided at once", "buckets.py",
-        "self._scaled = local or self.before == 1", "self._scaled = self.before == 1",
-        "horovod-2 and accumulation",
-    ),
-    Mutation(
-        "gradients that stayed local are not divided", "buckets.py",
-        "parameter.grad.mul_(self.before)", "pass", "horovod-2 and accumulation",
-    ),
-    Mutation(
-        "what all ranks have is divided twice before a batch that stays local", "buckets.py",
-        " / (self.before if local else 1)", "", "horovod-2",
     ),
     Mutation(
         "gradients that a backward left alone are forgotten", "buckets.py",
         "self._reduced = {p for p in self._reduced if not p.requires_grad}",
-        "self._reduced = set()", "horovod-2 and that_accumulate",
+        "self._reduced = set()", "horovod-2 and of_a_sum",
     ),
     Mutation(
         "a backward that trains nothing ends an epoch", "buckets.py",
@@ -226,7 +214,7 @@ MUTATIONS = [
     Mutation(
         "gradients that this backward leaves alone are added up too", "buckets.py",
         "if parameter.requires_grad and parameter.grad is", "if parameter.grad is",
-        "horovod-2 and step_together",
+        "horovod-2 and of_a_sum",
     ),
     Mutation(
         "workers that persist go on with the old batches", "samplers.py",
@@ -358,11 +346,6 @@ MUTATIONS = [
         "Horovod asks all ranks all the time", "environment.py",
         '"HOROVOD_IDLE_TIME": "100"', '"HOROVOD_IDLE_TIME": "0"',
         "nothing_to_do", "test_collectives",
-    ),
-    Mutation(
-        "a loss that is prepared twice is scaled twice", "buckets.py",
-        "        self._remove_loss_hook()\n        self._scaled =", "        self._scaled =",
-        "prepared_twice", "test_properties",
     ),
     Mutation(
         "a proven disagreement is passed over", "horovod.py",

@@ -178,7 +178,7 @@ def test_pauses_of_backward_are_none_of_the_wire(
             monkeypatch.setattr(found._on_the_wire[0], "rests", lambda: False)
 
     loss = first(Pauses.apply(second(torch.ones(1, 64)), until)).sum()
-    found.prepare(loss)
+    found.prepare()
     found.start()
     loss.backward()
     assert found.finish()

@@ -87,19 +87,6 @@ class TestBuckets:
         assert [len(group) / 2 for group in groups] == [1, 2, 4, 4, 4, 4, 1]
         assert [len(group) / 2 for group in split(half, MIB)] == [1] * 20
 
-    def test_a_loss_prepared_twice_is_scaled_once(self) -> None:
-        """As by a backward whose gradients stay local, then one of the same loss."""
-        model = nn.Linear(2, 1, bias=False)
-        buckets = GradientBuckets(model, HorovodStrategy().world, add, 1, before=0.5, after=1)
-        loss = model(torch.ones(2)).sum()
-        buckets.prepare(loss)
-        buckets.prepare(loss)
-        buckets.start()
-        loss.backward()
-        assert buckets.finish()
-        assert model.weight.grad is not None and model.weight.grad.tolist() == [[0.5, 0.5]]
-        buckets.remove()
-
     def test_no_bucket_waits_for_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its next step starts with the next gradient; after backward, though others are late."""
         begun: list[str] = []

@@ -449,7 +449,7 @@ def reduce_gradients(op: str, gradients: list[list[float]]) -> list[float]:
     strategy._lightning_module = parameter  # type: ignore[assignment]
     buckets = strategy._make_buckets()
     loss = parameter(torch.tensor(gradients[RANK])).sum()
-    buckets.prepare(loss)
+    buckets.prepare()
     buckets.start()
     loss.backward()
     assert buckets.finish()

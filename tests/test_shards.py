@@ -319,8 +319,7 @@ def train_on_shards(folder: str) -> dict[str, Any]:
 def test_two_ranks_share_an_epoch_and_go_on_in_it(
     tmp_path: Path, launch_anew: Callable[..., list[Any]]
 ) -> None:
-    """On ranks of its own, as in use: it forks workers over and over, and once, in ranks that had
-    run all tests before, rank 0 waited for ever after a resume; why is not known."""
+    """On ranks of its own, as in use: it forks workers over and over."""
     write_shards(tmp_path / "shards", train=TRAIN, val=VAL)
     first, second = launch_anew(train_on_shards, 2, folder=str(tmp_path))
     for epoch in (0, 1):

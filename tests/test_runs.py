@@ -174,11 +174,11 @@ class Validates(Numbers):
 
 
 def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
-    def refused(samples: int, batch: int, ranks: int, test: bool = True) -> str:
+    def refused(samples: int, batch: int, ranks: int) -> str:
         trainer: Any = SimpleNamespace(world_size=ranks, limit_val_batches=1, limit_test_batches=1)
         loader: DataLoader = DataLoader(range(samples), batch)  # type: ignore[arg-type]
         try:
-            refuse_shares(trainer, Validates(), loader, test, "own")
+            refuse_shares(trainer, Validates(), loader, test=True, choice="own")
         except Refusal as refusal:
             return str(refusal)
         return ""

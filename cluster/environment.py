@@ -52,8 +52,8 @@ class InstallError(Exception):
 
 
 def make_environment(folder: Path) -> None:
-    """A virtual environment of the first fitting interpreter on the PATH."""
-    candidates = ["python3", *(f"python{version}" for version in PYTHONS)]
+    """A virtual environment of this interpreter, or else of the first on the PATH that fits."""
+    candidates = [sys.executable, "python3", *(f"python{version}" for version in PYTHONS)]
     for name in candidates:
         found = shutil.which(name)
         with contextlib.suppress(InstallError):  # one that does not run, as pyenv's may

@@ -226,11 +226,29 @@ class TestMissing:
         probe = environment.probe
         managed = {"externally_managed": True}
         monkeypatch.setattr(environment, "probe", lambda python: probe(python) | managed)
+        monkeypatch.setattr(sys, "executable", str(programs / "python3"))
         environment.make_environment(tmp_path / "env")
         assert (tmp_path / "env" / "bin" / "python").exists()
         (programs / "python3.12").unlink()
         with pytest.raises(InstallError, match="no Python from 3.10 to 3.13 on the PATH"):
             environment.make_environment(tmp_path / "another")
+
+    def test_the_python_that_installs_is_that_of_the_environment(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """`python3.13 -m cluster.install`, where python3 is another one."""
+        monkeypatch.setattr(environment, "probe", lambda python: {"python": "3.11.2"})
+        made = []
+
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            made.append(command[0])
+            return subprocess.CompletedProcess(command, 0, "", "")
+
+        monkeypatch.setattr(environment.subprocess, "run", run)
+        monkeypatch.setattr(sys, "executable", "/opt/python3.13/bin/python3")
+        monkeypatch.setattr(environment.shutil, "which", lambda name: name)
+        environment.make_environment(tmp_path / "env")
+        assert made == ["/opt/python3.13/bin/python3"]
 
     def test_a_folder_that_cannot_be_made(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

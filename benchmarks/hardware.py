@@ -57,7 +57,7 @@ def refuse_unwritable(folder: Path) -> None:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise SystemExit(
-            f"error: {folder}: {error.strerror}: results are written there; --out names another"
+            f"error: {folder}: {error.strerror}: results are written there, mend that"
         ) from None
 
 

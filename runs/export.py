@@ -5,8 +5,9 @@
     make export CKPT=logs/.../checkpoints/epoch_018.ckpt                       the same
 
 What is exported is the model's `forward`. Model and data are made again from .hydra/config.yaml of
-the run's folder. The example that forward is traced with is the model's `example_input_array`, or
-else the first tensor of a batch for validation, after the data module's hooks of batch transfer.
+the run's folder. The example that forward is traced with is the model's `example_input_array` (a
+tuple for a forward that takes several tensors, batch first in each), or else the first tensor of a
+batch for validation, after the data module's hooks of batch transfer.
 The file is read back and must give what the model gives, for that batch and for a smaller one,
 before it is kept. To use it:
 
@@ -44,12 +45,15 @@ from runs.run import MISTAKES
 FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 TOLERANCE = 1e-4  # of an output, or absolute: other kernels round otherwise
 
+Inputs = tuple[Tensor, ...]
 
-def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
-    """The trained model, ready to evaluate, and an input for it.
+
+def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
+    """The trained model, ready to evaluate, and what its forward takes.
 
     Raises:
-        Refusal: for a file that is no checkpoint, or lies in no run's folder.
+        Refusal: for a file that is no checkpoint, or lies in no run's folder; where an example is
+            no tensor.
     """
     file = checkpoint.absolute().parent.parent / ".hydra" / "config.yaml"
     if not checkpoint.is_file():
@@ -62,7 +66,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
         model: LightningModule = instantiate(config.model, _convert_="all")
         model.load_state_dict(weights)
         example = model.example_input_array
-        if not isinstance(example, Tensor):
+        if example is None:
             data = instantiate(config.data, _convert_="all")
             data.prepare_data()
             data.setup("fit")
@@ -70,6 +74,14 @@ def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
             example = data.on_after_batch_transfer(batch, 0)
     except (*MISTAKES, *UNREADABLE, KeyError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}") from error
+    if model.example_input_array is not None:
+        example = example if isinstance(example, tuple) else (example,)
+        if not example or not all(isinstance(each, Tensor) and each.ndim for each in example):
+            raise Refusal(
+                f"the example_input_array of {type(model).__name__} is no batch: make it a tensor, "
+                "or a tuple of those that forward takes, batch first; the checkpoint stays good"
+            )
+        return model.eval(), example
     while isinstance(example, (list, tuple)):
         example = example[0]
     if not isinstance(example, Tensor):
@@ -78,10 +90,10 @@ def load(checkpoint: Path) -> tuple[LightningModule, Tensor]:
             f"tensor: write self.example_input_array = torch.zeros(...), as forward takes it, in "
             f"the __init__ of {type(model).__name__}; the checkpoint stays good"
         )
-    return model.eval(), example
+    return model.eval(), (example,)
 
 
-def trace(model: LightningModule, example: Tensor) -> ExportedProgram:
+def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
     """`forward` as a graph, for any batch size if nothing in the model fixes it.
 
     Raises:
@@ -89,32 +101,36 @@ def trace(model: LightningModule, example: Tensor) -> ExportedProgram:
     """
     try:
         with torch.no_grad():
-            model(example)
+            model(*example)
     except Exception as error:
+        given = " and ".join(str(tuple(each.shape)) for each in example)
+        whose = "the first tensor of a batch: give the model an example_input_array"
+        if model.example_input_array is not None:
+            whose = "its example_input_array: mend that"
         raise Refusal(
-            f"{type(model).__name__}.forward does not take {tuple(example.shape)}, the first "
-            f"tensor of a batch: give the model an example_input_array ({str(error)[:150]})"
+            f"{type(model).__name__}.forward does not take {given}, {whose} ({str(error)[:150]})"
         ) from error
+    batch_first = tuple({0: Dim.AUTO} for _ in example)
     try:
-        return torch.export.export(model, (example,), dynamic_shapes=({0: Dim.AUTO},))
+        return torch.export.export(model, example, dynamic_shapes=batch_first)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise Refusal(f"{type(model).__name__}.forward cannot be traced: {reason}") from error
 
 
-def compare(model: LightningModule, made: Callable[[Tensor], Any], example: Tensor) -> bool:
+def compare(model: LightningModule, made: Callable[..., Any], example: Inputs) -> bool:
     """Whether another batch size works too.
 
     Raises:
         Refusal: when what was made gives something else than the model.
     """
-    for batch in (example, example[:-1]):
-        if not len(batch):
+    for batch in (example, tuple(each[:-1] for each in example)):
+        if not all(map(len, batch)):
             return False
         with torch.no_grad():
-            wanted = _tensors(model(batch))
+            wanted = _tensors(model(*batch))
         try:
-            found = _tensors(made(batch))
+            found = _tensors(made(*batch))
         except Exception:
             if batch is example:
                 raise
@@ -132,7 +148,7 @@ def _tensors(output: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
-def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
+def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
     """The file's content, and what is read back from it."""
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
@@ -140,7 +156,7 @@ def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
     return content, torch.export.load(io.BytesIO(content)).module()
 
 
-def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
+def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
     """The same with weights within, for models of at most 2 GiB."""
     import onnxruntime
 
@@ -152,9 +168,9 @@ def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
     assert made is not None
     content = made.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    name = session.get_inputs()[0].name
-    return content, lambda batch: list(
-        map(torch.from_numpy, session.run(None, {name: batch.numpy()}))
+    names = [given.name for given in session.get_inputs()]
+    return content, lambda *batch: list(
+        map(torch.from_numpy, session.run(None, dict(zip(names, (x.numpy() for x in batch)))))
     )
 
 
@@ -176,10 +192,12 @@ def export(checkpoint: Path, kind: str) -> str:
     unfinished = file.with_suffix(".part")
     unfinished.write_bytes(content)
     unfinished.replace(file)
-    first = "any batch" if any_batch else f"batch {len(example)} only"
-    shape = ", ".join(map(str, example.shape[1:]))
-    dtype = str(example.dtype).removeprefix("torch.")
-    return f"{file}: {len(content):,} bytes, takes {dtype} ({first}, {shape})"
+    takes = []
+    for each in example:
+        first = "any batch" if any_batch else f"batch {len(each)} only"
+        shape = ", ".join([first, *map(str, each.shape[1:])])
+        takes.append(f"{str(each.dtype).removeprefix('torch.')} ({shape})")
+    return f"{file}: {len(content):,} bytes, takes {' and '.join(takes)}"
 
 
 def main() -> None:

@@ -84,9 +84,57 @@ class GivesTwo(LightningModule):
 def test_all_outputs_are_compared() -> None:
     """What ONNX gives for a forward that returns more than a tensor is a plain list of them."""
     ones = torch.ones(3, 2)
-    assert export.compare(GivesTwo(), lambda batch: [batch, 2 * batch], ones)
+    assert export.compare(GivesTwo(), lambda batch: [batch, 2 * batch], (ones,))
     with pytest.raises(Refusal, match="computes something else"):
-        export.compare(GivesTwo(), lambda batch: [batch, 3 * batch], ones)
+        export.compare(GivesTwo(), lambda batch: [batch, 3 * batch], (ones,))
+
+
+class TakesTwo(LightningModule):
+    """A picture and a number for each sample."""
+
+    example_input_array: Any = (torch.ones(4, 3, 2), torch.arange(4.0))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, pictures: Tensor, numbers: Tensor) -> Tensor:
+        return (pictures * self.weight).sum((1, 2)) - numbers
+
+
+@pytest.fixture
+def takes_two(tmp_path: Path) -> Path:
+    checkpoint, _ = trained(tmp_path)
+    file = tmp_path / ".hydra" / "config.yaml"
+    config = OmegaConf.load(file)
+    config.model = {"_target_": "tests.test_export.TakesTwo"}
+    OmegaConf.save(config, file)
+    torch.save({"state_dict": TakesTwo().state_dict()}, checkpoint)
+    return checkpoint
+
+
+def test_a_forward_may_take_several_tensors(takes_two: Path) -> None:
+    told = export.export(takes_two, "pt2")
+    assert told.endswith("takes float32 (any batch, 3, 2) and float32 (any batch)")
+    made = torch.export.load(takes_two.with_suffix(".pt2")).module()
+    given = torch.rand(7, 3, 2), torch.rand(7)
+    torch.testing.assert_close(made(*given), TakesTwo()(*given))
+
+
+@pytest.mark.parametrize(
+    ("example", "told"),
+    [
+        ({"pictures": torch.ones(4, 3, 2)}, "example_input_array of TakesTwo is no batch"),
+        (torch.tensor(1.0), "example_input_array of TakesTwo is no batch"),
+        (torch.ones(4, 3, 2), r"does not take \(4, 3, 2\), its example_input_array: mend that"),
+    ],
+)
+def test_an_example_that_forward_does_not_take(
+    takes_two: Path, monkeypatch: pytest.MonkeyPatch, example: Any, told: str
+) -> None:
+    monkeypatch.setattr(TakesTwo, "example_input_array", example)
+    with pytest.raises(Refusal, match=told):
+        export.export(takes_two, "pt2")
 
 
 class Named(LightningDataModule):

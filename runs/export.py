@@ -38,7 +38,6 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from runs.checkpoints import UNREADABLE
-from runs.config import ROOT
 from runs.refusal import Refusal, refuse
 from runs.run import MISTAKES
 
@@ -93,6 +92,17 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
     return model.eval(), (example,)
 
 
+def of_several(model: LightningModule, example: Inputs) -> Inputs:
+    """A batch of one sample has it twice, as torch.export takes a size of one for fixed."""
+    twice = tuple(torch.cat([each, each]) if len(each) == 1 else each for each in example)
+    try:
+        with torch.no_grad():
+            model(*twice)
+    except Exception:
+        return example  # it may be fixed
+    return twice
+
+
 def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
     """`forward` as a graph, for any batch size if nothing in the model fixes it.
 
@@ -125,11 +135,9 @@ def compare(model: LightningModule, made: Callable[..., Any], example: Inputs) -
         Refusal: when what was made gives something else than the model.
     """
     for batch in (example, tuple(each[:-1] for each in example)):
-        if not all(map(len, batch)):
-            return False
-        with torch.no_grad():
-            wanted = _tensors(model(*batch))
         try:
+            with torch.no_grad():
+                wanted = _tensors(model(*batch))
             found = _tensors(made(*batch))
         except Exception:
             if batch is example:
@@ -186,6 +194,7 @@ def export(checkpoint: Path, kind: str) -> str:
             f"{type(model).__name__} has no forward, which is what is exported: give it one; the "
             "checkpoint stays good"
         )
+    example = of_several(model, example)
     content, made = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
     any_batch = compare(model, made, example)
     file = checkpoint.with_suffix(f".{kind}")
@@ -207,7 +216,6 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--format", default="pt2", choices=list(FORMATS))
     arguments = parser.parse_args()
-    sys.path.insert(0, str(ROOT))  # models/ and datamodules/
     warnings.filterwarnings("ignore")  # of tracing, about torch's own code
     try:
         print(export(arguments.checkpoint, arguments.format))

@@ -36,6 +36,15 @@ def trained(folder: Path, *overrides: str) -> tuple[Path, Any]:
     return checkpoint, model
 
 
+def taking(folder: Path, **classes: str) -> None:
+    """The run had those of this file as its model or data."""
+    file = folder / ".hydra" / "config.yaml"
+    config = OmegaConf.load(file)
+    for group, name in classes.items():
+        config[group] = {"_target_": f"{__name__}.{name}"}
+    OmegaConf.save(config, file)
+
+
 def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
     checkpoint, model = trained(tmp_path)
     torch.manual_seed(2)  # weights come from the checkpoint, not from the seed
@@ -105,10 +114,7 @@ class TakesTwo(LightningModule):
 @pytest.fixture
 def takes_two(tmp_path: Path) -> Path:
     checkpoint, _ = trained(tmp_path)
-    file = tmp_path / ".hydra" / "config.yaml"
-    config = OmegaConf.load(file)
-    config.model = {"_target_": "tests.test_export.TakesTwo"}
-    OmegaConf.save(config, file)
+    taking(tmp_path, model="TakesTwo")
     torch.save({"state_dict": TakesTwo().state_dict()}, checkpoint)
     return checkpoint
 
@@ -137,6 +143,52 @@ def test_an_example_that_forward_does_not_take(
         export.export(takes_two, "pt2")
 
 
+class Prepared(LightningDataModule):
+    """Of bytes, which a hook makes floats; there when they were prepared, one sample a batch."""
+
+    ready = False
+
+    def prepare_data(self) -> None:
+        self.ready = True
+
+    def val_dataloader(self) -> list[Tensor]:
+        assert self.ready
+        return [torch.zeros(1, 1, 8, 8, dtype=torch.uint8)]
+
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
+        return batch.float()
+
+
+def test_data_are_prepared_and_their_hooks_run(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, data="Prepared")
+    assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 1, 8, 8)")
+
+
+class OfFour(LightningModule):
+    samples = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.ones(self.samples, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch.reshape(self.samples, 2) + 1
+
+
+class OfOne(OfFour):
+    samples = 1
+
+
+@pytest.mark.parametrize("fixed", [OfFour, OfOne])
+def test_a_batch_size_that_forward_fixes_is_told(tmp_path: Path, fixed: type[OfFour]) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, model=fixed.__name__)
+    torch.save({"state_dict": {}}, checkpoint)
+    told = export.export(checkpoint, "pt2")
+    assert told.endswith(f"takes float32 (batch {fixed.samples} only, 2)")
+
+
 class Named(LightningDataModule):
     """Batches that are dicts, as those of many text data sets."""
 
@@ -148,10 +200,7 @@ def test_a_batch_that_begins_with_no_tensor_is_told_with_what_to_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint, _ = trained(tmp_path)
-    file = tmp_path / ".hydra" / "config.yaml"
-    config = OmegaConf.load(file)
-    config.data = {"_target_": "tests.test_export.Named"}
-    OmegaConf.save(config, file)
+    taking(tmp_path, data="Named")
     with pytest.raises(Refusal, match="batch of Named begins with a dict.*__init__ of Classifier"):
         export.export(checkpoint, "pt2")
     example = torch.zeros(2, 1, 8, 8)  # as it says
@@ -165,6 +214,12 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     checkpoint, _ = trained(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="no forward.*give it one"):
         patch.delattr(Classifier, "forward")
+        export.export(checkpoint, "pt2")
+    torch.save({"weights": {}}, checkpoint)
+    with pytest.raises(Refusal, match="cannot be loaded: 'state_dict'"):
+        export.export(checkpoint, "pt2")
+    checkpoint.write_bytes(b"no checkpoint")
+    with pytest.raises(Refusal, match="cannot be loaded: "):
         export.export(checkpoint, "pt2")
     (tmp_path / ".hydra" / "config.yaml").unlink()
     with pytest.raises(Refusal, match="no run's folder"):

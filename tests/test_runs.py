@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from omegaconf import OmegaConf
@@ -102,6 +103,29 @@ def test_the_line_to_go_on_can_be_pasted(
     assert told.endswith(" \"ckpt_path='my logs/a.ckpt'\"")
     assert len(typed) == 4 and parse(typed[3]).value() == name
     assert parse(typed[3]).key_or_group == "ckpt_path"
+
+
+def test_a_checkpoint_goes_to_storage_that_has_no_folders() -> None:
+    checkpoints.WholeFiles().save_checkpoint({"state_dict": {}}, "memory://run/last.ckpt")
+    with fsspec.open("memory://run/last.ckpt") as file:
+        assert torch.load(file) == {"state_dict": {}}
+    assert not Path("memory:").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "train", "why"),
+    [
+        ({"state_dict": {}, "optimizer_states": []}, True, ""),
+        ({"state_dict": {}}, True, "it has weights alone"),
+        ({"state_dict": {}}, False, ""),
+        ({"weight": torch.ones(2)}, False, "no state_dict in it"),
+        (3, False, "no state_dict in it"),
+    ],
+)
+def test_what_can_be_gone_on_from(tmp_path: Path, content: Any, train: bool, why: str) -> None:
+    torch.save(content, tmp_path / "a.ckpt")
+    found = checkpoints.unreadable(tmp_path / "a.ckpt", train)
+    assert found is None if not why else why in str(found)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
@@ -163,6 +163,16 @@ class Sums(LightningModule):
         return batch.sum()
 
 
+class LeavesOneOut(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"twice": 2 * batch, "steps": batch[1:]}
+
+
+class Names(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return ["cat" for _ in batch]
+
+
 class Numbers(LightningDataModule):
     """0 to 6, there only after setup("test")."""
 
@@ -245,12 +255,29 @@ class StreamsItsTest(LightningDataModule):
         return DataLoader(Stream(), batch_size=3)
 
 
+class OneByOne(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(7), batch_size=None)  # type: ignore[arg-type]
+
+
+class Endless(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(Squares(), batch_size=3, sampler=range(7))
+
+
+class Squares(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
         (Doubles, Several, "one DataLoader"),
         (Doubles, Streams, "one DataLoader"),
         (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
+        (LeavesOneOut, Numbers, r"predict_step returned shape \(2,\) for a batch of 3 samples"),
+        (Names, Numbers, "predict_step returned 'cat' for a batch of 3 samples"),
     ],
 )
 def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path) -> None:
@@ -268,12 +295,19 @@ def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path
         (Doubles, StreamsItsTest, "one DataLoader with a data set of known length is needed"),
         (Doubles, Numbers, "7 samples to predict on 8 ranks; use fewer, or more data"),
         (Doubles, Several, "one DataLoader with a data set of known length is needed"),
+        (Doubles, OneByOne, "one DataLoader with a data set of known length is needed"),
+        (Doubles, Endless, "one DataLoader with a data set of known length is needed"),
     ],
 )
 def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
     trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
     with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
         Predictions().setup(trainer, model(), "fit")
+
+
+def test_a_sample_for_each_rank_is_enough_to_predict() -> None:
+    trainer: Any = SimpleNamespace(datamodule=Numbers(), world_size=7, limit_predict_batches=1.0)
+    Predictions().setup(trainer, Doubles(), "fit")
 
 
 class ByPosition(Numbers):

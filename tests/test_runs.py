@@ -12,7 +12,7 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -804,6 +804,64 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
     run.fit(resumed, ones, one, ckpt_path=tmp_path / "s.ckpt")
     assert resumed.batches == 20 - batches and run.global_step == 2 * -(-10 // accumulate)
     assert stopped.validations + resumed.validations == 2
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signal handlers of this process, put back."""
+    before = {number: signal.getsignal(number) for number in (SIGNAL, signal.SIGINT)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = 0.0, []
+
+    def reduce(mine: Tensor, reduce_op: str) -> Tensor:
+        assert reduce_op == "max"  # of the signals' numbers, and of the seconds a batch
+        asked.append(now)
+        return mine
+
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
+    loop = SimpleNamespace(
+        _should_accumulate=lambda: False,
+        epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=False)),
+    )
+    trainer: Any = SimpleNamespace(strategy=strategy, fit_loop=loop)
+    monkeypatch.setattr("runs.stopping.time.monotonic", lambda: now)
+    module: Any = None
+    stop = StopOnSignal("stopped.ckpt")
+    stop.on_fit_start(trainer, module)
+    for seconds in [0.125] * 20 + [0.5] * 10:
+        now += seconds
+        stop.on_train_batch_end(trainer)
+    # After the first batch, then each 8th as they take an eighth of a second, then each 2nd.
+    assert asked == [0.125, 1.125, 2.125, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    stop.on_fit_start(nobody, nobody)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.asked == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_signals_are_as_they_were_when_training_has_ended() -> None:
+    stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a job in the background
+    before = signal.getsignal(SIGNAL)
+    stop.on_fit_start(nobody, nobody)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signal.getsignal(SIGNAL) != before
+    stop.teardown(nobody, nobody, "fit")
+    assert signal.getsignal(SIGNAL) == before
 
 
 class StopsInTheFirst(Times):

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import signal
 import sys
 import threading
@@ -18,8 +19,8 @@ import pytest
 
 from runs.refusal import Refusal
 from runs.space import Space
-from runs.sweep import Launcher, Sweep, main
-from runs.trials import reason
+from runs.sweep import Launcher, Sweep, _sweeps_folder, main
+from runs.trials import Trial, judge, reason, write_results
 from tests.conftest import run
 
 GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
@@ -87,6 +88,20 @@ class TestWhatIsTried:
             tried.append((space.draw(tried, number, "min"), value))
         assert sorted(changes for changes, _ in tried) == sorted(space.grid())
 
+    def test_what_takes_the_place_of_a_draw_is_the_same_after_an_interruption(self) -> None:
+        space = Space([f"seed={','.join(map(str, range(100)))}", "data.batch_size=1,2,3"], 9)
+        drawn = space.draw([], 1, "min")
+        (first, second) = (space.draw([(drawn, None)], 1, "min") for _ in range(2))
+        assert first == second != drawn
+
+    def test_of_an_interval_with_few_numbers_some_come_again(self) -> None:
+        space, tried = Space(["model.width=int(interval(8,9))"], 5), list[tuple[list[str], float]]()
+        for number in range(1, 6):
+            tried.append((space.draw(tried, number, "min"), 1.0))
+        assert {changes[0] for changes, _ in tried} <= {"model.width=8", "model.width=9"}
+        only = Space(["model.width=int(interval(8,8))"], 1)
+        assert only.draw([], 1, "min") == ["model.width=8"]
+
     def test_hydras_words(self) -> None:
         space = Space(
             ["seed=range(1,4)", "model=glob(d*)", "~callbacks.early_stopping", "+a='x y',b"]
@@ -103,6 +118,7 @@ class TestWhatIsTried:
             (["model.lr=0.1"], None, "nothing to try: give a key several values"),
             ([], 20, "nothing to try"),
             (["model.lr=0.1,fast"], None, "model.lr=fast: a number is expected"),
+            (["model.lr=0.1,0.2,fast"], None, "model.lr=fast: a number is expected"),
             (["seed=1,2", "model.lrr=1"], None, "model has no key 'lrr'.*did you mean lr"),
             (["model=classifier,denoisr"], None, "no conf/model/denoisr.yaml"),
             (["data.batch_size=int(interval(0,9))"], 2, "at least 1 is needed there"),
@@ -171,7 +187,8 @@ class TestWhatIsKept:
         rows = list(csv.DictReader((done.folder / "results.csv").open()))
         assert rows[1]["reason"] == "exit 1: ValueError: too big"
         output = capsys.readouterr().out
-        assert "  | launcher: exit 1" in output and "2 done, 2 failed, 0 left" in output
+        assert "  | launcher: exit 1" in output
+        assert "2 done, 2 failed, 0 left; the same command again runs what is not" in output
         os.close(done.held)
         again, launch = sweep(tmp_path), Fake()
         assert again.folder == done.folder and again.run(launch) == 0
@@ -195,7 +212,10 @@ class TestWhatIsKept:
         assert resumed.folder == begun.folder and resumed.run(launch) == 0
         assert len(launch.seen) == 3 and "1 of 4 are done" in capsys.readouterr().out
         os.close(resumed.held)
-        assert sweep(tmp_path).folder != begun.folder  # nothing is left to do there
+        anew = sweep(tmp_path)
+        assert anew.folder != begun.folder  # nothing is left to do there
+        os.close(anew.held)
+        assert sweep(tmp_path).folder == anew.folder
 
     def test_a_misspelt_metric_ends_it_and_can_be_mended(self, tmp_path: Path) -> None:
         launch = Fake()
@@ -203,8 +223,25 @@ class TestWhatIsKept:
         with pytest.raises(Refusal, match=r"METRIC=test/ac: trial 1 .*did you mean test/acc"):
             wrong.run(launch)
         os.close(wrong.held)
-        assert sweep(tmp_path, metric="test/acc", mode="max").run(launch) == 0
-        assert len(launch.seen) == 4
+        mended = sweep(tmp_path, metric="test/acc", mode="max")
+        assert mended.run(launch) == 0 and len(launch.seen) == 4
+        assert [trial.value for trial in mended.trials][:2] == [1 / 32.1, 1 / 64.1]
+
+    def test_another_number_of_draws_is_another_sweep(self, tmp_path: Path) -> None:
+        begun = sweep(tmp_path, count=3)
+        assert begun.run(Fake(stop_after=2)) == 130
+        assert sweep(tmp_path, count=4).folder != begun.folder
+
+    def test_the_time_that_is_left(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        clock = iter([0, 10, 10, 40, 40, 60, 60, 70])  # trials of 10, 30, 20 and 10 seconds
+        monkeypatch.setattr("runs.sweep.time.monotonic", lambda: next(clock))
+        sweep(tmp_path).run(Fake())
+        told = [line for line in capsys.readouterr().out.splitlines() if "  done" in line]
+        assert [line.partition("about ")[2] for line in told] == [
+            "0:00:30 left", "0:00:40 left", "0:00:20 left", ""
+        ]  # fmt: skip
 
     def test_a_loss_that_is_no_number_does_not_win(self, tmp_path: Path) -> None:
         done = sweep(tmp_path)
@@ -237,11 +274,34 @@ class TestWhatIsKept:
         ("[0]<stderr>:a.BError: out of c\n[0]<stderr>:x\nend", "a.BError: out of c"),
         ("a\nb\n", "b"),
         ("", "no output"),
+        ("caf\xe9", "caf\N{REPLACEMENT CHARACTER}"),
     ],
 )  # fmt: skip
 def test_the_line_that_tells_most(tmp_path: Path, text: str, told: str) -> None:
-    (tmp_path / "output").write_text(text)
+    (tmp_path / "output").write_text(text, encoding="latin-1")
     assert reason(tmp_path / "output") == told
+
+
+def test_the_table_has_the_best_first_and_those_without_a_value_last(tmp_path: Path) -> None:
+    trials = [
+        Trial(1, ["seed=1"], "failed", reason="exit 1: a | b"),
+        Trial(2, ["seed=2"], "done", value=-3.0),
+        Trial(3, ["seed=3"], "done", value=-2.0),
+    ]
+    write_results(tmp_path, trials, ["seed"], "score", "max", None)
+    table = (tmp_path / "results.md").read_text().splitlines()[4:]
+    assert [row.split(" | ")[0] for row in table] == ["| 3", "| 2", "| 1"]
+    assert table[2] == "| 1 | failed | 1 |  |  | exit 1: a / b |"
+
+
+def test_a_trial_that_left_its_summary_elsewhere(tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match="trial 1 ended well and left none here: .*host of rank 0"):
+        judge(Trial(1, [], "done", folder=str(tmp_path)), "val/loss", "min")
+
+
+def test_a_folder_of_logs_may_be_that_of_home() -> None:
+    found = _sweeps_folder(["log_dir='~/logs'"])
+    assert found == Path.home() / "logs" / "classifier" / "sweeps"
 
 
 @pytest.fixture
@@ -271,6 +331,22 @@ def test_ctrl_c_reaches_the_trial_once(tmp_path: Path) -> None:
     threading.Thread(target=press, daemon=True).start()
     assert launch([sys.executable, "-c", trial], output) == 41
     assert launch.stopped == signal.SIGINT
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_just_before_a_trial_ends_it(tmp_path: Path) -> None:
+    launch = Launcher()
+    launch.stopped = signal.SIGTERM
+    assert launch(["sleep", "60"], tmp_path / "output") == -signal.SIGTERM
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_signal_that_is_ignored_stays_so() -> None:
+    """As under nohup."""
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    Launcher()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
 
 
 def test_trainings_on_two_ranks(tmp_path: Path) -> None:
@@ -314,3 +390,16 @@ def test_refused_before_the_first_trial(
     with pytest.raises(SystemExit, match="2"):
         main()
     assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_folder_that_cannot_be_made_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    changes = f"seed=1,2 log_dir={tmp_path}/file"
+    line = ["sweep", "--arguments", changes, "--", "python", "template.py"]
+    monkeypatch.setattr(sys, "argv", line)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert re.search("error: .*/file.*: Not a directory", capsys.readouterr().err)

@@ -61,7 +61,8 @@ def make_environment(folder: Path) -> None:
                 break
     else:
         raise InstallError(
-            "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv"
+            "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv; "
+            "where that is newer, uv python install 3.13 (docs.astral.sh/uv)"
         )
     assert found
     made_here = not folder.exists()

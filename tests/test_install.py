@@ -96,7 +96,7 @@ class TestUnmet:
 class TestPatch:
     def sources(self, folder: Path) -> Path:
         """Files that have nothing but the places that are to be changed."""
-        for name, old, _ in patches.PATCHES:
+        for name, old, _ in patches.PATCHES + patches.FAULTS:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             with (folder / name).open("a") as file:
                 file.write(f"{old};\n")
@@ -104,7 +104,7 @@ class TestPatch:
 
     def test_is_made_at_each_place(self, tmp_path: Path) -> None:
         patches.patch(self.sources(tmp_path))
-        for name, _, new in patches.PATCHES:
+        for name, _, new in patches.PATCHES + patches.FAULTS:
             assert f"{new};\n" in (tmp_path / name).read_text()
 
     def test_has_a_number_of_its_own(self) -> None:
@@ -123,6 +123,35 @@ class TestPatch:
         (sources / "horovod/common/tensor_queue.cc").write_text("// another release\n")
         with pytest.raises(InstallError, match=r"tensor_queue\.cc .* PATCHES"):
             patches.patch(sources)
+
+
+class TestNewerSystems:
+    """What the sources of 2023 and CUDA 13.0 lack under g++ 16 and glibc 2.43."""
+
+    def test_the_compiler_brings_what_files_forget_to_ask_for(self, tmp_path: Path) -> None:
+        compiler = tmp_path / "c++"
+        compiler.write_text(wheel.CXX_WRAPPER.format(cxx="g++", standard="c++17"))
+        compiler.chmod(0o755)
+        code = 'std::uint8_t one() { throw std::logic_error(""); }\n'
+        code += "static_assert(__cplusplus == 201703);\n"
+        for name, status in (("gloo.cc", 0), ("preprocessed.cpp", 1)):
+            (tmp_path / name).write_text(code)
+            command = [compiler, "-std=c++11", "-c", tmp_path / name, "-o", tmp_path / "out.o"]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == status, done.stderr
+        assert "uint8_t" in done.stderr and "static assertion" not in done.stderr
+
+    def test_cudas_functions_are_declared_as_those_of_glibc(self, tmp_path: Path) -> None:
+        ours, theirs = tmp_path / "math_functions.h", tmp_path / "theirs.h"
+        declared = "extern __device_builtin__ double    rsqrt(double x);"
+        theirs.write_text(f"{declared}\n * - rsqrt(x);\n")
+        ours.symlink_to(theirs)
+        wheel.declare_as_glibc(ours)
+        assert theirs.read_text().startswith(declared)  # of the package, as it was
+        assert ours.read_text() == (
+            "extern __device_builtin__ double    rsqrt(double x)\n"
+            "#if __GLIBC_PREREQ(2, 42)\n__THROW\n#endif\n;\n * - rsqrt(x);\n"
+        )
 
 
 class TestMissing:

@@ -20,21 +20,27 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import horovod.torch as hvd
 import torch
 
-faulthandler.enable()  # where a crash of torch's or Horovod's own code was
-folder = Path(sys.argv[1])
-for number in itertools.count(1):
-    file, began = folder / f"{number}.json", time.monotonic()
-    while not file.exists():
-        if time.monotonic() > began + 3600:
-            sys.exit("no order for an hour")
-        time.sleep(0.02)
-    if (order := json.loads(file.read_text())) is None:
-        break
-    function = getattr(importlib.import_module(order["module"]), order["function"])
-    faulthandler.dump_traceback_later(220)  # where it hangs: conftest.py waits for 240 s
-    result = function(**order["arguments"])
-    faulthandler.cancel_dump_traceback_later()
-    hvd.init()
-    answer = folder / f"{number}.{hvd.rank()}.pt"
-    torch.save({"size": hvd.size(), "result": result}, answer.with_suffix(".part"))
-    answer.with_suffix(".part").rename(answer)
+
+def main() -> None:
+    faulthandler.enable()  # where a crash of torch's or Horovod's own code was
+    folder = Path(sys.argv[1])
+    for number in itertools.count(1):
+        file, began = folder / f"{number}.json", time.monotonic()
+        while not file.exists():
+            if time.monotonic() > began + 3600:
+                sys.exit("no order for an hour")
+            time.sleep(0.02)
+        if (order := json.loads(file.read_text())) is None:
+            break
+        function = getattr(importlib.import_module(order["module"]), order["function"])
+        faulthandler.dump_traceback_later(220)  # where it hangs: conftest.py waits for 240 s
+        result = function(**order["arguments"])
+        faulthandler.cancel_dump_traceback_later()
+        hvd.init()
+        answer = folder / f"{number}.{hvd.rank()}.pt"
+        torch.save({"size": hvd.size(), "result": result}, answer.with_suffix(".part"))
+        answer.with_suffix(".part").rename(answer)
+
+
+if __name__ == "__main__":  # workers of loaders that are not forked import this file again
+    main()

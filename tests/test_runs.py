@@ -731,6 +731,40 @@ def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixtu
     assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
 
 
+def test_within_an_epoch_a_line_comes_every_ten_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("runs.progress.time.monotonic", lambda: now)
+    monkeypatch.setattr(Progress, "total_train_batches", 8)
+    metrics = {"val/loss": torch.tensor(1.5), "train/loss": torch.tensor(0.5)}
+    trainer: Any = SimpleNamespace(
+        callback_metrics=metrics, current_epoch=0, max_epochs=-1, sanity_checking=True
+    )
+    progress, nobody = Progress(), Any
+    progress.on_validation_end(trainer, nobody)  # whose val/loss is not this epoch's
+    for batch in range(8):
+        now += 4
+        progress.on_train_batch_end(trainer, nobody, None, None, batch)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == ["epoch 1  step 3/8  train/loss 0.5", "epoch 1  step 6/8  train/loss 0.5"]
+    progress.disable()  # as on all ranks but 0
+    now += 11
+    progress.on_train_batch_end(trainer, nobody, None, None, 0)
+    assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("rank, moving", [(None, True), ("0", False)])
+def test_a_line_moves_on_a_terminal_alone(
+    monkeypatch: pytest.MonkeyPatch, rank: str | None, moving: bool
+) -> None:
+    """And not in that of a launcher, which begins each line with the rank."""
+    monkeypatch.setattr("runs.progress.sys.stdout", SimpleNamespace(isatty=lambda: True))
+    if rank:
+        monkeypatch.setenv("HOROVOD_RANK", rank)
+    assert Progress()._moving == moving
+
+
 class LogsAtTheEnd(Times):
     def on_train_epoch_end(self) -> None:
         self.log("end", float(self.current_epoch))

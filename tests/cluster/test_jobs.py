@@ -608,7 +608,8 @@ class TestEnd:
         assert process.stdout is not None and b"hi" in process.stdout.readline()
         for number in (AT_ONCE, signal.SIGTERM):
             process.send_signal(number)
-        assert process.wait(timeout=60) == 128 + AT_ONCE
+        # One handler may begin within the other, before that has noted its signal.
+        assert process.wait(timeout=60) - 128 in (AT_ONCE, signal.SIGTERM)
 
     def test_a_job_that_left_the_foreground_goes_on_without_its_terminal(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -39,7 +39,8 @@ CUDA_TOOLS = [
 
 # Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need more.
 # Without -g, that they ask for too, the build takes 0.8 of the time and the wheel 1.5 of 21 MB.
-# Headers of newer g++, as of 14, do not bring along these two, which the sources forget to ask for.
+# Newer g++ (seen: 13, 14, 16) has headers that bring along neither or one of these two, which the
+# sources forget to ask for.
 CXX_WRAPPER = """#!/bin/sh
 for arg do
     shift

@@ -606,10 +606,12 @@ class TestEnd:
         command = horovodrun("--stop-seconds", "600", "-H", "localhost:1", "sh", "-c", lasts)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         assert process.stdout is not None and b"hi" in process.stdout.readline()
-        for number in (AT_ONCE, signal.SIGTERM):
+        # Both wait: else one handler may begin within the other, before that has noted its signal.
+        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
+        for number in (AT_ONCE, signal.SIGTERM, signal.SIGCONT):
             process.send_signal(number)
-        # One handler may begin within the other, before that has noted its signal.
-        assert process.wait(timeout=60) - 128 in (AT_ONCE, signal.SIGTERM)
+        assert process.wait(timeout=60) == 128 + AT_ONCE
 
     def test_a_job_that_left_the_foreground_goes_on_without_its_terminal(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -69,6 +69,11 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
         )
     requirements = [ROOT / "requirements.txt"] + [ROOT / "requirements-dev.txt"] * dev
     pins = {name: version for file in requirements for name, version in read_pins(file)}
+    for name in ("torch", "horovod"):
+        if not pins.get(name):
+            raise InstallError(
+                f"requirements.txt: write {name}==VERSION, as Horovod is built for one torch"
+            )
 
     ours = ROOT / ".venv"
     interpreter = python or str(ours / "bin" / "python")
@@ -97,7 +102,7 @@ def install_packages(
     python: str, info: dict, pins: dict[str, str], requirements: list[Path], mpi: bool
 ) -> None:
     """torch, then Horovod beside it, then all else; and try whether Horovod works."""
-    if info["packages"].get("torch", "").split("+")[0] != pins["torch"]:
+    if not fits(info["packages"].get("torch"), pins["torch"]):
         check_disk(Path(info["prefix"]), 6, "torch with its CUDA libraries takes 5 GB")
         if not any(WHEELS.glob(f"*/horovod-{pins['horovod']}+*-{python_tag(info)}-*.whl")):
             check_compilers(info)  # before the large download
@@ -130,17 +135,29 @@ def install_packages(
 
 
 def read_pins(file: Path) -> Iterator[tuple[str, str]]:
-    """The `name==version` lines of a requirements file that apply to this Python."""
+    """The packages of a requirements file, each with the version of `name==version`, else "".
+
+    Options, and lines with a marker (`; python_version < "3.12"`) or without a name, are left out:
+    they are pip's, whenever anything else is missing.
+    """
     for line in file.read_text().splitlines():
-        match = re.match(r"([A-Za-z0-9_.-]+)==([^\s;#]+)", line)
+        text = re.sub(r"(^|\s)#.*", "", line).strip()
+        match = re.fullmatch(
+            r"(\w[\w.-]*)\s*(?:\[.*\])?\s*(?:==\s*([^\s,*;]+)|[@<>=!~][^;]*)?", text
+        )
         if match:
-            yield re.sub("[-_.]+", "-", match[1]).lower(), match[2]
+            yield re.sub("[-_.]+", "-", match[1]).lower(), match[2] or ""
+
+
+def fits(version: str | None, pin: str) -> bool:
+    """2.11.0+cu130 fits the pins "", 2.11.0 and 2.11.0+cu130."""
+    return version is not None and pin in ("", version, version.split("+")[0])
 
 
 def unmet(info: dict, pins: dict[str, str], mpi: bool) -> list[str]:
-    """The pinned packages that this environment lacks or has in another version."""
+    """The packages that this environment lacks, or has in another version than the pinned one."""
     packages = info["packages"]
-    wrong = [name for name, pin in pins.items() if packages.get(name, "").split("+")[0] != pin]
+    wrong = [name for name, pin in pins.items() if not fits(packages.get(name), pin)]
     label = packages.get("horovod", "").partition("+")[2].split(".")
     if ".".join(label).startswith(".".join(wheel_label(info))) and (not mpi or "mpi" in label):
         return wrong

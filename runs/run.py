@@ -39,7 +39,7 @@ from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell,
 from runs.report import Report, no_metric
 from runs.resuming import EvaluatesAverages
 from runs.stopping import Stopped
-from runs.targets import advice
+from runs.targets import OTHER_LIGHTNING, of_other_lightning, told
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
@@ -163,13 +163,18 @@ class Run:
         config = self.config.get(group)
         try:
             if config and "_target_" not in config and group not in MADE:
-                return [instantiate(member) for member in self._members(group, config)]
+                members = [instantiate(member) for member in self._members(group, config)]
+                if other := next(filter(of_other_lightning, members), None):
+                    raise Refusal(f"{type(other).__name__}: {OTHER_LIGHTNING}")
+                return members
             # all: a list of the configuration arrives as a list, which checkpoints can hold
             made = instantiate(config, _convert_="all", **arguments) if config else None
+            if of_other_lightning(made):
+                raise Refusal(f"{type(made).__name__}: {OTHER_LIGHTNING}")
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
-            told = f"{cause or error}{advice(str(cause or error), config)}"
-            raise Refusal(f"{group}={self.choices.get(group, '')}: {told}") from error
+            what = told(str(cause or error), config)
+            raise Refusal(f"{group}={self.choices.get(group, '')}: {what}") from error
         if not isinstance(made, MADE.get(group, object)):
             if (choice := self.choices.get(group)) is None:
                 raise Refusal(f"{group}: a run needs one; leave ~{group} out")

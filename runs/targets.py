@@ -5,7 +5,7 @@ To look at it is to import it, and torch with it, which takes seconds.
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -15,10 +15,21 @@ from typing import Any, Literal
 from hydra.utils import get_object
 from omegaconf import DictConfig
 
+from runs.folders import ROOT
 from runs.refusal import guess
 
 UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
+MISSING = re.compile(r"(?:loading|target) '([\w.]+)'(?s:.*)No module named '(\w+)[.\w]*'")
 NOWHERE = re.compile(r"Are you sure that '(\w+)' is importable from module '([\w.]+)'")
+OTHER_LIGHTNING = (
+    "here Lightning is the package pytorch_lightning, and its classes do not mix with those of the "
+    "package lightning: write import pytorch_lightning as pl"
+)
+
+
+def of_other_lightning(made: object) -> bool:
+    """Whether it is a module, callback or logger that the Trainer here would not take as one."""
+    return any(base.__module__.split(".")[0] == "lightning" for base in type(made).__mro__)
 
 
 def arguments(target: str) -> list[str] | None:
@@ -53,8 +64,19 @@ def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -
     return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
 
 
-def advice(error: str, config: DictConfig) -> str:
-    """What to say behind an error of making what the configuration names; mostly nothing."""
+def told(error: str, config: DictConfig) -> str:
+    """An error of making what the configuration names, with advice where there is some."""
+    found = MISSING.search(error)
+    if found and importlib.util.find_spec(found[2]) is None:
+        advice = "if that is a package, add it to requirements.txt: the next make installs it"
+        if found[2] == "lightning":
+            advice = OTHER_LIGHTNING
+        close = guess(found[2], (path.name for path in ROOT.iterdir()))
+        return f"{found[1]} cannot be loaded: no module named {found[2]!r}{close}; {advice}"
+    return f"{error}{_advice(error, config)}"
+
+
+def _advice(error: str, config: DictConfig) -> str:
     if found := NOWHERE.search(error):
         return guess(found[1], _members(found[2]))
     if found := UNKNOWN.search(error):

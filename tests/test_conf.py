@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -32,6 +33,7 @@ from runs.config import CONF, LOGGERS
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.run import Run
+from runs.targets import told
 from tests.conftest import make_train, run
 from tests.pictures import write_all
 
@@ -263,6 +265,45 @@ def test_what_cannot_be_made_is_told_with_advice(
     run.config, run.choices = compose("config", overrides), {group: "mine"}
     with pytest.raises(Refusal, match=f"^{group}=mine: (?s:.*){message}"):
         run.instantiate(group, **({"callbacks": [Progress()]} if group == "trainer" else {}))
+
+
+@pytest.mark.parametrize(
+    ("imported", "message"),
+    [
+        (
+            "timn.nn",
+            "brought.Mine cannot be loaded: no module named 'timn'; .* to requirements.txt",
+        ),
+        ("modells.resnet", r"no module named 'modells' \(did you mean models\?\); "),
+        ("models.nothing", "No module named 'models.nothing'"),
+    ],
+)
+def test_a_module_that_is_missing(
+    imported: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "brought.py").write_text(f"import {imported}\n")
+    run = Run.__new__(Run)
+    run.config, run.choices = compose("config", ["model._target_=brought.Mine"]), {"model": "mine"}
+    with pytest.raises(Refusal, match=f"^model=mine: (?s:.*){message}"):
+        run.instantiate("model")
+
+
+def test_classes_of_the_other_lightning_are_refused() -> None:
+    """Its Trainer would take them, ours does not, and says nothing of why."""
+    other = type("Theirs", (LightningModule,), {"__module__": "lightning.pytorch.core.module"})
+    mine = type("Mine", (other,), {})
+    run = Run.__new__(Run)
+    run.config, run.choices = compose("config", []), {"model": "mine", "callbacks": "mine"}
+    with mock.patch("runs.run.instantiate", lambda *_, **__: mine()):
+        for group in ("model", "callbacks"):
+            with pytest.raises(Refusal, match=f"^{group}=mine: Mine: .*write import pytorch_light"):
+                run.instantiate(group)
+    with mock.patch("importlib.util.find_spec", return_value=None):  # where it is not installed
+        what = told("Error loading 'models.x.Mine': No module named 'lightning'", run.config)
+    assert what.startswith(
+        "models.x.Mine cannot be loaded: no module named 'lightning'; here Light"
+    )
 
 
 def test_a_model_needs_no_learning_rate() -> None:

@@ -92,6 +92,33 @@ class TestUnmet:
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
 
+    def test_what_a_forker_adds_is_seen(self, tmp_path: Path) -> None:
+        """With or without a version; what only pip can tell is left to it."""
+        file = tmp_path / "requirements.txt"
+        file.write_text(
+            "# a comment\n--find-links x\n\ntorch==2.11.0  # tensors; autograd\ntimm\n"
+            "Py_YAML>=6,<7\npeft[all] == 0.21.2\nmine @ git+https://host/mine@main\nx==1.*\n"
+            'tomli>=2; python_version < "3.11"\ntomli==2.0; python_version < "3.11"\n'
+            "git+https://host/other\n./a.whl\n-e .\n"
+        )
+        pins = dict(install.read_pins(file))
+        assert pins == {
+            "torch": "2.11.0", "timm": "", "py-yaml": "", "peft": "0.21.2", "mine": "", "x": ""
+        }  # fmt: skip
+        environment = self.environment(
+            "0.28.1+torch2.11.0.cu130.nccl2.28.9.p5",
+            **{"torch": "2.11.0+cu130", "timm": "1.0", "peft": "0.21.1", "mine": "3", "x": "1.2"},
+        )
+        assert install.unmet(environment, pins, False) == ["py-yaml", "peft"]
+
+    def test_torch_and_horovod_need_a_version(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        (tmp_path / "requirements.txt").write_text("torch>=2.11\nhorovod==0.28.1\n")
+        monkeypatch.setattr(install, "ROOT", tmp_path)
+        with pytest.raises(InstallError, match="requirements.txt: write torch==VERSION"):
+            install.install(None, dev=False, mpi=False)
+
 
 class TestPatch:
     def sources(self, folder: Path) -> Path:
@@ -216,7 +243,8 @@ class TestMissing:
         monkeypatch.setattr(install, "ROOT", tmp_path)
         for module in (install, environment):
             monkeypatch.setattr(module, "LOG", tmp_path / "logs" / "log")
-        monkeypatch.setattr(install, "read_pins", lambda file: [("torch", "2.11.0")])
+        pins = {"torch": "2.11.0", "horovod": "0.28.1"}
+        monkeypatch.setattr(install, "read_pins", lambda file: pins.items())
         monkeypatch.setattr(
             install, "install_packages", lambda _, info, *__: installed.append(info)
         )

@@ -53,6 +53,7 @@ from cluster.hosts import (
     refuse_one_twice,
     used,
 )
+from cluster.install import read_pins
 from cluster.probe import CODE, CONNECT_SECONDS
 from cluster.rendezvous import own_address
 from cluster.ssh import connecting, diagnose
@@ -216,6 +217,7 @@ def _asked(quick: bool) -> dict[str, Any]:
     return {
         "root": str(ROOT), "python": sys.executable, "quick": quick,
         "kinds": sorted({*CODE, *common}),
+        "packages": [name for name, _ in read_pins(ROOT / "requirements.txt")],
     }  # fmt: skip
 
 

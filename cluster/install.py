@@ -101,7 +101,13 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
 def install_packages(
     python: str, info: dict, pins: dict[str, str], requirements: list[Path], mpi: bool
 ) -> None:
-    """torch, then Horovod beside it, then all else; and try whether Horovod works."""
+    """torch, then Horovod beside it, then all else; and try whether Horovod works, if it is new."""
+    others = [python, "-m", "pip", "install"]
+    for file in requirements:
+        others += ["-r", str(file)]
+    if not {"torch", "horovod"}.intersection(unmet(info, pins, mpi)):
+        run_logged("packages that are missing", others)
+        return
     if not fits(info["packages"].get("torch"), pins["torch"]):
         check_disk(Path(info["prefix"]), 6, "torch with its CUDA libraries takes 5 GB")
         if not any(WHEELS.glob(f"*/horovod-{pins['horovod']}+*-{python_tag(info)}-*.whl")):
@@ -120,11 +126,7 @@ def install_packages(
         wheel = build_wheel(python, info, pins["horovod"], mpi)
     else:
         print(f"  Horovod {pins['horovod']}: built before, {shown(wheel)}", flush=True)
-    files = [argument for file in requirements for argument in ("-r", str(file))]
-    run_logged(
-        "the other packages: about a minute",
-        [python, "-m", "pip", "install", str(wheel), *files],
-    )
+    run_logged("the other packages: about a minute", [*others, str(wheel)])
     try:
         verify(python, probe(python), mpi)
     except InstallError:

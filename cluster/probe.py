@@ -18,7 +18,6 @@ import subprocess
 import sys
 import time
 
-PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
 CODE = (".py", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile")
 MOST_BYTES = 1 << 20  # of a file that is read; of a larger one the size has to do
 CONNECT_SECONDS = 3
@@ -188,7 +187,7 @@ def facts(asked: dict) -> dict:
         "root": os.path.isdir(root),
         "code": code(root, tuple(asked["kinds"])) if checkout else None,
         "identity": identity(root) if checkout else None,
-        "versions": ask(python, VERSIONS % (PACKAGES,)),
+        "versions": ask(python, VERSIONS % (asked["packages"],)),
         "gpus": gpus(),
         "interfaces": there,
         "towards": next((name for name, address in there.items() if address == own), None),

@@ -111,6 +111,21 @@ class TestUnmet:
         )
         assert install.unmet(environment, pins, False) == ["py-yaml", "peft"]
 
+    @pytest.mark.parametrize("built_for", ["2.11.0", "2.10.0"])
+    def test_a_horovod_that_fits_is_left_alone(
+        self, built_for: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It was tried when it was installed, and its wheel may be gone."""
+        environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p5")
+        pins, done = {**self.PINS, "timm": ""}, []
+        monkeypatch.setattr(install, "run_logged", lambda _, command: done.append(command))
+        monkeypatch.setattr(install, "probe", lambda python: environment)
+        monkeypatch.setattr(install, "find_wheel", lambda *_: Path("/horovod.whl"))
+        monkeypatch.setattr(install, "verify", lambda *_: done.append("verified"))
+        install.install_packages("python", environment, pins, [Path("r.txt")], False)
+        pip = ["python", "-m", "pip", "install", "-r", "r.txt"]
+        assert done == ([pip] if built_for == "2.11.0" else [[*pip, "/horovod.whl"], "verified"])
+
     def test_torch_and_horovod_need_a_version(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, run
 PYTHON = sys.executable
 NICS = ["enp2s0f1", "enp1s0f0", "ib0", "wan7"]  # no two hosts have one of the same name
 CODE = ["benchmarks", "cluster", "conf", "datamodules", "models", "runs", "strategies"]
-CODE += ["template.py", "Makefile", ".syncignore", ".gitignore"]
+CODE += ["template.py", "requirements.txt", "Makefile", ".syncignore", ".gitignore"]
 # What some login shells say: a title for the terminal, without a newline and in no UTF-8.
 GREETING = "printf '\\033]0;Universit\\344t\\007';"
 

@@ -157,6 +157,8 @@ def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     """A missing and a stale checkout, another version, no environment, a Horovod that fails."""
     (tmp_path / "empty").mkdir()
+    with (project / "requirements.txt").open("a") as requirements:
+        requirements.write("tqdm\n")  # a fork needs it
     for name in ("models/vocabulary.json", "models/untracked.json", "README.md"):
         (project / name).write_text("older")
     for command in (["init", "-q"], ["add", "models/vocabulary.json", "README.md"]):
@@ -166,8 +168,8 @@ def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     for name in ("models/vocabulary.json", "models/untracked.json", "README.md"):
         (project / name).write_text("newer")
     (project / "secrets.yaml").write_text("token: dummy")  # is here only, and stays so
-    metadata = importlib.metadata.distribution("hydra-core")
-    file = Path(str(metadata.locate_file(f"hydra_core-{metadata.version}.dist-info/METADATA")))
+    metadata = importlib.metadata.distribution("tqdm")
+    file = Path(str(metadata.locate_file(f"tqdm-{metadata.version}.dist-info/METADATA")))
     other = tmp_path / "METADATA"
     other.write_text(file.read_text().replace(f"Version: {metadata.version}", "Version: 1.0.0", 1))
     for hosts in made(6):
@@ -184,7 +186,7 @@ def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
     for number, check, words in (
         (2, "code", f"{project} is missing there"),
         (3, "code", "other than here: models/classifier.py"),
-        (4, "packages", f"hydra-core 1.0.0, here {metadata.version}"),
+        (4, "packages", f"tqdm 1.0.0, here {metadata.version}"),
         (5, "packages", "does not run there: No such file"),
         (6, "packages", "Horovod does not run there"),
     ):

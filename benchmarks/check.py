@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -79,6 +80,8 @@ def compare(old: Results, new: Results) -> tuple[list[str], list[str]]:
             if len(row.step_ms) < MIN_REPEATS:
                 few = f"{len(row.step_ms)} of the {MIN_REPEATS} repeats that tell its noise"
                 raise Refusal(f"not comparable: {name} has {few} in {which}")
+            if not all(0 < ms < math.inf for ms in row.step_ms):  # NaN is not, either
+                raise Refusal(f"not comparable: {name} has a step of no measurable time in {which}")
         line, is_regression = _verdict(name, before, after)
         told.append(line)
         regressed += [line] if is_regression else []

@@ -189,7 +189,11 @@ def main() -> int:
         f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
         *slowest_rank(summary, job),
         *(f"network   {line}" for line in sources),
-        *(f"measured  {file}" for file in files),
+        *(
+            f"measured  {file}"
+            for file, result in zip(files, results)
+            if ("inside" if len(result["hosts"]) == 1 else "rate") not in asked
+        ),
     ]
     text = "\n".join(head) + "\n\n" + table(found, measured)
     out = run.with_name("prediction")

@@ -424,9 +424,13 @@ def test_any_word_of_the_network_makes_it_another_one(
     given = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2"]
     assert said(monkeypatch, *given) == 0
     assert "measured, ms" in (told := capsys.readouterr().out) and "| 125.0 |" in told
+    assert f"measured  {files['one']}" in told
     assert said(monkeypatch, *given, "--network", "operations=nccl") == 0
     assert "measured, ms" not in (told := capsys.readouterr().out) and "operations nccl" in told
     assert "125.0" not in told
+    link = "rate=1gbit latency=20us inside=nvlink"
+    assert said(monkeypatch, *given, "--network", link) == 0
+    assert "measured  " not in capsys.readouterr().out  # nothing of it is in the table
 
 
 def test_predict_writes_a_table_and_a_plot(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import random
 import re
@@ -797,6 +798,11 @@ def test_files_that_cannot_be_compared_are_refused() -> None:
     few = measured(Source(lambda job, _: 1.0), results(repeats=2))
     with pytest.raises(check.Refusal, match="2 of the 3 repeats"):
         check.compare(noisy(), few)
+    for step_ms in (math.nan, math.inf, -1.0):
+        broken = noisy()
+        broken["runs"][-1]["step_ms"] = step_ms
+        with pytest.raises(check.Refusal, match="a step of no measurable time in NEW"):
+            check.compare(noisy(), broken)
     with pytest.raises(check.Refusal, match="np=4 was not measured in NEW"):
         check.compare(noisy(), measured(Source(lambda job, _: 1.0), results(sizes=[1, 2])))
 

@@ -534,6 +534,15 @@ def adversaries_of_a_sum(strategy: str) -> dict[str, Any]:
     return fit(make(strategy, op="sum"), StepTogetherOfASum())
 
 
+class LossesFirstOfASum(OfASum, LossesFirst):
+    pass
+
+
+@case(without_ddp="an option of ours")
+def adversaries_of_a_sum_whose_losses_come_first(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, op="sum"), LossesFirstOfASum(seldom=False))
+
+
 class InterleavedOfASum(OfASum, Interleaved):
     pass
 

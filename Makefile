@@ -7,6 +7,15 @@ ifneq ($(origin NP),undefined)
     $(error NP=$(NP): give a number of processes, as NP=2)
   endif
 endif
+# Lines are one to a recipe, whose shell would take a second for a command.
+define NEWLINE
+
+
+endef
+ifneq ($(findstring $(NEWLINE),$(ARGS)),)
+  override ARGS := $(subst $(NEWLINE), ,$(ARGS))
+  export ARGS
+endif
 # A list may be written with blanks after its commas.
 COMMA := ,
 ifdef HOSTS
@@ -115,7 +124,8 @@ dev-environment:
 train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
-	$(JOB) $(ARGS)
+	@printf '%s\n' '$(subst ','\'',$(JOB) $(ARGS))'
+	@exec $(JOB) $(ARGS)
 
 # ARGS by the environment: a shell would read model.lr=interval(1e-4,1e-1) as its own.
 sweep: environment ## train with each of several values: make sweep ARGS="model.lr=0.1,0.01"; TRIALS=20, METRIC=, MODE=max

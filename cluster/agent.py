@@ -89,15 +89,23 @@ class Agent:
     def _environment(self, job: dict[str, Any]) -> dict[str, str]:
         """What all ranks of this host see: of ssh, forwarded, and the network interface."""
         nic = job["nic"] or interface_towards(job["launcher"])
-        if nic not in (name for _, name in socket.if_nameindex()):
-            there = ", ".join(name for _, name in socket.if_nameindex())
-            raise ValueError(f"no network interface {nic}; there are {there}: mend nic in HOSTFILE")
+        there = [name for _, name in socket.if_nameindex()]
+        if nic not in there:
+            told = ", ".join(there)
+            raise ValueError(f"no network interface {nic}; there are {told}: mend nic in HOSTFILE")
         names = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         interface = dict.fromkeys(names, nic) | {"NCCL_SOCKET_IFNAME": f"={nic}"}  # not its prefix
         # The numbers of GPUs are those of nvidia-smi; CUDA's own are by speed.
         by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         environment = {**by_bus, **interface, **os.environ, **job["environment"]}
-        return environment | interface if job["nic"] else environment
+        environment |= interface if job["nic"] else {}
+        given = environment["HOROVOD_GLOO_IFACE"]
+        if given not in there:
+            raise ValueError(
+                f"HOROVOD_GLOO_IFACE={given} in the environment: there are {', '.join(there)}: "
+                "unset it, or give nic in HOSTFILE"
+            )
+        return environment
 
     def _take_gpus(self, job: dict[str, Any], visible: str | None) -> None:
         """Mark the GPUs as ours until we end; the lock of a file goes with its process."""

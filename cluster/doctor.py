@@ -367,10 +367,13 @@ def main() -> int:
         leave()
     fit = not any(finding.level == "FAIL" for finding in findings)
     if arguments.json:
-        print(json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1))
+        told = json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
-        print(table(findings))
-        print("fit" if fit else "not fit: mend what is marked FAIL")
+        told = f"{table(findings)}\n{'fit' if fit else 'not fit: mend what is marked FAIL'}"
+    try:
+        print(told, flush=True)
+    except BrokenPipeError:  # make doctor | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(not fit)
 
 

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import shlex
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -97,7 +98,12 @@ class Record:
             "began": datetime.datetime.now().isoformat(timespec="seconds"),
         }
         self._state["state"] = "starting"
-        write(self.folder, self._state)
+        try:
+            write(self.folder, self._state)
+        except OSError as error:
+            if not self._detached:  # else who launched it tells of it there
+                shutil.rmtree(self.folder, ignore_errors=True)
+            raise Refusal(f"{self.folder}: runs are noted there: {error.strerror}") from None
 
     def __enter__(self) -> Record:
         return self

@@ -9,6 +9,7 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import sys
 from typing import Any
@@ -23,7 +24,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runs import recipes
 from runs.folders import ROOT
-from runs.refusal import Refusal, guess, launched_rank, refuse
+from runs.refusal import RANK_VARIABLES, Refusal, guess, launched_rank, refuse
 from runs.targets import arguments, hint, takes
 
 CONF = ROOT / "conf"
@@ -187,13 +188,19 @@ def _check_change(override: Override, config: DictConfig) -> None:
     parent: Any = config
     *parents, last = key.split(".")
     for depth, part in enumerate([*parents, last]):
-        if not isinstance(parent, DictConfig) or part not in parent:
-            known = sorted(_keys(parent))
-            where = ".".join([*parents, last][:depth])
-            told = _no_key(where, part, known)
+        where = ".".join([*parents, last][:depth])
+        if isinstance(parent, ListConfig):
+            if not part.isdecimal() or int(part) >= len(parent):
+                raise Refusal(f"{key}: {where} is a list of {len(parent)}, counted from 0")
+        elif not isinstance(parent, DictConfig) or part not in parent:
+            told = _no_key(where, part, sorted(_keys(parent)))
             raise Refusal(_meant(override, part, parent) or f"{key}: {told}")
         if depth < len(parents):
-            parent = _written(parent, part)
+            name = int(part) if isinstance(parent, ListConfig) else part
+            member = parent._get_node(name)
+            parent = member if isinstance(member, ListConfig) else _written(parent, name)
+    if isinstance(parent, ListConfig):
+        return
     if not override.is_delete():
         _check_value(key, last, override.value(), parent)
 
@@ -286,4 +293,8 @@ if __name__ == "__main__":  # by make, before it launches
                 f"{sys.executable} template.py {flag}"
             )
     except Refusal as refusal:
+        for name in RANK_VARIABLES:  # left over of another launcher: this is no rank
+            os.environ.pop(name, None)
         refuse(str(refusal))
+    except KeyboardInterrupt:
+        sys.exit(130)

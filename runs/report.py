@@ -19,6 +19,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
@@ -29,6 +30,7 @@ from runs.folders import ROOT, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts, same_on_all
 from runs.refusal import guess
+from runs.resuming import kept_settings, settings
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
 
@@ -51,6 +53,7 @@ class Report(pl.Callback):
         self.choices = choices
         self.started = False
         self.hosts: dict[str, int] = {}
+        self._asked: dict[str, list[Any]] = {}  # settings of optimizers and schedulers
         self.metrics: dict[str, float] = {}
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self.seconds = 0.0
@@ -90,6 +93,9 @@ class Report(pl.Callback):
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn of a metric whose lack would end the run an epoch later; some are not logged yet."""
         logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
+        # What a sanity check logs of each of several loaders Lightning keeps to itself.
+        of_loaders = trainer.fit_loop.epoch_loop.val_loop._results.values()
+        logged += [_name_of(result.meta) for result in of_loaders]
         callbacks = self.config.get("callbacks") or {}
         members = [member for member in callbacks.values() if isinstance(member, DictConfig)]
         for metric in dict.fromkeys(str(member.get("monitor")) for member in members):
@@ -113,7 +119,7 @@ class Report(pl.Callback):
         if self.hosts:
             return
         strategy = trainer.strategy
-        self._lr = _lr(module)
+        self._lr, self._asked = _lr(module), settings(trainer)
         self.hosts = dict(Counter(gather_texts(strategy, socket.gethostname())))
         if not trainer.is_global_zero:
             return
@@ -151,6 +157,9 @@ class Report(pl.Callback):
         self._begin_epoch()  # on_train_epoch_start is left out when a run resumes within an epoch
         if self.config.ckpt_path and trainer.is_global_zero and _lr(pl_module) != self._lr:
             print(f"lr      {_lr(pl_module)}, as the checkpoint has it", flush=True)
+        kept = kept_settings(trainer, self._asked) if self.config.ckpt_path else ""
+        if kept and trainer.is_global_zero:
+            print(f"kept    {kept}, as the checkpoint has it", flush=True)
 
     def on_train_batch_start(self, *arguments: Any) -> None:
         self.started = True
@@ -337,6 +346,12 @@ def _why_stopped(callback: EarlyStopping) -> str:
     return f"has reached its end: {callback.stopping_reason_message}"
 
 
+def _name_of(logged: _Metadata) -> str:
+    """What callbacks call it."""
+    of_one = logged.dataloader_idx is not None and logged.add_dataloader_idx
+    return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if of_one else logged.name
+
+
 def _lr(module: pl.LightningModule) -> str:
     groups = [group for o in module.trainer.optimizers for group in o.param_groups]
     # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
@@ -381,8 +396,10 @@ def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
         for name, member in callbacks.items()
         if isinstance(member, DictConfig) and member.get("monitor") == metric
     ]
-    there = [name for name in logged if name not in ("epoch", "step")]  # by Lightning
+    there = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
+    of_loader = f"{metric}/dataloader_idx_0"  # of several, each of which has its own
+    close = f" (did you mean {of_loader}?)" if of_loader in there else guess(metric, there)
     return (
         f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
-        f"{', '.join(there) or 'none'}{guess(metric, there)}"
+        f"{', '.join(there) or 'none'}{close}"
     )

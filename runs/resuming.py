@@ -1,12 +1,13 @@
-"""Callbacks of Lightning that a resumed run, which has a folder and settings of its own, needs; and
-what averaged weights need to be tested.
+"""Callbacks of Lightning that a resumed run, which has a folder and settings of its own, needs;
+what averaged weights need to be tested; and which settings a checkpoint brings.
 
-Names of the former are Lightning's: checkpoints keep their state by name, so a Trainer without this
+Names of the first are Lightning's: checkpoints keep their state by name, so a Trainer without this
 package takes it as well, and the other way round.
 """
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,11 @@ import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+
+from runs.refusal import Refusal
+
+# Of a group of parameters, what is no setting: the rate is told apart, the rest is how to compute.
+NO_SETTINGS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
@@ -63,3 +69,64 @@ class EvaluatesAverages(callbacks.Callback):
         if "current_model_state" in checkpoint and trainer.state.fn != TrainerFn.FITTING:
             strict = pl_module.strict_loading
             trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
+
+
+def save_average(trainer: pl.Trainer) -> str | None:
+    """Write averaged.ckpt with the weights that StochasticWeightAveraging leaves, which no
+    checkpoint has; None without it, and where training ended before the average was made."""
+    keeps: Any = trainer.checkpoint_callback
+    averaging = [
+        callback
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, callbacks.StochasticWeightAveraging)
+    ]
+    if not averaging or not keeps or trainer.current_epoch <= averaging[0].swa_end:
+        return None
+    file = Path(keeps.dirpath) / "averaged.ckpt"
+    trainer.save_checkpoint(file, weights_only=True)
+    return str(file)
+
+
+def settings(trainer: pl.Trainer) -> dict[str, list[Any]]:
+    """What optimizers and schedulers were made with and keep in checkpoints, as {"SGD.momentum":
+    [0.9]}: a value for each group of parameters."""
+    found: dict[str, list[Any]] = {}
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            scheduled = ("betas", "momentum") if "max_momentum" in group else ()  # OneCycleLR's
+            for key, value in group.items():
+                if key not in (*NO_SETTINGS, *scheduled, "max_momentum", "base_momentum"):
+                    found.setdefault(f"{type(optimizer).__name__}.{key}", []).append(value)
+    for config in trainer.lr_scheduler_configs:
+        scheduler = config.scheduler
+        takes = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch", "optimizer"}
+        for key, value in scheduler.state_dict().items():
+            if key in takes:
+                found.setdefault(f"{type(scheduler).__name__}.{key}", []).append(value)
+    return found
+
+
+def kept_settings(trainer: pl.Trainer, asked: dict[str, list[Any]]) -> str:
+    """Which of them are the checkpoint's and not those asked for; none: "".
+
+    Raises:
+        Refusal: for a checkpoint of another kind of optimizer, which would fail in its first step.
+    """
+    for optimizer in trainer.optimizers:
+        for group in optimizer.param_groups:
+            if missing := [key for key in optimizer.defaults if key not in group]:
+                raise Refusal(
+                    f"ckpt_path: the checkpoint is of another optimizer than "
+                    f"{type(optimizer).__name__}: it has no {', '.join(missing)}; go on with the "
+                    "one that it was trained with"
+                )
+    now = settings(trainer)
+    return ", ".join(
+        f"{name} {_told(now[name])} (not {_told(values)})"
+        for name, values in asked.items()
+        if name in now and _told(now[name]) != _told(values)
+    )
+
+
+def _told(values: list[Any]) -> str:
+    return ", ".join(dict.fromkeys(map(str, values)))

@@ -37,7 +37,7 @@ from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report, no_metric
-from runs.resuming import EvaluatesAverages
+from runs.resuming import EvaluatesAverages, save_average
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, of_other_lightning, told
 
@@ -214,14 +214,19 @@ class Run:
         if scaling == "none":
             return
         if model.get("lr") is None:
-            raise Refusal(f"lr_scaling={scaling}: model={self.choices['model']} has no lr to scale")
+            raise Refusal(
+                f"lr_scaling={scaling}: model={self.choices['model']} has no lr to scale; give it "
+                "one, and write ${model.lr} where an optimizer made by Hydra takes it"
+            )
         model.lr *= ranks ** LR_POWERS[scaling]
 
     def checkpoint(self, trainer: Trainer) -> str | None:
-        """What to evaluate: the best that was trained, without one None, which is the weights as
-        they are; where nothing was trained, that of ckpt_path."""
+        """What to evaluate: the average (SWA) or the best of what was trained, without one None,
+        which is the weights as they are; where nothing was trained, that of ckpt_path."""
         if not self.config.train:
             return self.config.ckpt_path
+        if average := save_average(trainer):
+            return average
         return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
 
     def __exit__(

@@ -14,6 +14,7 @@ run side by side, and none is ended early for doing badly.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import fcntl
 import itertools
 import json
@@ -39,6 +40,14 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST_LINES = 8  # of a failed trial's output
 
 
+PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
+
+
+def _end_with_parent() -> None:
+    """A sweep that is killed leaves no trial that trains: the same command would begin another."""
+    PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+
+
 class Launcher:
     """Runs commands one after the other; a signal to end goes to the one that runs."""
 
@@ -54,6 +63,7 @@ class Launcher:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=file, stderr=file,
                 start_new_session=True,  # a Ctrl-C reaches it once: through us
+                preexec_fn=_end_with_parent,
             )  # fmt: skip
             if self.stopped:  # just now
                 self._process.send_signal(self.stopped)

@@ -26,6 +26,10 @@ from runs.refusal import Refusal
         ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
         ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),
         ("model.lr.value=1", "model.lr has no key 'value'"),
+        ("callbacks.progress.1=2", "callbacks.progress has no key '1'"),
+        ("trainer.plugins.1._target_=a.B", "trainer.plugins is a list of 1, counted from 0"),
+        ("trainer.plugins.x=1", "trainer.plugins is a list of 1, counted from 0"),
+        ("trainer.plugins.0.x=1", "trainer.plugins.0 has no key 'x'; it has: _target_"),
         ("lr=0.1", "lr=0.1: write model.lr, with its group"),
         ("~batch_size", "write data.batch_size, with its group"),
         ("trainer.inference_mode=false", r"write \+trainer.inference_mode=false"),
@@ -163,6 +167,7 @@ def test_hydra_refuses(override: str, message: str) -> None:
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],
         ["model=gpt", "model.decay_steps=100", "callbacks.last_checkpoint.filename=3"],
         ["debug=limit", "trainer.limit_train_batches=0.5", "trainer.fast_dev_run=3"],
+        ["trainer.plugins.0._target_=a.B", "~trainer.plugins.0._target_"],
         ["--help"],
     ],
 )

@@ -22,7 +22,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint
+from pytorch_lightning.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -679,6 +683,28 @@ def test_averaged_weights_are_tested(tmp_path: Path) -> None:
     assert float(model.weight.detach()) == pytest.approx(0.6875)  # goes on from 0.8
 
 
+@pytest.mark.parametrize(("stops", "tested"), [(False, "averaged.ckpt"), (True, None)])
+def test_the_average_of_swa_is_tested_once_it_is_made(
+    stops: bool, tested: str | None, tmp_path: Path
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    ones, model = DataLoader(torch.ones(2)), TimesIsTested()  # type: ignore[arg-type]
+    if stops:
+        model.on_train_epoch_end = lambda: setattr(trainer, "should_stop", True)  # type: ignore
+    trainer.fit(model, ones)
+    weight, file = float(model.weight.detach()), resuming.save_average(trainer)
+    assert (Path(file).name if file else None) == tested
+    if file:
+        trainer.test(model, ones, ckpt_path=file, verbose=False)
+        assert float(trainer.callback_metrics["test/weight"]) == weight
+        trainer.test(model, ones, ckpt_path="best", verbose=False)
+        assert float(trainer.callback_metrics["test/weight"]) < weight  # that of the last step
+
+
 def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:
     stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
     with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing"):
@@ -705,6 +731,79 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
         "callbacks.early_stopping.monitor=val/los callbacks.best_checkpoint.monitor=val/los: "
         "nothing is logged by this name; there are: val/loss (did you mean val/loss?)"
     )
+
+
+class OfTwoLoaders(Times):
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("val/loss", batch.mean())
+        self.log(f"val/of_{dataloader_idx}", batch.mean(), add_dataloader_idx=False)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "warned"),
+    [("val/loss/dataloader_idx_1", ""), ("val/of_1", ""),
+     ("val/loss", " (did you mean val/loss/dataloader_idx_0?)")],
+)  # fmt: skip
+def test_what_several_loaders_log_is_known_before_training(
+    monitor: str, warned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"callbacks": {"best": {"monitor": monitor}}})
+    looks = Callback()
+    looks.on_sanity_check_end = Report(config, {}).on_sanity_check_end  # type: ignore[method-assign]
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=1, callbacks=looks,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(OfTwoLoaders(), ones, [ones, ones])
+    told = capsys.readouterr().out
+    names = "val/loss/dataloader_idx_0, val/of_0, val/loss/dataloader_idx_1, val/of_1"
+    first = f"warning callbacks.best.monitor={monitor}: nothing is logged by this name; there are: "
+    assert told == (
+        f"{first}{names}{warned}; without it the first epoch ends the run\n" * bool(warned)
+    )
+
+
+class Settings(Times):
+    """An optimizer and a scheduler with settings that checkpoints keep."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer], epochs: int, **settings: Any) -> None:
+        super().__init__()
+        self.kind, self.epochs, self.settings = kind, epochs, settings
+        self.told: list[str] = []
+
+    def on_fit_start(self) -> None:
+        self.asked = resuming.settings(self.trainer)
+
+    def on_train_start(self) -> None:
+        self.told.append(resuming.kept_settings(self.trainer, self.asked))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.1, **self.settings)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)]
+
+
+def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+
+    def fit(model: Settings, ckpt_path: Path | None) -> Settings:
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, max_epochs=1 if ckpt_path is None else 2,
+        )  # fmt: skip
+        trainer.fit(model, ones, ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return model
+
+    last, adamw = tmp_path / "last.ckpt", torch.optim.AdamW
+    assert fit(Settings(adamw, 3, weight_decay=0.01), None).told == [""]
+    assert fit(Settings(adamw, 3, weight_decay=0.01), last).told == [""]
+    assert fit(Settings(adamw, 6, weight_decay=0.5), last).told == [
+        "AdamW.weight_decay 0.01 (not 0.5), CosineAnnealingLR.T_max 3 (not 6)"
+    ]
+    with pytest.raises(Refusal, match="another optimizer than SGD: it has no momentum, dampening"):
+        fit(Settings(torch.optim.SGD, 3, momentum=0.9), last)
 
 
 @pytest.mark.filterwarnings("error:nothing is validated")

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -21,7 +22,7 @@ from runs.refusal import Refusal
 from runs.space import Space
 from runs.sweep import Launcher, Sweep, _sweeps_folder, main
 from runs.trials import Trial, judge, reason, write_results
-from tests.conftest import run
+from tests.conftest import ROOT, run
 
 GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
 
@@ -331,6 +332,24 @@ def test_ctrl_c_reaches_the_trial_once(tmp_path: Path) -> None:
     threading.Thread(target=press, daemon=True).start()
     assert launch([sys.executable, "-c", trial], output) == 41
     assert launch.stopped == signal.SIGINT
+
+
+def test_a_sweep_that_is_killed_leaves_no_trial(tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    trial = "import time; print('ready', flush=True); time.sleep(60)"
+    sweep = "import sys; from pathlib import Path; from runs.sweep import Launcher; "
+    sweep += "Launcher()([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))"
+    command = [sys.executable, "-c", sweep, trial, str(output)]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        while not (output.exists() and "ready" in output.read_text()):
+            assert process.poll() is None
+            time.sleep(0.05)
+        (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        process.kill()
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 @pytest.mark.usefixtures("handlers")

@@ -7,6 +7,7 @@ import csv
 import json
 import os
 import pty
+import re
 import shlex
 import shutil
 import signal
@@ -480,6 +481,41 @@ class TestMistakes:
     def test_make_takes_a_checkpoint_with_blanks(self) -> None:
         done = run(["make", "-n", "export", "CKPT=my logs/last.ckpt", "INSTALL=true"])
         assert ' -m runs.export  "my logs/last.ckpt"\n' in done.stdout, done.stdout
+
+    @pytest.mark.parametrize("target", ["train", "sweep"])
+    def test_make_takes_arguments_on_several_lines(self, target: str) -> None:
+        probe = ["--eval=probe:;@env", "probe"] if target == "sweep" else ["-n", "train"]
+        done = run(["make", *probe, "ARGS=seed=1\nmodel.lr=2\n"])
+        found = re.search(
+            "^ARGS=.*" if target == "sweep" else r"exec .* seed=.*", done.stdout, re.M
+        )
+        assert found and found[0].endswith("seed=1 model.lr=2 "), done.stdout
+
+    def test_sigterm_to_make_reaches_the_training(self, tmp_path: Path) -> None:
+        """With a letter in ARGS that make calls a shell for, which would end alone."""
+        changes = "~callbacks.early_stopping trainer.max_epochs=100000"
+        command = ["make", "train", "INSTALL=true", f"PYTHON={sys.executable}"]
+        output = tmp_path / "output"
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [*command, f"ARGS={changes} log_dir='{tmp_path}'"],
+                cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+            )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 120
+            while "epoch 2/" not in output.read_text():
+                assert time.monotonic() < deadline and process.poll() is None, output.read_text()
+                time.sleep(0.1)
+            os.kill(process.pid, signal.SIGTERM)
+            assert process.wait(60) != 0
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        told = output.read_text()
+        assert f" template.py {changes} log_dir='{tmp_path}'\n" in told  # what can be typed
+        assert "stopped; to go on: " in told and "horovodrun: stopped by SIGTERM" in told
+        assert (folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt").is_file()
 
     def test_make_takes_0_for_no(self) -> None:
         for value, flags in (("0", 0), ("1", 2)):

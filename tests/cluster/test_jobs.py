@@ -634,6 +634,27 @@ class TestEnd:
                     kept.line(0, "stdout", "is not")
             assert sent == signals
 
+    def test_an_interface_that_is_only_in_the_environment(self) -> None:
+        done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", TELL), HOROVOD_GLOO_IFACE="none0")
+        assert "localhost: HOROVOD_GLOO_IFACE=none0 in the environment: there are lo" in done.stdout
+        assert done.returncode != 0 and "SIGABRT" not in done.stdout
+
+    @pytest.mark.parametrize("detached", [False, True])
+    def test_a_run_that_cannot_be_noted_leaves_no_folder(
+        self, detached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """But for one that was launched: there it is told."""
+        monkeypatch.setattr(record, "FOLDER", tmp_path / "logs")
+        (folder := tmp_path / "launched").mkdir()
+
+        def full(*_: object) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(record, "write", full)
+        with pytest.raises(Refusal, match=r"runs are noted there: No space left"):
+            record.Record(folder if detached else None, [], ["true"], 8)
+        assert folder.is_dir() and not list(tmp_path.glob("logs/*"))
+
     def test_a_rank_that_aborts_before_others_wait_for_it(self) -> None:
         code = "import os, horovod.torch as hvd; os.environ['HOROVOD_RANK'] == '1' or os.abort(); "
         done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", f"{code} hvd.init()"))

@@ -80,7 +80,9 @@ def save_average(trainer: pl.Trainer) -> str | None:
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(callback, callbacks.StochasticWeightAveraging)
     ]
-    if not averaging or not keeps or trainer.current_epoch <= averaging[0].swa_end:
+    if not averaging or not keeps or not keeps.dirpath:
+        return None
+    if trainer.current_epoch <= averaging[0].swa_end:
         return None
     file = Path(keeps.dirpath) / "averaged.ckpt"
     trainer.save_checkpoint(file, weights_only=True)
@@ -114,7 +116,8 @@ def kept_settings(trainer: pl.Trainer, asked: dict[str, list[Any]]) -> str:
     """
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
-            if missing := [key for key in optimizer.defaults if key not in group]:
+            defaults = getattr(optimizer, "defaults", {})  # what wraps another may have none
+            if missing := [key for key in defaults if key not in (*group, *NO_SETTINGS)]:
                 raise Refusal(
                     f"ckpt_path: the checkpoint is of another optimizer than "
                     f"{type(optimizer).__name__}: it has no {', '.join(missing)}; go on with the "

@@ -163,10 +163,7 @@ class Run:
         config = self.config.get(group)
         try:
             if config and "_target_" not in config and group not in MADE:
-                members = [instantiate(member) for member in self._members(group, config)]
-                if other := next(filter(of_other_lightning, members), None):
-                    raise Refusal(f"{type(other).__name__}: {OTHER_LIGHTNING}")
-                return members
+                return [instantiate(member) for member in self._members(group, config)]
             # all: a list of the configuration arrives as a list, which checkpoints can hold
             made = instantiate(config, _convert_="all", **arguments) if config else None
             if of_other_lightning(made):

@@ -28,7 +28,7 @@ OTHER_LIGHTNING = (
 
 
 def of_other_lightning(made: object) -> bool:
-    """Whether it is a module, callback or logger that the Trainer here would not take as one."""
+    """Whether it is a module that the Trainer here does not take as one; callbacks it would."""
     return any(base.__module__.split(".")[0] == "lightning" for base in type(made).__mro__)
 
 

@@ -369,8 +369,9 @@ class TestEnd:
     @pytest.mark.parametrize(
         ("line", "status", "words"),
         [
-            # What a rank leaves behind keeps its pipe, and the agent, busy.
-            (f"yes {'y' * 30} & exit 3", 3, "rank 0 on localhost ended with exit code 3"),
+            # What a rank leaves behind keeps its pipe, and the agent, busy: by short lines, for
+            # which the agent takes longer than to write them.
+            ("yes '' & exit 3", 3, "rank 0 on localhost ended with exit code 3"),
             ("kill -40 $$", 128 + 40, "rank 0 on localhost was killed by signal 40"),
         ],
     )

@@ -206,7 +206,7 @@ def logs(arguments: argparse.Namespace) -> int:
         )
     file = folder / f"{name}.log"
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    place = 0
+    place, told = 0, False
     while True:
         ended = _named(state["id"])["state"] not in ALIVE
         if file.exists():
@@ -216,6 +216,9 @@ def logs(arguments: argparse.Namespace) -> int:
                     sys.stdout.write(text)
                 place = log.tell()
             sys.stdout.flush()
+        if not place and not told:  # of ranks other than 0 mostly; said at once
+            told = True
+            print(f"{name} has printed nothing{'' if ended else ' yet'}", file=sys.stderr)
         if ended or not arguments.follow:
             break
         time.sleep(0.3)

@@ -938,7 +938,7 @@ class TestDetached:
         monkeypatch.setattr(jobs, "FOLDER", tmp_path)
         common = {
             "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
-            "state": "running", "ranks": 1,
+            "state": "running", "ranks": 2,
         }  # fmt: skip
         for name, detached in (("1", True), ("2", False)):
             (tmp_path / name).mkdir()
@@ -948,8 +948,11 @@ class TestDetached:
         (tmp_path / "1" / "rank-0.log").write_text("moves\r" + "x" * (1 << 21))
         monkeypatch.setattr(sys, "argv", ["jobs", "logs"])
         assert jobs.main() == 0
-        said = capsys.readouterr().out
-        assert said.startswith("moves\r") and len(said) == 6 + (1 << 21)
+        said, told = capsys.readouterr()
+        assert said.startswith("moves\r") and len(said) == 6 + (1 << 21) and not told
+        monkeypatch.setattr(sys, "argv", ["jobs", "logs", "--rank", "1"])
+        assert jobs.main() == 0
+        assert capsys.readouterr() == ("", "rank-1 has printed nothing yet\n")
         monkeypatch.setattr(sys, "argv", ["jobs", "logs", "2"])
         assert jobs.main() == 2
         assert "prints to the terminal that it was started in" in capsys.readouterr().err

@@ -9,7 +9,6 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
 import sys
 from typing import Any
@@ -24,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from runs import recipes
 from runs.folders import ROOT
-from runs.refusal import RANK_VARIABLES, Refusal, guess, launched_rank, refuse
+from runs.refusal import Refusal, guess, launched_rank, refuse
 from runs.targets import arguments, hint, takes
 
 CONF = ROOT / "conf"
@@ -293,8 +292,4 @@ if __name__ == "__main__":  # by make, before it launches
                 f"{sys.executable} template.py {flag}"
             )
     except Refusal as refusal:
-        for name in RANK_VARIABLES:  # left over of another launcher: this is no rank
-            os.environ.pop(name, None)
-        refuse(str(refusal))
-    except KeyboardInterrupt:
-        sys.exit(130)
+        refuse(str(refusal), a_rank=False)

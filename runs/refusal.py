@@ -41,12 +41,16 @@ def let_rank_0_tell() -> None:
         time.sleep(TELL_SECONDS)
 
 
-def refuse(message: str) -> None:
-    """Print one line and end this process with status 2."""
+def refuse(message: str, a_rank: bool = True) -> None:
+    """Print one line and end this process with status 2.
+
+    Args:
+        a_rank: False before a launch, where the rank is one that another launcher left behind.
+    """
     line = " ".join(message.split())
-    rank = launched_rank()
-    let_rank_0_tell()
+    rank = launched_rank() if a_rank else 0
     if rank > 0:
+        let_rank_0_tell()
         line = f"{line} (rank {rank} on {os.uname().nodename})"
     print(f"error: {line}", file=sys.stderr, flush=True)
     sys.exit(2)

@@ -264,9 +264,9 @@ def main() -> int:
         count = int(asked.trials) if asked.trials else None
         return Sweep(asked.command, _words(asked.arguments), count, metric, mode).run(Launcher())
     except Refusal as refusal:
-        refuse(str(refusal))
+        refuse(str(refusal), a_rank=False)
     except OSError as error:
-        refuse(f"{error.filename or 'writing'}: {error.strerror}")
+        refuse(f"{error.filename or 'writing'}: {error.strerror}", a_rank=False)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     return 2

@@ -13,6 +13,7 @@ import pytest
 from runs import config
 from runs.config import check
 from runs.refusal import Refusal
+from tests.conftest import run
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,14 @@ def test_refused(override: str, message: str) -> None:
         check(["seed=1", override])
     assert str(caught.value).startswith(override.split("=")[0])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("module", ["config", "sweep"])
+def test_a_rank_that_another_launcher_left_is_none(module: str) -> None:
+    """Ranks wait for rank 0 to tell, which there is not before a launch."""
+    asked = {"config": ["modl=gpt"], "sweep": ["--arguments", "modl=gpt,unet", "--", "true"]}
+    done = run([sys.executable, "-m", f"runs.{module}", *asked[module]], HOROVOD_RANK="1")
+    assert done.returncode == 2 and "no key 'modl'" in done.stdout and "rank 1" not in done.stdout
 
 
 def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -229,9 +229,18 @@ class Job:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             timeout: os.environ.get(timeout, str(GLOO_SECONDS + len(self.members))),
             "PYTHONUNBUFFERED": "1",
+            "HOROVOD_LAUNCHED": shlex.join(self._typed()),  # runs/run.py says how to go on
         }
         # The agent of this host inherits the rest.
         return ours if host.is_here else ours | forwarded(dict(os.environ))
+
+    def _typed(self) -> list[str]:
+        """The line that started us, to be typed again: without what cluster/jobs.py adds."""
+        typed = list(sys.orig_argv)
+        if "--record" in typed[: len(typed) - len(self.command)]:
+            at = typed.index("--record")
+            del typed[at : at + 2]
+        return typed
 
     def _wait_for_turn(self) -> bool:
         """Whether we got one to connect. Not deaf meanwhile: logins of many hosts may hang."""

@@ -66,6 +66,7 @@ def main() -> int:
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
     arguments = parser.parse_args()
     os.environ |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
+    os.environ["HOROVOD_LAUNCHED"] = shlex.join(sys.orig_argv)  # runs/run.py says how to go on
     try:
         found = line(ranks(chosen(arguments), arguments.np), arguments.command)
         if shutil.which("mpirun") is None:

@@ -292,7 +292,7 @@ class Run:
 def to_go_on(checkpoint: Path) -> str:
     """The line to type: this run's changes and its checkpoint, quoted for Hydra and the shell.
 
-    Of a launched run without the launcher, as it goes on with any number of ranks.
+    The launcher's part is "..." where it is not ours: the run goes on with any number of ranks.
     """
     here = Path.cwd()
     path = checkpoint.relative_to(here) if checkpoint.is_relative_to(here) else checkpoint
@@ -303,9 +303,13 @@ def to_go_on(checkpoint: Path) -> str:
         for change in HydraConfig.get().overrides.task
         if change.partition("=")[0] not in ("ckpt_path", "run_dir")  # run_dir has to be a new one
     ]
-    python = "..." if launched_size() else shlex.quote(sys.executable)
+    launcher = shlex.quote(sys.executable)
+    if launched_size():
+        typed = shlex.split(os.environ.get("HOROVOD_LAUNCHED", ""))  # by cluster/horovodrun.py
+        ours = sys.argv[0] in typed
+        launcher = shlex.join(typed[: typed.index(sys.argv[0])]) if ours else "..."
     changes = [sys.argv[0], *asked, f"ckpt_path={quoted}"]
-    return f"{python} {' '.join(map(_for_the_shell, changes))}"
+    return f"{launcher} {' '.join(map(_for_the_shell, changes))}"
 
 
 def _for_the_shell(word: str) -> str:

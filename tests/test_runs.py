@@ -89,19 +89,23 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
             checkpoints.best(tmp_path)
 
 
-@pytest.mark.parametrize("launched", [None, 2])
+@pytest.mark.parametrize("launched", [None, "", "horovodrun -np 2 'my python' -u"])
 @pytest.mark.parametrize("name", ["logs/last.ckpt", "my logs/epoch=1,µ.ckpt", "it's/last.ckpt"])
 def test_the_line_to_go_on_can_be_pasted(
-    name: str, launched: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, launched: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = ["model.lr=0.1", "~callbacks.early_stopping", "ckpt_path=last", "run_dir=x"]
     hydra = SimpleNamespace(overrides=SimpleNamespace(task=asked))
     monkeypatch.setattr("runs.run.HydraConfig", SimpleNamespace(get=lambda: hydra))
-    monkeypatch.setattr("runs.run.launched_size", lambda: launched)
+    monkeypatch.setattr("runs.run.launched_size", lambda: None if launched is None else 2)
+    line = f"{launched} template.py model.lr=9" if launched else "mine.sh"
+    monkeypatch.setenv("HOROVOD_LAUNCHED", line)
     monkeypatch.setattr("sys.argv", ["template.py"])
     monkeypatch.chdir(tmp_path)
-    python, *typed = shlex.split(to_go_on(tmp_path / name))
-    assert python == ("..." if launched else sys.executable)
+    words = shlex.split(to_go_on(tmp_path / name))
+    start = {None: [sys.executable], "": ["..."]}.get(launched) or shlex.split(launched)
+    assert words[: len(start)] == start
+    typed = words[len(start) :]
     assert typed[:3] == ["template.py", "model.lr=0.1", "~callbacks.early_stopping"]
     told = to_go_on(tmp_path / "my logs" / "a.ckpt")
     assert told.endswith(" \"ckpt_path='my logs/a.ckpt'\"")

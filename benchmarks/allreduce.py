@@ -33,7 +33,7 @@ from benchmarks.hardware import (
     write_json,
 )
 from benchmarks.launching import Failed, ask
-from cluster.hosts import Host, Refusal, add_arguments, chosen, ranks
+from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks
 from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
@@ -244,14 +244,11 @@ def main() -> int:
         if arguments.repeats < 1:
             raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
         sizes = sizes_between(arguments.smallest, arguments.largest, arguments.factor)
-        where = ["-np", str(len(members))]
-        where += ["-H", arguments.hosts] if arguments.hosts else []
-        where += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
         used = list(dict.fromkeys(member.host for member in members))
         refuse_unwritable(arguments.out)
         before = facts(used)
         asked = {"sizes": sizes, "repeats": arguments.repeats}
-        found = launched("benchmarks.allreduce_worker", asked, where)
+        found = launched("benchmarks.allreduce_worker", asked, given(arguments))
     except (Refusal, Failed, OSError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
         return 2

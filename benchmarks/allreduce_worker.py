@@ -20,26 +20,11 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from cluster.exchange import shares_gpu
+from cluster.exchange import device_of_rank, operations, shares_gpu, wait
 from strategies.environment import initialize
 
 PROCESS_BYTES = 500 * 2**20  # what a rank needs beside its numbers
 PAUSE = 2e-3  # of two cycles: an operation that follows another at once waits for the next one
-POLL = 1e-5  # seconds; as cluster/exchange.py, for Horovod's own way of waiting takes a core
-
-
-def device_of_rank() -> str:
-    """The GPU of this rank where Horovod moves it by NCCL, else the CPU."""
-    if not (torch.cuda.is_available() and hvd.nccl_built()):
-        return "cpu"
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
-    return "cuda"
-
-
-def operations(device: str) -> str:
-    if device == "cuda":
-        return "NCCL"
-    return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
 
 
 def lacking_memory(largest: int, device: str) -> str:
@@ -66,25 +51,18 @@ def once(numbers: torch.Tensor, device: str, pause: float) -> float:
     count = numbers.numel()
     numbers.fill_(1)
     # The ranks begin together: the time of one should not have another's delay in it.
-    token = hvd.allreduce_async(torch.zeros(1), name="together", op=hvd.Sum)
-    _wait(token)
+    wait(hvd.allreduce_async(torch.zeros(1), name="together", op=hvd.Sum))
     time.sleep(pause)
     if device == "cuda":
         torch.cuda.synchronize()
     begun = time.perf_counter()
-    _wait(hvd.allreduce_async_(numbers, name=f"sum.{count}", op=hvd.Sum))
+    wait(hvd.allreduce_async_(numbers, name=f"sum.{count}", op=hvd.Sum))
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - begun
     if not float(numbers[0]) == float(numbers[-1]) == hvd.size():
         raise RuntimeError(f"a sum of {count} ones over {hvd.size()} ranks is wrong")
     return seconds
-
-
-def _wait(handle: int) -> None:
-    while not hvd.poll(handle):
-        time.sleep(POLL)
-    hvd.synchronize(handle)
 
 
 def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -> list[list[float]]:
@@ -112,8 +90,7 @@ def main() -> None:
     torch.set_num_threads(1)
     initialize()
     device = device_of_rank()
-    gpu = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
-    if shared := shares_gpu(hvd.allgather_object((socket.gethostname(), gpu), name="gpus")):
+    if shared := shares_gpu(device):
         if hvd.rank() == 0:
             print(json.dumps({"error": shared}), flush=True)
         hvd.shutdown()

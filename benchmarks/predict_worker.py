@@ -18,7 +18,8 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor, nn
 
-from benchmarks.allreduce_worker import device_of_rank, measure
+from benchmarks.allreduce_worker import measure
+from cluster.exchange import device_of_rank
 from strategies.buckets import GradientBuckets
 from strategies.environment import initialize
 from strategies.reductions import add

@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import phases, traces
 from benchmarks.scaling_plan import refuse_ours
 from cluster.doctor import quick
-from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks, used
+from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
 from cluster.ssh import diagnose
 
 SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): (\d+) steps after \d+$")
@@ -67,10 +67,7 @@ def train(arguments: argparse.Namespace) -> Path:
     if subprocess.run([sys.executable, "-m", "runs.config", *overrides]).returncode:
         raise SystemExit(2)  # it has told why
     quick(used(chosen(arguments), arguments.np))
-    command = [sys.executable, "-m", "cluster.horovodrun"]
-    command += ["-np", str(arguments.np)] if arguments.np else []
-    command += ["-H", arguments.hosts] if arguments.hosts else []
-    command += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
+    command = [sys.executable, "-m", "cluster.horovodrun", *given(arguments)]
     command += [sys.executable, "template.py", *overrides]
     print(shlex.join(command), flush=True)
     process = subprocess.Popen(

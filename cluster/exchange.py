@@ -19,6 +19,7 @@ import os
 import statistics
 import sys
 import time
+from typing import Any
 
 import horovod.torch as hvd
 import torch
@@ -27,16 +28,33 @@ SMALL, LARGE = 50, 8  # repetitions, after one that is not counted
 LARGE_BYTES = 16 << 20
 
 
+def device_of_rank() -> str:
+    """The GPU of this rank where Horovod moves it by NCCL, else the CPU."""
+    if not (torch.cuda.is_available() and hvd.nccl_built()):
+        return "cpu"
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    return "cuda"
+
+
+def operations(device: str) -> str:
+    if device == "cuda":
+        return "NCCL"
+    return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
+
+
+def wait(handle: int) -> Any:
+    while not hvd.poll(handle):
+        time.sleep(1e-5)  # Horovod's own way of waiting takes a core from who does the work
+    return hvd.synchronize(handle)
+
+
 def seconds(count: int, repetitions: int, device: str) -> float:
     """Median time of an all-reduce of `count` float32."""
     numbers = torch.ones(count, device=device)
     times = []
     for _ in range(repetitions + 1):
         begun = time.perf_counter()
-        handle = hvd.allreduce_async(numbers, op=hvd.Sum, name=f"sum.{count}")
-        while not hvd.poll(handle):
-            time.sleep(1e-5)  # Horovod's own way of waiting takes a core from who does the work
-        total = hvd.synchronize(handle)
+        total = wait(hvd.allreduce_async(numbers, op=hvd.Sum, name=f"sum.{count}"))
         if device != "cpu":
             torch.cuda.synchronize()
         times.append(time.perf_counter() - begun)
@@ -71,10 +89,11 @@ def messages(device: str) -> str:
     )
 
 
-def shares_gpu(ranks: list[tuple[str, str]]) -> str:
-    """Which of the ranks, each with its host and the UUID of its GPU, have one together, which NCCL
-    would refuse without naming it; empty if none."""
+def shares_gpu(device: str) -> str:
+    """Which ranks have the same GPU, which NCCL would refuse without naming them; empty if none."""
+    mine = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
     first: dict[tuple[str, str], int] = {}
+    ranks = hvd.allgather_object((os.uname().nodename, mine), name="gpus")
     for rank, (host, gpu) in enumerate(ranks):
         other = first.setdefault((host, gpu), rank)
         if gpu and other != rank:
@@ -89,16 +108,13 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    device = "cuda" if torch.cuda.is_available() and hvd.nccl_built() else "cpu"
-    if device == "cuda":
-        torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    device = device_of_rank()
     on = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(
         f"rank {rank} of {size} is rank {hvd.local_rank()} on {os.uname().nodename}: {on}",
         flush=True,
     )
-    gpu = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
-    if shared := shares_gpu(hvd.allgather_object((os.uname().nodename, gpu), name="gpus")):
+    if shared := shares_gpu(device):
         if rank == 0:
             print(f"error: {shared}", file=sys.stderr, flush=True)
         hvd.shutdown()
@@ -111,11 +127,10 @@ def main() -> None:
     assert [answer[0] for answer in answers] == list(range(size))
     assert {answer[2] for answer in answers} == {answers[0][1]}
     told_of = messages(device)
-    moved_by = "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
     small, large = seconds(1, SMALL, device), seconds(LARGE_BYTES // 4, LARGE, device)
     if rank == 0:
         told = {
-            "operations": "NCCL" if device == "cuda" else moved_by,
+            "operations": operations(device),
             "latency_us": round(small * 1e6),
             "bus_bandwidth_mb_s": round(LARGE_BYTES * 2 * (size - 1) / size / large / 1e6),
             "hosts": [answer[1] for answer in answers],

@@ -389,14 +389,10 @@ def addresses(hosts: list[Host]) -> dict[Host, str]:
 
     This host itself may have a name that leads to its loopback only; it gets that for the others.
     """
-    try:
-        named = next(host.nic for host in hosts if host.is_here and host.nic)
-        address = address_of(named)
-        if address is None:
+    if named := next((host.nic for host in hosts if host.is_here and host.nic), None):
+        if (address := address_of(named)) is None:
             raise Refusal(f"this host has no network interface {named} with an address: mend nic")
         return dict.fromkeys(hosts, address)
-    except StopIteration:
-        pass
     try:
         towards = {host: own_address(host.address) for host in hosts if not host.is_here}
     except OSError as error:

@@ -296,17 +296,8 @@ def _host(name: str, of: Any, words: Any, file: Path) -> Host:
         env[variable] = words.get("env", {}).get(variable, value)
         if not isinstance(env[variable], str):
             raise Refusal(f"{where}: env: {variable}={value} is no text: put it in quotes")
-    return Host(
-        name,
-        slots,
-        None if gpus is None else tuple(gpus),
-        of.get("nic"),
-        of.get("user"),
-        of.get("port"),
-        tuple(of.get("ssh", [])),
-        env,
-        file,
-    )
+    said: dict[str, Any] = of | {key: tuple(of[key]) for key in ("gpus", "ssh") if key in of}
+    return Host(name, file=file, **said)
 
 
 def _checked(hosts: list[Host], where: str) -> list[Host]:
@@ -412,6 +403,13 @@ def chosen(arguments: argparse.Namespace) -> list[Host]:
     if arguments.hostfile:
         return read(Path(arguments.hostfile).expanduser())
     return parse(arguments.hosts or "localhost:1")
+
+
+def given(arguments: argparse.Namespace) -> list[str]:
+    """The same arguments again, for another command."""
+    line = ["-np", str(arguments.np)] if arguments.np else []
+    line += ["-H", arguments.hosts] if arguments.hosts else []
+    return line + (["--hostfile", arguments.hostfile] if arguments.hostfile else [])
 
 
 def entry(host: Host) -> dict[str, Any]:

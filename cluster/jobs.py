@@ -26,7 +26,7 @@ from typing import Any
 
 from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
-from cluster.hosts import Refusal, add_arguments, chosen, ranks, used
+from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
 from cluster.record import ALIVE, FOLDER, birth, fail, new_folder, write
 
 NOTE_SECONDS = 30  # for `launch` to write run.json, with the id of the process that it started
@@ -72,11 +72,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 def _given(arguments: argparse.Namespace) -> list[str]:
     """The arguments that `launch`, `run` and the launcher have in common."""
-    line = ["--stop-seconds", str(arguments.stop_seconds)]
-    line += ["-np", str(arguments.np)] if arguments.np else []
-    line += ["-H", arguments.hosts] if arguments.hosts else []
-    line += ["--hostfile", arguments.hostfile] if arguments.hostfile else []
-    return [*line, *arguments.command]
+    return [f"--stop-seconds={arguments.stop_seconds}", *given(arguments), *arguments.command]
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -78,20 +78,13 @@ class Split(LightningModule):
         self.val_accuracy = MulticlassAccuracy(classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(classes, average="micro")
 
-    def on_fit_start(self) -> None:
-        self.place()
-
-    def on_test_start(self) -> None:
-        self.place()
-
-    def on_predict_start(self) -> None:
-        self.place()
-
     def place(self) -> None:
         """Each half to its device, after Lightning moved all of it to one; optimizers follow."""
         if self.hparams["devices"] is not None:
             for half, device in zip((self.first, self.second), self.hparams["devices"]):
                 half.to(device)
+
+    on_fit_start = on_test_start = on_predict_start = place
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, classes), on the device of the images."""

@@ -13,6 +13,7 @@ from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader
 
 from runs.refusal import Refusal
+from runs.resuming import keeping
 
 
 def refuse_model(
@@ -30,7 +31,7 @@ def refuse_model(
     """
     if test and not is_overridden("test_step", model):
         raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
-    if trainer.checkpoint_callback:
+    if keeping(trainer):
         _check_hyperparameters(model)
         _check_hyperparameters(data)
 

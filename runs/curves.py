@@ -27,7 +27,9 @@ class Curves(Callback):
         which = f"_{index}" if index else ""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        told = {f"lr{which}": optimizer.param_groups[0]["lr"]}
+        told: dict[str, float] = {}
+        if (rate := optimizer.param_groups[0].get("lr")) is not None:
+            told[f"lr{which}"] = rate
         if not any(gradient.is_sparse for gradient in gradients):
             told[f"grad_norm{which}"] = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import itertools
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +20,13 @@ def new_folder(parent: Path) -> Path:
             folder.mkdir(parents=True)
             return folder
     raise AssertionError("unreachable")
+
+
+def quoted(path: Path) -> str:
+    """As Hydra reads it on a command line: what is behind `=`."""
+    if re.fullmatch(r"[\w./@+-]+", str(path), re.ASCII):
+        return str(path)
+    return "'" + str(path).replace("'", r"\'") + "'"
 
 
 def shown(path: Path) -> str:

@@ -84,12 +84,6 @@ class Report(pl.Callback):
         else:  # a stream may know how many it has for all ranks
             self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._announce(trainer, pl_module)
-
-    def on_validation_batch_start(self, *arguments: Any) -> None:
-        self.started = True
-
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn of a metric whose lack would end the run an epoch later; some are not logged yet."""
         logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
@@ -103,29 +97,17 @@ class Report(pl.Callback):
                 told = no_metric(metric, logged, callbacks)
                 print(f"warning {told}; without it the first epoch ends the run", flush=True)
 
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._announce(trainer, pl_module)
-
-    def on_test_batch_start(self, *arguments: Any) -> None:
-        self.started = True
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._announce(trainer, pl_module)
-
-    def on_predict_batch_start(self, *arguments: Any) -> None:
-        self.started = True
-
-    def _announce(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    def _announce(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.hosts:
             return
         strategy = trainer.strategy
-        self._lr, self._asked = _lr(module), settings(trainer)
+        self._lr, self._asked = _lr(pl_module), settings(trainer)
         self.hosts = dict(Counter(gather_texts(strategy, socket.gethostname())))
         if not trainer.is_global_zero:
             return
         ranks = trainer.world_size
         batch, windows = self.config.data.get("batch_size"), trainer.accumulate_grad_batches
-        parameters = sum(parameter.numel() for parameter in module.parameters())
+        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         device = str(strategy.root_device)
         if strategy.root_device.type == "cuda":
@@ -150,6 +132,8 @@ class Report(pl.Callback):
             if text:
                 print(f"{name:<7} {text}", flush=True)
 
+    on_fit_start = on_test_start = on_predict_start = _announce
+
     # ---------------------------------------------------------------- counting
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -161,8 +145,11 @@ class Report(pl.Callback):
         if kept and trainer.is_global_zero:
             print(f"kept    {kept}, as the checkpoint has it", flush=True)
 
-    def on_train_batch_start(self, *arguments: Any) -> None:
+    def _start(self, *_: Any, **__: Any) -> None:
         self.started = True
+
+    on_train_batch_start = on_validation_batch_start = _start
+    on_test_batch_start = on_predict_batch_start = _start
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_epoch()
@@ -355,8 +342,9 @@ def _name_of(logged: _Metadata) -> str:
 def _lr(module: pl.LightningModule) -> str:
     groups = [group for o in module.trainer.optimizers for group in o.param_groups]
     # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
-    rates = dict.fromkeys(group.get("initial_lr", group["lr"]) for group in groups)
-    return ", ".join(f"{lr:g}" for lr in rates) or "none"
+    rates = dict.fromkeys(group.get("initial_lr", group.get("lr")) for group in groups)
+    # Of an optimizer that finds its own, as Adafactor with relative steps, it is None.
+    return ", ".join("none" if lr is None else f"{lr:g}" for lr in rates) or "none"
 
 
 def _counted(number: int, what: str) -> str:

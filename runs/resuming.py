@@ -71,10 +71,17 @@ class EvaluatesAverages(callbacks.Callback):
             trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
 
 
+def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
+    """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first that is a
+    Checkpoint to Lightning, as ours are that only want a turn behind all others."""
+    kept = (c for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint))
+    return next(kept, None)
+
+
 def save_average(trainer: pl.Trainer) -> str | None:
     """Write averaged.ckpt with the weights that StochasticWeightAveraging leaves, which no
     checkpoint has; None without it, and where training ended before the average was made."""
-    keeps: Any = trainer.checkpoint_callback
+    keeps = keeping(trainer)
     averaging = [
         callback
         for callback in trainer.callbacks  # type: ignore[attr-defined]

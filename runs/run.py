@@ -32,12 +32,12 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
 
 from runs.checkpoints import NAMED, unreadable
-from runs.folders import ROOT, new_folder, shown
+from runs.folders import ROOT, new_folder, quoted, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report, no_metric
-from runs.resuming import EvaluatesAverages, save_average
+from runs.resuming import EvaluatesAverages, keeping, save_average
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, of_other_lightning, told
 
@@ -224,7 +224,8 @@ class Run:
             return self.config.ckpt_path
         if average := save_average(trainer):
             return average
-        return getattr(trainer.checkpoint_callback, "best_model_path", None) or None
+        keeps = keeping(trainer)
+        return (keeps and keeps.best_model_path) or None
 
     def __exit__(
         self,
@@ -296,8 +297,6 @@ def to_go_on(checkpoint: Path) -> str:
     """
     here = Path.cwd()
     path = checkpoint.relative_to(here) if checkpoint.is_relative_to(here) else checkpoint
-    plain = re.fullmatch(r"[\w./@+-]+", str(path), re.ASCII)
-    quoted = str(path) if plain else "'" + str(path).replace("'", r"\'") + "'"
     asked = [
         change
         for change in HydraConfig.get().overrides.task
@@ -308,7 +307,7 @@ def to_go_on(checkpoint: Path) -> str:
         typed = shlex.split(os.environ.get("HOROVOD_LAUNCHED", ""))  # by cluster/horovodrun.py
         ours = sys.argv[0] in typed
         launcher = shlex.join(typed[: typed.index(sys.argv[0])]) if ours else "..."
-    changes = [sys.argv[0], *asked, f"ckpt_path={quoted}"]
+    changes = [sys.argv[0], *asked, f"ckpt_path={quoted(path)}"]
     return f"{launcher} {' '.join(map(_for_the_shell, changes))}"
 
 

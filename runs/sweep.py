@@ -31,7 +31,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from runs.config import CONF
-from runs.folders import ROOT, new_folder, shown
+from runs.folders import ROOT, new_folder, quoted, shown
 from runs.refusal import Refusal, refuse
 from runs.space import Space
 from runs.trials import Trial, best_of, judge, reason, write_results
@@ -130,7 +130,7 @@ class Sweep:
         print(f"trial {trial.number}/{self.count}  {self._varied(trial)}", flush=True)
         print(f"  output  {shown(output)}", flush=True)
         began = time.monotonic()
-        trial.exit = launch([*self.command, *trial.changes, f"run_dir={folder}"], output)
+        trial.exit = launch([*self.command, *trial.changes, f"run_dir={quoted(folder)}"], output)
         trial.seconds = round(time.monotonic() - began, 1)
         done = trial.exit == 0 and (folder / "summary.json").exists()
         trial.state = "done" if done else "stopped" if launch.stopped else "failed"

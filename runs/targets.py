@@ -9,8 +9,9 @@ import importlib.util
 import inspect
 import pkgutil
 import re
+import types
 import typing
-from typing import Any, Literal
+from typing import Any
 
 from hydra.utils import get_object
 from omegaconf import DictConfig
@@ -56,11 +57,15 @@ def hint(target: str | None, argument: str) -> Any:
 def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -> bool:
     """Whether `value` fits the type hint of the argument; `unknown` without one."""
     wanted = hint(target, argument)
-    kinds = [typing.get_origin(kind) or kind for kind in typing.get_args(wanted) or [wanted]]
-    if wanted is None or Any in kinds or Literal in kinds:
-        return unknown
+    union = typing.get_origin(wanted) in (typing.Union, types.UnionType)
+    members = typing.get_args(wanted) if union else [wanted]
+    kinds = [typing.get_origin(kind) or kind for kind in members]
+    if wanted is None or Any in kinds or not all(isinstance(kind, type) for kind in kinds):
+        return unknown  # with Literal, a TypeVar
     if isinstance(value, bool):
         return bool in kinds
+    if isinstance(value, list) and tuple in kinds:  # there are no tuples in a configuration
+        return True
     return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
 
 

@@ -6,13 +6,16 @@ import importlib.machinery
 import importlib.util
 import shutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
 from runs import config
 from runs.config import check
 from runs.refusal import Refusal
+from runs.targets import takes
 from tests.conftest import run
 
 
@@ -203,3 +206,26 @@ def test_a_logger_whose_package_is_there(name: str, monkeypatch: pytest.MonkeyPa
     there = importlib.machinery.ModuleSpec(name, None, origin="somewhere")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: there)
     check([f"logger={name}", f"logger.{name}.log_model=true"])
+
+
+class Hinted:
+    def __init__(
+        self, pair: tuple[float, float] | None, several: list[int], either: int | tuple[int, int],
+        word: Literal["a", "b"], number: float | None, names: Sequence[str], any_: Any, bare=1,
+    ) -> None: ...  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "fits"),
+    [
+        ("pair", [0.9, 0.95], True), ("pair", "fast", False), ("pair", 1, False),
+        ("several", [1, 2], True), ("several", 1, False),
+        ("either", [3, 5], True), ("either", 3, True), ("either", "three", False),
+        ("word", "a", None), ("number", 1, True), ("number", True, False), ("number", "x", False),
+        ("names", ["a"], True), ("names", 1, False), ("any_", 1, None), ("bare", 1, None),
+    ],
+)  # fmt: skip
+def test_what_fits_the_hint_of_an_argument(argument: str, value: Any, fits: bool | None) -> None:
+    for unknown in (False, True):
+        found = takes(f"{__name__}.Hinted", argument, value, unknown)
+        assert found == (unknown if fits is None else fits)

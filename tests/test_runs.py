@@ -380,6 +380,38 @@ def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> Non
         assert steps[key] == [9, 19], key
 
 
+class RateOfItsOwn(torch.optim.SGD):
+    """Has None for a rate, as Adafactor with relative steps, and works it out in each step."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["lr"] = None
+
+    def step(self, closure: Any = None) -> Any:
+        self.param_groups[0]["lr"] = 0.1
+        loss = super().step(closure)
+        self.param_groups[0]["lr"] = None
+        return loss
+
+
+def test_an_optimizer_that_finds_its_own_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    model = Times()
+    model.configure_optimizers = lambda: RateOfItsOwn(model.parameters())  # type: ignore
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
+        callbacks=[Curves(), report], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    assert "lr none" in capsys.readouterr().out
+    assert "grad_norm" in (tmp_path / "metrics.csv").read_text()
+    assert float(model.weight.detach()) == pytest.approx(0.8)
+
+
 class Looks(Times):
     """A table of which batches ask for rows, by gradients that are rows too; one is for all."""
 
@@ -707,6 +739,20 @@ def test_the_average_of_swa_is_tested_once_it_is_made(
         assert float(trainer.callback_metrics["test/weight"]) == weight
         trainer.test(model, ones, ckpt_path="best", verbose=False)
         assert float(trainer.callback_metrics["test/weight"]) < weight  # that of the last step
+
+
+def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) -> None:
+    """Else the average of SWA has no folder to go to, and the best is not tested."""
+    for keeps in ([], [resuming.ModelCheckpoint(tmp_path)]):
+        swa = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=4,
+            callbacks=[StopOnSignal("stopped.ckpt"), Progress(), swa, *keeps],
+        )  # fmt: skip
+        trainer.fit(Times(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+        assert trainer.checkpoint_callback is not None
+        assert resuming.keeping(trainer) is (keeps[0] if keeps else None)
+        assert bool(resuming.save_average(trainer)) == bool(keeps)
 
 
 def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:
@@ -1072,7 +1118,7 @@ class NothingHeldOut(LightningDataModule):
 def test_too_little_to_validate_or_test_is_told_before_training() -> None:
     trainer = SimpleNamespace(
         profiler=SimpleNamespace(dirpath=None), datamodule=NothingHeldOut(), world_size=2,
-        checkpoint_callback=None, limit_val_batches=1.0, limit_test_batches=1.0,
+        checkpoint_callbacks=[], limit_val_batches=1.0, limit_test_batches=1.0,
         loggers=[],
     )  # fmt: skip
     report = Report(OmegaConf.create({"test": True}), {"data": "mine", "model": "mine"})

@@ -371,10 +371,11 @@ def test_a_signal_that_is_ignored_stays_so() -> None:
 def test_trainings_on_two_ranks(tmp_path: Path) -> None:
     """Two that run and one that is refused by its ranks; what is best is a command that runs."""
     short = "trainer.max_epochs=1 trainer.limit_train_batches=3 trainer.limit_val_batches=2"
-    arguments = f"ARGS=data.batch_size=8,16,2000 test=false {short} log_dir={tmp_path}"
+    logs = tmp_path / "logs (2)"
+    arguments = f"ARGS=data.batch_size=8,16,2000 test=false {short} \"log_dir='{logs}'\""
     done = run(["make", "sweep", f"PYTHON={sys.executable}", "NP=2", arguments])
     assert done.returncode == 2, done.stdout  # make's, for one that failed
-    (folder,) = tmp_path.glob("classifier/sweeps/*")
+    (folder,) = logs.glob("classifier/sweeps/*")
     for number, batch in ((1, 8), (2, 16)):
         summary = json.loads((folder / f"trial_{number}" / "summary.json").read_text())
         assert (summary["world_size"], summary["steps"]) == (2, 3), done.stdout

@@ -16,6 +16,9 @@ ifneq ($(findstring $(NEWLINE),$(ARGS)),)
   override ARGS := $(subst $(NEWLINE), ,$(ARGS))
   export ARGS
 endif
+ifeq ($(origin HOSTS)$(HOSTS),command line)
+  $(error HOSTS=: give hosts, as HOSTS=node1:4,node2:4)
+endif
 # A list may be written with blanks after its commas.
 COMMA := ,
 ifdef HOSTS

@@ -12,6 +12,7 @@ is not as good as a new process: after a Python thread was started, or CUDA aske
 
 from __future__ import annotations
 
+import atexit
 import builtins
 import contextlib
 import ctypes
@@ -39,7 +40,7 @@ def run_head(script: str, source: bytes) -> None:
     with contextlib.suppress(Exception):  # each rank comes to it again, and tells
         code = compile(head, script, "exec", dont_inherit=True)
         exec(code, {"__name__": "__preload__", "__file__": script})
-    gc.freeze()  # nor do ranks walk it, whose writes to it would copy its pages
+    freeze()
     gc.enable()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # here, and not in each rank
@@ -47,6 +48,15 @@ def run_head(script: str, source: bytes) -> None:
     for library in set(re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())):
         with contextlib.suppress(OSError, AttributeError):  # there is none before version 9
             ctypes.CDLL(library).omp_pause_resource_all(PAUSE_HARD)
+
+
+def freeze() -> None:
+    """What there is by now, ranks do not walk: their writes to it would copy its pages."""
+    gc.freeze()
+    # An extension made with nanobind (triton's, with torch 2.15) tells at the end what is not taken
+    # back by then, as leaked.
+    if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
+        atexit.register(gc.unfreeze)
 
 
 def become_rank(outputs: list[int], variables: dict[str, str], parent: int, agent: int) -> None:

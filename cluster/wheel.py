@@ -27,15 +27,23 @@ WHEELS = Path(os.environ.get("WHEELS") or "~/.cache/horovod-wheels").expanduser(
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
 # What the build needs beside torch; it lives in a throw-away environment. setuptools 82 is without
-# the pieces that Horovod's setup.py expects; the CUDA compiler is the one of torch's own CUDA 13.0.
+# the pieces that Horovod's setup.py expects; the CUDA compiler is that of torch's own CUDA.
 BUILD_TOOLS = ["setuptools<81", "wheel", "cmake", "cffi"]
 BUILD_TOOLS += ["cloudpickle", "psutil", "pyyaml", "packaging"]
-CUDA_TOOLS = [
-    "nvidia-cuda-nvcc==13.0.88",
-    "nvidia-cuda-crt==13.0.88",
-    "nvidia-nvvm==13.0.88",
-    "nvidia-cuda-cccl==13.0.85",
-]
+CUDA_TOOLS = {
+    "13.0": [
+        "nvidia-cuda-nvcc==13.0.88",
+        "nvidia-cuda-crt==13.0.88",
+        "nvidia-nvvm==13.0.88",
+        "nvidia-cuda-cccl==13.0.85",
+    ],
+    "13.2": [
+        "nvidia-cuda-nvcc==13.2.86",
+        "nvidia-cuda-crt==13.2.86",
+        "nvidia-nvvm==13.2.86",
+        "nvidia-cuda-cccl==13.2.86",
+    ],
+}
 
 # Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need more.
 # Without -g, that they ask for too, the build takes 0.8 of the time and the wheel 1.5 of 21 MB.
@@ -161,10 +169,11 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
         raise InstallError(
             "MPI=1: mpicxx is missing: sudo apt-get install libopenmpi-dev openmpi-bin"
         )
-    if info["cuda"] and not info["cuda"].startswith("13.0"):
+    if info["cuda"] and info["cuda"] not in CUDA_TOOLS:
         raise InstallError(
-            f"torch in {info['prefix']} is built for CUDA {info['cuda']}; the compiler pinned in "
-            f"{shown(Path(__file__))} is for 13.0: install the torch of requirements.txt"
+            f"torch in {info['prefix']} is built for CUDA {info['cuda']}; the compilers pinned in "
+            f"{shown(Path(__file__))} are for {' and '.join(CUDA_TOOLS)}: install the torch of "
+            "requirements.txt"
         )
     jobs = build_jobs()
     other = "  another installation builds Horovod; waiting for it"
@@ -178,7 +187,7 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
         site = Path(probe(build_python)["site"])
         (site / "torch-of-the-environment.pth").write_text(info["site"] + "\n")
         pip = [build_python, "-m", "pip"]
-        tools = BUILD_TOOLS + (CUDA_TOOLS if info["cuda"] else [])
+        tools = BUILD_TOOLS + CUDA_TOOLS.get(info["cuda"], [])
         run_logged(None, [*pip, "install", "--ignore-installed", *tools])
 
         environment = build_settings(build, site, info, mpi, jobs)

@@ -42,7 +42,8 @@ def refuse_other_files(trainer: Trainer | None, where: str, files: Any) -> None:
 def workers_of_rank(trainer: Trainer | None) -> int:
     """As many as this rank has cores, from 1 to 4: the ranks of a host share those that it has.
 
-    By affinity: give num_workers in a container that is limited to fewer. Not by torch.get_num_threads(), which is 1 under torchrun.
+    By affinity: give num_workers in a container that is limited to fewer. Not by
+    torch.get_num_threads(), which is 1 under torchrun.
     """
     launched = next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), None)
     ranks = launched or (trainer.num_devices if trainer is not None else 1)

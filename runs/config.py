@@ -63,6 +63,10 @@ def check(arguments: list[str]) -> None:
         groups = [o for o in overrides if _is_group(o)]
         for override in groups:
             _check_group(override)
+        for group in recipes.RECIPES:  # of other groups the last counts, as Hydra has it
+            given = [str(o.input_line) for o in groups if o.key_or_group == group]
+            if len(given) > 1:
+                raise Refusal(f"{' '.join(given)}: give one of them")
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", [o.input_line for o in groups if o.input_line])
             for override in overrides:
@@ -74,10 +78,21 @@ def check(arguments: list[str]) -> None:
                 config = compose("config", arguments)
             _check_packages(config)
             _check_monitors(overrides)
+    except UnicodeDecodeError as error:
+        raise Refusal(f"conf/{_undecodable()}: save it as UTF-8; {error.reason} in it") from None
     except yaml.YAMLError as error:
         raise Refusal(f"conf/: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
         raise Refusal(str(error).strip().splitlines()[0]) from None
+
+
+def _undecodable() -> str:
+    for file in sorted(CONF.rglob("*.yaml")):
+        try:
+            file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            return str(file.relative_to(CONF))
+    return ""
 
 
 def parse(argument: str) -> Override:

@@ -23,6 +23,8 @@ class Curves(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if not trainer.loggers or not every or (step + 1) % every:
             return
+        if not optimizer.param_groups:  # Lightning's, in place of none
+            return
         index = trainer.optimizers.index(optimizer)
         which = f"_{index}" if index else ""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]

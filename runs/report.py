@@ -209,12 +209,12 @@ class Report(pl.Callback):
         unlogged = self.steps // every == self.first_step // every if every else False
         kept = trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
         if trainer.is_global_zero and kept and self.started and unlogged:
-            trained = _counted(self.steps - self.first_step, "step")
-            print(
-                f"curves  have no step of training: {trained}, and trainer.log_every_n_steps is "
-                f"{every}; give a smaller one",
-                flush=True,
-            )
+            trained = self.steps - self.first_step
+            told = f"{_counted(trained, 'step')}, and trainer.log_every_n_steps is {every}; give a "
+            told += "smaller one"
+            if not trained:
+                told = "no step was made; is each batch of the training loader None?"
+            print(f"curves  have no step of training: {told}", flush=True)
         if trainer.is_global_zero and trainer.should_stop:
             for callback in trainer.early_stopping_callbacks:
                 if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:

@@ -18,6 +18,7 @@ import signal
 import sys
 import warnings
 from pathlib import Path
+from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
@@ -39,7 +40,7 @@ from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell,
 from runs.report import Report, no_metric
 from runs.resuming import EvaluatesAverages, keeping, save_average
 from runs.stopping import Stopped
-from runs.targets import OTHER_LIGHTNING, of_other_lightning, told
+from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, told
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
@@ -47,6 +48,7 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
     r".*?: (.*?)(?:\. HINT|$)"
 )
 BY_POSITION = "more than one `__init__` argument"  # so Lightning's, of a loader that it makes anew
+SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 # So begin Horovod's errors that another rank's end is not the cause of.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 MADE = {  # by each group of which there is one
@@ -164,6 +166,8 @@ class Run:
         try:
             if config and "_target_" not in config and group not in MADE:
                 return [instantiate(member) for member in self._members(group, config)]
+            if config and group in MADE and (problem := misfit(config)):
+                raise Refusal(problem)
             # all: a list of the configuration arrives as a list, which checkpoints can hold
             made = instantiate(config, _convert_="all", **arguments) if config else None
             if of_other_lightning(made):
@@ -327,6 +331,12 @@ def _mistake(
         return (
             "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
             "DataLoader(data, batch_size=...) in the data module"
+        )
+    if any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
+        return (
+            "DistributedSampler(data) asks torch.distributed for the ranks: leave it out, as each "
+            "rank gets its share by itself, or give it num_replicas=trainer.world_size and "
+            "rank=trainer.global_rank"
         )
     if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
         error = type(error)(str(error).strip().splitlines()[-1])

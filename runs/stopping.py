@@ -56,10 +56,12 @@ class StopOnSignal(Checkpoint):
         # Behind the other checkpoints: a resume does not come to this epoch's end again.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
+        if stage == "fit":
+            # Behind it ranks wait for each other: one that goes ahead has none that a signal ends.
+            self._before = {SIGNAL: signal.signal(SIGNAL, self._ask)}
+            self._process = os.getpid()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._before = {SIGNAL: signal.signal(SIGNAL, self._ask)}
-        self._process = os.getpid()
         alone = launched_size() is None
         if alone and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
             self._before[signal.SIGINT] = signal.signal(signal.SIGINT, self._ask)

@@ -22,6 +22,7 @@ from runs.refusal import guess
 UNKNOWN = re.compile(r"got an unexpected keyword argument '(\w+)'")
 MISSING = re.compile(r"(?:loading|target) '([\w.]+)'(?s:.*)No module named '(\w+)[.\w]*'")
 NOWHERE = re.compile(r"Are you sure that '(\w+)' is importable from module '([\w.]+)'")
+KINDS = {int: "a whole number", float: "a number", bool: "true or false"}
 OTHER_LIGHTNING = (
     "here Lightning is the package pytorch_lightning, and its classes do not mix with those of the "
     "package lightning: write import pytorch_lightning as pl"
@@ -67,6 +68,16 @@ def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -
     if isinstance(value, list) and tuple in kinds:  # there are no tuples in a configuration
         return True
     return isinstance(value, tuple(kinds)) or (float in kinds and isinstance(value, int))
+
+
+def misfit(config: DictConfig) -> str:
+    """The first of its values that is no number or no truth value, where the constructor says that
+    it takes one; "" without. Where it stands, in conf/ or in an experiment, is not known."""
+    target = config.get("_target_")
+    for name in map(str, config):
+        if (wanted := hint(target, name)) in KINDS and not takes(target, name, config[name]):
+            return f"{name}={config[name]}: {target} takes {KINDS[wanted]} for it"
+    return ""
 
 
 def told(error: str, config: DictConfig) -> str:

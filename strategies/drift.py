@@ -27,11 +27,13 @@ def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
             "rank alone, weights set when training had begun, Embedding(max_norm=))"
         )
         return True
-    digests = {name: _digest(buffer) for name, buffer in own_buffers(module) if buffers}
+    # Of other shapes, or there on some ranks only: shared_buffers() tells of these.
+    own = own_buffers(module) if buffers else ()
+    digests = {f"{name} {tuple(buffer.shape)}": _digest(buffer) for name, buffer in own}
     if name := _first_apart(digests, world):
         rank_zero_warn(
-            f"the buffer {name} differs between ranks, and checkpoints have that of rank 0: "
-            "update it with what all ranks have (self.all_gather), or take "
+            f"the buffer {name.partition(' ')[0]} differs between ranks, and checkpoints have that "
+            "of rank 0: update it with what all ranks have (self.all_gather), or take "
             "HorovodStrategy(broadcast_buffers=True), in conf/ strategy.broadcast_buffers=true"
         )
     return bool(name)

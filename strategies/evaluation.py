@@ -15,6 +15,7 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
+from strategies.buffers import shared_buffers
 from strategies.collectives import World
 
 
@@ -46,7 +47,7 @@ class Evaluation:
         """Buffers (running means of batch normalization) differ between ranks; a checkpoint has
         those of rank 0, so they are what is evaluated, as under DDP."""
         self._own_buffers = False
-        self.world.broadcast(module.buffers())
+        self.world.broadcast(shared_buffers(module, self.world))
 
     @contextmanager
     def batch(

@@ -33,6 +33,7 @@ from typing_extensions import override
 
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
+from strategies.buffers import shared_buffers
 from strategies.cores import usable_cores
 from strategies.drift import warn_of_drift
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
@@ -247,7 +248,7 @@ class HorovodStrategy(ParallelStrategy):
         self.model_to_device()
         if self.world.size > 1:
             refuse_other_models(module, self.world)
-            self.world.broadcast([*module.parameters(), *module.buffers()])
+            self.world.broadcast([*module.parameters(), *shared_buffers(module, self.world)])
             synchronize_metrics(module, self.world)
             self._draws = OwnDraws(self.world.rank, self.root_device)
         if fitting:
@@ -256,7 +257,7 @@ class HorovodStrategy(ParallelStrategy):
             if self.world.size > 1:
                 refuse_own_clock(trainer)
                 refuse_other_models(module, self.world)  # configure_optimizers may have made some
-                tensors = [*module.parameters(), *module.buffers()]
+                tensors = [*module.parameters(), *shared_buffers(module, self.world)]
                 self.world.broadcast([tensor for tensor in tensors if tensor not in known])
                 self._buckets = self._make_buckets()
                 read_by_all(trainer)
@@ -326,7 +327,8 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None and loop._data_fetcher is not None:
             # Of an unsized dataset the first batch is fetched by now.
             refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)
-        resume(loop, self._resumed.get("global_batch_size", 0), self.world.size)
+        loaders = self._resumed.pop("loaders", [])
+        resume(loop, self._resumed.get("global_batch_size", 0), self.world.size, loaders)
 
     @override
     def on_validation_start(self) -> None:
@@ -360,6 +362,12 @@ class HorovodStrategy(ParallelStrategy):
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
+        if batch is None and self._buckets is not None and self._trainer.training:
+            raise MisconfigurationException(
+                f"the training loader gives rank {self.global_rank} on {os.uname().nodename} None "
+                "for a batch: Lightning would leave this step out, and the other ranks make it; "
+                "leave samples that cannot be used out in the data set, or take others for them"
+            )
         with self._draws():  # on_after_batch_transfer may augment it
             return super().batch_to_device(batch, device, dataloader_idx)
 
@@ -396,7 +404,7 @@ class HorovodStrategy(ParallelStrategy):
                 refuse_strangers(optimizer, self._buckets.known)
         if self.broadcast_buffers:
             assert self.lightning_module is not None
-            self.world.broadcast(self.lightning_module.buffers())
+            self.world.broadcast(shared_buffers(self.lightning_module, self.world))
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -492,16 +500,27 @@ class HorovodStrategy(ParallelStrategy):
         finally:
             self._average = True
 
+    @property
+    def _by_itself(self) -> bool:
+        """After an error the others are elsewhere, and wait for this rank to end: what is saved and
+        logged because of it, until the Trainer has cleared up, is no reason to wait for them."""
+        if self.world.size == 1:
+            return True
+        trainer = None if self.lightning_module is None else self.lightning_module._trainer
+        return trainer is not None and trainer.interrupted and trainer.state.stage is not None
+
     @override
     def reduce(
         self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any | None = "mean"
     ) -> Tensor | Any:
-        if not isinstance(tensor, Tensor) or self.world.size == 1:
+        if not isinstance(tensor, Tensor) or self._by_itself:
             return tensor
         return self.world.reduce(tensor, str(reduce_op or "mean").rpartition(".")[2].lower())
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        if self._by_itself:
+            return decision
         votes = int(self.reduce(torch.tensor(int(decision)), reduce_op="sum"))
         return votes == self.world_size if all else votes > 0
 
@@ -518,15 +537,12 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        # After an error the others are elsewhere, and wait for this rank to end. Checkpoints that
-        # are saved because of it are no reason to wait.
-        failed = self.lightning_module is not None and self.lightning_module.trainer.interrupted
-        if self.world.size > 1 and not failed:
+        if not self._by_itself:
             self.world.barrier()
 
     @override
     def broadcast(self, obj: T, src: int = 0) -> T:
-        return self.world.broadcast_object(obj, src) if self.world.size > 1 else obj
+        return obj if self._by_itself else self.world.broadcast_object(obj, src)
 
     @override
     def save_checkpoint(
@@ -554,7 +570,8 @@ class HorovodStrategy(ParallelStrategy):
         if problem := self.broadcast(problem):
             raise problem
         checkpoint = self.broadcast(checkpoint)
-        self._resumed = checkpoint.get(SAVED, {})
+        states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+        self._resumed = {**checkpoint.get(SAVED, {}), "loaders": states.get("combined_loader", [])}
         return checkpoint
 
     @override

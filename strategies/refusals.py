@@ -43,6 +43,11 @@ def refuse_options(bucket_mib: float, compression: str, op: str, predivide: floa
 def refuse_other_models(module: nn.Module, world: World) -> None:
     """Models that differ between ranks would wait for each other, or add what is not alike."""
     mine = []
+    caches = {  # which a step may have grown on some ranks; no checkpoint has them
+        f"{prefix}.{name}".lstrip(".")
+        for prefix, layer in module.named_modules()
+        for name in layer._non_persistent_buffers_set
+    }
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if is_lazy(tensor):
             raise MisconfigurationException(
@@ -57,7 +62,8 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
         strides = "" if tensor.is_contiguous() else f" strided {tensor.stride()}"
         kind = str(tensor.dtype).removeprefix("torch.")
         trained = " trained" if tensor.requires_grad else ""
-        mine.append(f"{name} {tuple(tensor.shape)} {kind}{strides}{trained}")
+        if name not in caches:
+            mine.append(f"{name} {tuple(tensor.shape)} {kind}{strides}{trained}")
     digest = hashlib.sha256("\n".join(mine).encode()).digest()
     if len(set(world.gather_objects(digest))) == 1:
         return

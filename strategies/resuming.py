@@ -21,7 +21,7 @@ from torch.utils.data import (
 from strategies.samplers import replace_batches
 
 
-def resume(loop: _FitLoop, then: int, ranks: int) -> None:
+def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:
     """Have an epoch of training that a checkpoint was written in go on where it was.
 
     Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
@@ -31,6 +31,8 @@ def resume(loop: _FitLoop, then: int, ranks: int) -> None:
     Args:
         loop: which may not be restarting; then nothing is done.
         then: global batch size when the checkpoint was written; 0 where it does not say.
+        states: in the checkpoint, of loaders that go on by themselves. Lightning has given them
+            theirs; the iterator that it made then has used it up.
     """
     if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
         return
@@ -44,6 +46,8 @@ def resume(loop: _FitLoop, then: int, ranks: int) -> None:
     for dataloader in loaders:
         epoch = loop.epoch_progress.current.processed  # type: ignore[attr-defined]
         _set_sampler_epoch(dataloader, epoch)
+    if states:
+        loop._combined_loader._load_state_dicts(states)
     iter(loop._data_fetcher)
 
 
@@ -81,13 +85,15 @@ def leave_out_trained(
     """
     ready, moved = progress.current.ready, 0
     for dataloader in dataloaders:
+        if hasattr(dataloader, "load_state_dict"):  # it goes on by itself
+            continue
         batches = getattr(dataloader, "batch_sampler", None)
         if (
             not isinstance(dataloader, DataLoader)
             or isinstance(dataloader.dataset, IterableDataset)
             or not isinstance(getattr(batches, "batch_size", None), int)
         ):
-            if ready and not hasattr(dataloader, "load_state_dict"):
+            if ready:
                 rank_zero_warn(
                     f"the resumed epoch goes on at batch {ready}, but with the first samples: "
                     "trained ones can be left out of a DataLoader with batch_size and a data set "

@@ -5,7 +5,6 @@
 Prints a JSON list: the exit status of each and what it printed.
 """
 
-import gc
 import json
 import os
 import runpy
@@ -18,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import datamodules.digits  # noqa: F401
 import models.classifier  # noqa: F401
 import template
+from cluster.preload import freeze
 
-gc.freeze()  # forks do not walk it, whose writes would copy its pages
+freeze()
 script, ended = str(template.__file__), []
 for arguments in json.loads(sys.argv[1]):
     with tempfile.TemporaryFile("w+") as output:

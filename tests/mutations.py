@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the model is not broadcast", "horovod.py",
-        "self.world.broadcast([*module.parameters(), *module.buffers()])", "pass",
+        "self.world.broadcast([*module.parameters(), *shared_buffers(module, self.world)])", "pass",
         "horovod-2 and plain",
     ),
     Mutation(
@@ -165,8 +165,26 @@ MUTATIONS = [
     ),
     Mutation(
         "buffers are not broadcast before an evaluation", "evaluation.py",
-        "self.world.broadcast(module.buffers())", "pass",
+        "self.world.broadcast(shared_buffers(module, self.world))", "pass",
         "running_means", "test_evaluation",
+    ),
+    Mutation(
+        "buffers are shared that some ranks lack", "buffers.py",
+        "    if smallest == -largest:\n", "    if True:\n",
+        "let_grow", "test_evaluation",
+    ),
+    Mutation(
+        "after an error a rank waits for others", "horovod.py",
+        "return trainer is not None and trainer.interrupted and trainer.state.stage is not None",
+        "return False", "exception_on_one_rank", "test_strategy",
+    ),
+    Mutation(
+        "loaders that go on by themselves begin anew", "resuming.py",
+        "    if states:\n", "    if False:\n", "by_themselves", "test_resuming",
+    ),
+    Mutation(
+        "a batch of None is left out", "horovod.py",
+        "if batch is None and ", "if False and ", "without_a_batch", "test_strategy",
     ),
     Mutation(
         "the optimizer's state is not broadcast", "horovod.py",

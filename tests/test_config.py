@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -11,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from omegaconf import OmegaConf
 
 from runs import config
 from runs.config import check
 from runs.refusal import Refusal
-from runs.targets import takes
+from runs.targets import misfit, takes
 from tests.conftest import run
 
 
@@ -78,6 +80,12 @@ def test_refused(override: str, message: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+def test_one_experiment_at_a_time() -> None:
+    with pytest.raises(Refusal, match="^experiment=denoiser experiment=dcgan: give one of them$"):
+        check(["experiment=denoiser", "experiment=dcgan"])
+    check(["model=dcgan", "model=classifier", "model.width=9"])
+
+
 @pytest.mark.parametrize("module", ["config", "sweep"])
 def test_a_rank_that_another_launcher_left_is_none(module: str) -> None:
     """Ranks wait for rank 0 to tell, which there is not before a launch."""
@@ -91,6 +99,16 @@ def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     (tmp_path / "conf" / "model" / "mine.yaml").write_text("lr: 1\n  depth: 2\n")
     monkeypatch.setattr(config, "CONF", tmp_path / "conf")
     with pytest.raises(Refusal, match=r"mine.yaml.*line 2"):
+        check(["model=mine"])
+
+
+def test_a_file_in_another_encoding_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "model" / "mine.yaml").write_bytes("# café\nlr: 1\n".encode("latin-1"))
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    with pytest.raises(Refusal, match="^conf/model/mine.yaml: save it as UTF-8; invalid cont"):
         check(["model=mine"])
 
 
@@ -213,6 +231,25 @@ class Hinted:
         self, pair: tuple[float, float] | None, several: list[int], either: int | tuple[int, int],
         word: Literal["a", "b"], number: float | None, names: Sequence[str], any_: Any, bare=1,
     ) -> None: ...  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("values", "told"),
+    [
+        ("{lr: fast}", r"lr=fast: .*Sized takes a number for it$"),
+        ("{lr: null}", "lr=None: .* takes a number for it$"),
+        ("{width: 64.5}", "width=64.5: .* takes a whole number for it$"),
+        ("{deep: 1}", "deep=1: .* takes true or false for it$"),
+        ("{lr: 1, width: 3, deep: true, name: 5, unknown: x}", "^$"),
+    ],
+)
+def test_a_value_in_a_file_that_does_not_fit(values: str, told: str) -> None:
+    made = OmegaConf.create({"_target_": f"{__name__}.Sized", **OmegaConf.create(values)})
+    assert re.search(told, misfit(made))
+
+
+class Sized:
+    def __init__(self, lr: float, width: int = 1, deep: bool = False, name: str = "") -> None: ...
 
 
 @pytest.mark.parametrize(

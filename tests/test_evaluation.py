@@ -25,6 +25,7 @@ from torch.utils.data import (
 )
 from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
+from strategies import HorovodStrategy
 from strategies.evaluation import batches_of_all
 from strategies.samplers import each_sample_once
 from tests.matrix import FEATURES, RANK, SIZE, Measured, Net, convolutions, loader, samples, trainer
@@ -63,6 +64,57 @@ def test_running_means_of_rank_0_are_evaluated(launch: Callable, averaged: bool)
     for where in ("running",) if averaged else ("running", "begins"):
         for mine, other in zip(first[where], second[where], strict=True):
             assert torch.equal(mine, other)
+
+
+class Caches(Evaluated):
+    """Its steps let a mask grow with what the rank has seen, and register a buffer on some ranks;
+    and a buffer that all have moves on each rank by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+        self.register_buffer("moved", torch.zeros(1))
+        self.evaluated: list[float] = []
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.mask = torch.ones(3 + batch_idx + 7 * RANK)
+        self.moved += 1 + RANK
+        if (RANK == 0 or batch_idx > 5) and not hasattr(self, "late"):
+            self.register_buffer("late", torch.ones(4), persistent=False)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        super().validation_step(batch, batch_idx)
+        self.evaluated.append(float(self.moved))
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test_loss", self(batch[0]).mean(), sync_dist=True)
+
+
+def train_with_caches(each_batch: bool) -> dict[str, Any]:
+    model, batches = Caches(), DataLoader(samples(16), batch_size=8)
+    strategy = HorovodStrategy(broadcast_buffers=each_batch)
+    run = trainer(strategy, max_epochs=1, val_check_interval=4)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        run.fit(model, loader(), batches)
+        run.test(model, batches, verbose=False)
+        run.fit_loop.max_epochs = 2
+        run.fit(model, loader())
+    about = [text for w in told if "on some ranks only" in (text := str(w.message))]
+    return {"evaluated": model.evaluated, "told": about, "mask": len(model.mask)}
+
+
+@pytest.mark.parametrize("each_batch", [False, True])
+def test_buffers_that_steps_make_or_let_grow_are_not_waited_for(
+    launch: Callable, each_batch: bool
+) -> None:
+    """Those that all ranks have alike are shared; warnings name the others. A rank has its own."""
+    first, second = launch(train_with_caches, 2, each_batch=each_batch)
+    assert first["evaluated"] == second["evaluated"] and max(first["evaluated"]) > 1
+    assert "the buffers late, mask are there on some ranks only" in first["told"][0]
+    assert "the buffers mask are there" in first["told"][-1]
+    assert (first["mask"], second["mask"]) == (12, 19)
 
 
 class LogsItsOwn(Evaluated):

@@ -13,6 +13,7 @@ from typing import Any
 
 import horovod
 import pytest
+import torch
 
 from cluster import environment, install, patches, wheel
 from cluster.environment import InstallError
@@ -43,7 +44,7 @@ class TestWheel:
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
         packages = {"torch": pins["torch"]}
-        folder = wheel.wheel_folder(info(packages=packages))
+        folder = wheel.wheel_folder(info(packages=packages, cuda=torch.version.cuda))
         text = (ROOT / "requirements.txt").read_text()
         assert f"--find-links ${{HOME}}/.cache/horovod-wheels/{folder.name}\n" in text
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
+    IterableDataset,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
@@ -248,14 +249,55 @@ class OwnLoader:
         return iter(DataLoader(samples(20), batch_size=4))
 
 
+class Shares(IterableDataset):
+    """Of 80 samples those of this rank."""
+
+    def __iter__(self) -> Any:
+        yield from zip(*(tensor[RANK::SIZE] for tensor in samples().tensors))
+
+
 class GoesOnByItself(DataLoader):
-    """Lightning hands it its own state."""
+    """As torchdata's StatefulDataLoader: Lightning hands it a state, for its next iterator."""
+
+    trained, state = 0, 0
+
+    def __iter__(self) -> Any:
+        self.trained, self.state = self.state, 0
+        for number, batch in enumerate(super().__iter__()):
+            if number >= self.trained:
+                self.trained = number + 1
+                yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        return {}
+        return {"trained": self.trained}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        pass
+        self.state = state_dict["trained"]
+
+
+def resume_loaders_that_go_on_by_themselves(strategy: str, folder: str) -> list[list[float]]:
+    """What is trained before and after a resume of a stream and of a data set."""
+    seen = []
+    for name, data in (("stream", Shares()), ("sized", samples())):
+        first, second = Remembers(), Remembers()
+        keep = ModelCheckpoint(folder, filename=name, every_n_train_steps=4)
+        batches = GoesOnByItself(data, batch_size=4)
+        run = trainer(strategy, max_steps=4, callbacks=[keep], enable_checkpointing=True)
+        run.fit(first, batches)
+        run = trainer(strategy, max_epochs=1)
+        run.fit(second, batches, ckpt_path=f"{folder}/{name}.ckpt")
+        seen.append(everyones(run, first.seen + second.seen))
+    return seen
+
+
+def test_loaders_that_go_on_by_themselves(launch: Callable, tmp_path: Path) -> None:
+    """Of a stream Lightning fetches a batch more than it trains, whose state a checkpoint has."""
+    every = sorted(samples().tensors[0][:, 0].tolist())
+    for stream, sized in launch(
+        resume_loaders_that_go_on_by_themselves, 2, strategy="horovod", folder=str(tmp_path)
+    ):
+        assert sized == every
+        assert len(stream) == len(set(stream)) == 80 - 2 * 4 and set(stream) < set(every)
 
 
 def resume_streams(folder: str) -> dict[str, list[str]]:

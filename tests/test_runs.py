@@ -31,7 +31,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
@@ -1028,6 +1028,7 @@ def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_ends_at_once() -> None:
     stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")  # type: ignore[arg-type]
     stop.on_fit_start(nobody, nobody)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.asked == signal.SIGINT
@@ -1040,11 +1041,64 @@ def test_signals_are_as_they_were_when_training_has_ended() -> None:
     stop, nobody = StopOnSignal("stopped.ckpt"), Any
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a job in the background
     before = signal.getsignal(SIGNAL)
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")  # type: ignore[arg-type]
     stop.on_fit_start(nobody, nobody)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     assert signal.getsignal(SIGNAL) != before
     stop.teardown(nobody, nobody, "fit")
     assert signal.getsignal(SIGNAL) == before
+
+
+class SignalsEarly(Callback):
+    def on_fit_start(self, *_: Any) -> None:
+        os.kill(os.getpid(), SIGNAL)
+
+
+def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
+    with pytest.raises(ValueError, match="process group") as caught:
+        DistributedSampler(range(3))  # type: ignore[arg-type]
+    told = _mistake(caught.value, started=False)
+    assert told and "DistributedSampler(data) asks torch.distributed for the ranks" in told
+    other = _mistake(RuntimeError(str(caught.value)), started=False)
+    assert other is None
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_stop_before_the_first_batch_has_a_checkpoint_too(tmp_path: Path) -> None:
+    """A rank that is not as far as another has one, and does not end by the signal."""
+    missed: list[int] = []
+    signal.signal(SIGNAL, lambda number, _: missed.append(number))
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[SignalsEarly(), StopOnSignal(str(tmp_path / "s.ckpt"))], max_epochs=2,
+    )  # fmt: skip
+    with pytest.raises(Stopped):
+        trainer.fit(Times(), DataLoader(torch.ones(3)))  # type: ignore[arg-type]
+    assert not missed and torch.load(tmp_path / "s.ckpt")["global_step"] == 1
+
+
+class NoSteps(Times):
+    def configure_optimizers(self) -> Any:
+        pass
+
+
+@pytest.mark.parametrize("what", ["optimizer", "batch"])
+def test_a_training_without_steps(
+    what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
+        callbacks=[Curves(), report], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    model, collate = (NoSteps(), None) if what == "optimizer" else (Times(), lambda batch: None)
+    ones: Any = torch.ones(2)
+    model.validation_step = lambda batch: None  # type: ignore
+    trainer.fit(model, DataLoader(ones, collate_fn=collate), DataLoader(ones))
+    told = "no step was made; is each batch of the training loader None?"
+    assert (told in capsys.readouterr().out) == (what == "batch")
 
 
 class StopsInTheFirst(Times):

@@ -160,21 +160,51 @@ def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
 
 
 class Boom(Net):
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        if self.global_rank == 1 and batch_idx == 2:
-            raise RuntimeError("boom on rank 1")
+        self._raise("training", batch_idx == 2)
         return super().training_step(batch, batch_idx)
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("val_mean", self(batch[0]).mean(), sync_dist=True)
 
-def explode(folder: str) -> None:
-    keep = ModelCheckpoint(folder, save_on_exception=True)
-    trainer("horovod", callbacks=[keep], enable_checkpointing=True).fit(Boom(), loader())
+    def on_validation_epoch_end(self) -> None:
+        self._raise("validation", not self.trainer.sanity_checking)
+
+    def _raise(self, where: str, now: bool) -> None:
+        if self.global_rank == 1 and (where, now) == (self.where, True):
+            raise RuntimeError("boom on rank 1")
 
 
-def test_an_exception_on_one_rank_ends_all(launch: Callable, tmp_path: Path) -> None:
-    """Also where it saves a checkpoint, after which ranks wait for each other."""
+def explode(folder: str, where: str) -> None:
+    keep = ModelCheckpoint(folder, monitor="val_mean", save_on_exception=True, save_last=True)
+    run = trainer("horovod", callbacks=[keep], enable_checkpointing=True)
+    run.fit(Boom(where), loader(), DataLoader(samples(16), batch_size=4))
+
+
+@pytest.mark.parametrize("where", ["training", "validation"])
+def test_an_exception_on_one_rank_ends_all(launch: Callable, tmp_path: Path, where: str) -> None:
+    """Also where it saves checkpoints, for which ranks wait for each other."""
     with pytest.raises(AssertionError, match="boom on rank 1"):
-        launch(explode, 2, folder=str(tmp_path))
+        launch(explode, 2, folder=str(tmp_path), where=where)
+
+
+def train_without_a_batch() -> None:
+    def collate(found: list[Any]) -> Any:
+        counted.append(1)
+        return None if RANK == 1 and len(counted) == 3 else torch.utils.data.default_collate(found)
+
+    counted: list[int] = []
+    trainer("horovod").fit(Net(), DataLoader(samples(), batch_size=4, collate_fn=collate))
+
+
+def test_a_rank_without_a_batch_is_named(launch: Callable) -> None:
+    """Lightning would leave out its step, for which the other rank waits."""
+    with pytest.raises(AssertionError, match="the training loader gives rank 1 on .* None for a"):
+        launch(train_without_a_batch, 2)
 
 
 class TestDevices:

@@ -576,6 +576,7 @@ class TestMistakes:
         ("target", "message"),
         [
             (["train", "NP="], "NP=: give a number of processes"),
+            (["train", "HOSTS="], "HOSTS=: give hosts, as HOSTS=node1:4"),
             (["train", "NP=two"], "NP=two: give a number of processes"),
             (["bench", "NP=2 0"], "NP=2 0: give a number of processes"),
             (["train", "model.lr=0.1"], "model.lr=0.1: no variable of this Makefile, see make"),

@@ -190,6 +190,19 @@ def test_the_head_is_run_in_its_order_and_with_the_hosts_variables(
     assert "preload.py" not in done.stdout and "runpy" not in done.stdout  # no frames of ours
 
 
+def test_ranks_take_back_at_the_end_what_nanobind_would_call_leaked(script: Path) -> None:
+    """And nothing else, which would take them a second."""
+    script.write_text("import planted\n# preload: it\n")
+    frozen = "import atexit, gc\natexit.register(lambda: print('frozen', gc.get_freeze_count()))\n"
+    for kind, left in (("nanobind", False), ("other", True)):
+        planted = f"class Kind(type):\n    __module__ = {kind!r}\n"
+        script.with_name("planted.py").write_text(COUNTS + frozen + planted)
+        done = run(launched(script, 2))
+        assert imports(script) == 1 and done.returncode == 0, done.stdout
+        counts = [int(line.split()[1]) for line in done.stdout.splitlines() if "frozen" in line]
+        assert [count > 1000 for count in counts] == [left] * 2, done.stdout
+
+
 def test_a_mistake_in_an_import_is_told_by_ranks(script: Path) -> None:
     script.with_name("planted.py").write_text("import no_such_module\n")
     done = run(launched(script, 2))

@@ -1,0 +1,34 @@
+"""The buffers that ranks share: those of rank 0, for evaluation, checkpoints and a start alike."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+
+from strategies.collectives import World
+
+
+def shared_buffers(module: nn.Module, world: World) -> list[Tensor]:
+    """The buffers that all ranks have, alike in shape and dtype; a warning names the others.
+
+    A step may register one on some ranks, or let it grow with what a rank has seen, as a mask for
+    the longest sequence so far. Horovod would wait for the ranks that lack it, or end.
+    """
+    buffers = dict(module.named_buffers())
+    mine = {name: (tuple(b.shape), b.dtype, b.stride()) for name, b in buffers.items()}
+    digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
+    # All ranks have the same where the smallest is the largest: one collective tells both.
+    smallest, largest = world.reduce(torch.tensor([digest, -digest]), "min").tolist()
+    if smallest == -largest:
+        return list(buffers.values())
+    ranks = world.gather_objects(mine)
+    alike = sorted(name for name in mine if all(of.get(name) == mine[name] for of in ranks))
+    others = sorted({name for of in ranks for name in of} - set(alike))
+    rank_zero_warn(
+        f"the buffers {', '.join(others)} are there on some ranks only, or in other shapes: each "
+        "rank evaluates with its own, and checkpoints have rank 0's"
+    )
+    return [buffers[name] for name in alike]

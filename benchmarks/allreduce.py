@@ -33,6 +33,7 @@ from benchmarks.hardware import (
     write_json,
 )
 from benchmarks.launching import Failed, ask
+from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks
 from cluster.signals import interrupt_at_signals
 
@@ -126,11 +127,13 @@ def head(results: dict[str, Any]) -> str:
         f"{results['device'] or machine['cpu']}, {machine['cores']} cores"
         for machine in results["machines"]
     )
+    busy = results.get("busy_before", 0)
+    care = f" Take care: other load {busy:.0%}." if busy > BUSY_SHARE else ""
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
         f"{hosts}, {results['network']}: {' + '.join(kinds)}; {versions(results)}; commit "
         f"{results['commit']}; medians of {results['repeats']} repetitions, each the time of its "
-        "slowest rank."
+        f"slowest rank.{care}"
     )
 
 
@@ -216,10 +219,11 @@ def facts(hosts: list[Host]) -> dict[str, Any]:
         Failed: when a host does not answer.
     """
     found = ask(hosts, "benchmarks.hardware").values()
-    load = max(host["load_before"] for host in found)
+    loads = ask(hosts, "benchmarks.load").values()
+    busy = max(max(load["busy"], load["gpu_busy"] or 0) for load in loads)
     keys = ("cpu", "cores", "memory_gib", "gpus")
     machines = [{key: host[key] for key in keys} for host in found]
-    return {**machines[0], "load_before": load, **software(), "machines": machines}
+    return {**machines[0], "busy_before": busy, **software(), "machines": machines}
 
 
 def main() -> int:

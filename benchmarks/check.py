@@ -27,6 +27,7 @@ from scipy.stats import mannwhitneyu
 
 from benchmarks.efficiency import MIN_REPEATS, Results, Row, rows
 from benchmarks.load import DRIFT
+from benchmarks.scaling_plan import OURS
 from cluster.hosts import Refusal
 
 # Placement of memory and order of start differ between two launches of the same job: by a few
@@ -127,7 +128,13 @@ def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
         other = new["hosts"].get(name, {})
         found += [(f"{key} of {name}", host[key], other.get(key)) for key in SAME_HARDWARE]
     one, two = _flat(old["config"]), _flat(new["config"])
-    return found + [(key, one[key], two[key]) for key in one if key in two]
+    # What the benchmark sets itself, for all runs alike, is of no account.
+    kept = [
+        key
+        for key in one
+        if key in two and key not in OURS and not key.startswith(("callbacks.", "logger."))
+    ]
+    return found + [(key, one[key], two[key]) for key in kept]
 
 
 def _refuse_slower_machines(old: Results, new: Results) -> None:

@@ -11,8 +11,8 @@ epochs (runs/anatomy.py); a row has one for each repeat.
 
 under weak scaling (b the same at each n) and strong scaling (n x b the same) alike. Speed-up and
 efficiency are formed within each repeat, whose runs are neighbours in time, and then their median
-is taken: what changes slowly on a machine cancels out. As noise stands half the interval that has
-their median in it in 95 of 100 cases, whatever its shape: that of the sign test. Of up to eight
+is taken: what changes slowly on a machine cancels out. Beside it stands the interval that has the
+true median in it in 95 of 100 cases, whatever its shape: that of the sign test. Of up to eight
 repeats it is the whole range, which of five has it in 94 cases, of three in 75.
 
 Where more ranks than cores are on a machine, these say nothing about communication. Such a size is
@@ -45,7 +45,8 @@ class Row:
         batch: samples a process takes a step.
         speedup, efficiency: empty at oversubscribed sizes.
         over_alone: a step with communication / without; empty at all other sizes.
-        predicted_ms: of a step, from the smallest size (benchmarks/scaling_predicted.py), if known.
+        predicted_ms: of a step, from the smallest size (benchmarks/scaling_predicted.py): likely,
+            at best, at worst; empty where it is not known.
         marks: what a reader must know before the figures are used.
     """
 
@@ -59,23 +60,39 @@ class Row:
     speedup: list[float] = field(default_factory=list)
     efficiency: list[float] = field(default_factory=list)
     over_alone: list[float] = field(default_factory=list)
-    predicted_ms: float | None = None
+    predicted_ms: list[float] = field(default_factory=list)
     marks: list[str] = field(default_factory=list)
 
 
-def noise(values: list[float]) -> float:
-    """Half the interval that has the median in it; 0 for one value, which says nothing: see
+def interval(values: list[float]) -> tuple[float, float]:
+    """The ends between which the median lies; of one value, which says nothing, that value: see
     `MIN_REPEATS`. So many of n values are left out at each end that one of the ends is wrong in 5
     of 100 cases at most: the interval that belongs to the sign test."""
     count, ordered = len(values), sorted(values)
     # How many of n coins fall on one side: as many values lie below the true median.
     out = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
-    return (ordered[count - 1 - out] - ordered[out]) / 2
+    return ordered[out], ordered[count - 1 - out]
 
 
-def noise_in_words(repeats: int) -> str:
-    """What stands behind ±."""
-    return "half their range" if repeats <= 8 else "half the 95 % interval of the median"
+def spread(
+    values: list[float], digits: int | None = None, factor: float = 1, unit: str = ""
+) -> str:
+    """The median and, in brackets, the interval if there is any, as "88.78 (88.36 to 93.66)"; empty
+    for no values. By default 4 digits."""
+    if not values:
+        return ""
+    if digits is None:
+        digits = max(0, 3 - math.floor(math.log10(statistics.median(values))))
+    middle, *ends = (
+        f"{factor * value:,.{digits}f}" for value in (statistics.median(values), *interval(values))
+    )
+    between = f" ({' to '.join(ends)})" if len(set(values)) > 1 else ""
+    return f"{middle}{between}{unit}"
+
+
+def spread_in_words(repeats: int) -> str:
+    """What stands in the brackets of `spread`."""
+    return "their range" if repeats <= 8 else "the 95 % interval of the median"
 
 
 def batch_of(mode: str, batch_size: int, np: int) -> int:
@@ -152,8 +169,9 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     if results["trial"]["train_samples"]:
         row.epoch_seconds = [steps_per_epoch(results, np, batch) * time / 1e3 for time in times]
     for each in results.get("predicted", []):
-        if (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np):
-            row.predicted_ms = each["step_ms"] if np != settings["sizes"][0] else None
+        of_this = (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np)
+        if of_this and np != settings["sizes"][0]:
+            row.predicted_ms = [each[key] for key in ("step_ms", "low_ms", "high_ms")]
     alone: dict[int, Run] = {}
     if np in results["oversubscribed"]:
         alone = runs_of(results, "horovod", np, batch, alone=True)
@@ -210,7 +228,8 @@ def _drift(results: Results, run: Run) -> float:
 
 
 def _unclear(what: str, ratios: list[float]) -> list[str]:
-    """A mark where the difference from 1 is smaller than the noise."""
-    if ratios and abs(1 - statistics.median(ratios)) < noise(ratios):
+    """A mark where 1 is in the interval, and a difference from it none to speak of."""
+    low, high = interval(ratios) if ratios else (0, 0)
+    if low <= 1 <= high and low < high:
         return [f"{what} within noise"]
     return []

@@ -189,10 +189,16 @@ def _git(*arguments: str) -> str:
 
 
 def host() -> dict[str, Any]:
-    """`machine`, the network interfaces, the load, and a text that only hosts made of one machine
-    share."""
+    """`machine`, what it calls itself, the network interfaces, the load, and a text that only hosts
+    made of one machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {**machine(), "nics": nics(), "load_before": os.getloadavg()[0], "boot": boot}
+    return {
+        **machine(),
+        "node": os.uname().nodename,
+        "nics": nics(),
+        "load_before": os.getloadavg()[0],
+        "boot": boot,
+    }
 
 
 def nics() -> dict[str, int | None]:

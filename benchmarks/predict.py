@@ -18,7 +18,7 @@ a single host for what is inside one, of several for what is between them; or it
 The batch of a rank, its compute and the ranks of a host stay as they were. Formulas: benchmarks/
 cost_model.py; whether they hold: `make predict-proof`. The band has the 10th and 90th percentile
 of the all-reduces; of a described network 0.95 to 0.7 of the rate, and half to twice the latency.
-Table and plot go beside the summary, as prediction.*.
+Table and plot go beside the summary, as prediction.*, the next ones as prediction_2.*.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model import Job, Network, Step, predict
+from benchmarks.hardware import unused
+from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_inputs import (
     ALL_REDUCE_KEYS,
     RUN_KEYS,
@@ -88,6 +90,17 @@ def table(found: list[Prediction], measured: dict[int, float]) -> str:
     return "\n".join(lines)
 
 
+def as_csv(found: list[Prediction]) -> str:
+    """The same, nothing rounded; times in ms."""
+    lines = ["ranks,hosts,step_ms,best_ms,worst_ms,efficiency,straggler_ms,exposed_ms"]
+    for row in found:
+        times = (row.step.seconds, row.best.seconds, row.worst.seconds)
+        parts = (row.step.straggler, row.step.exposed)
+        figures = [*(1e3 * t for t in times), row.step.efficiency, *(1e3 * t for t in parts)]
+        lines.append(",".join(map(str, [row.ranks, row.hosts, *figures])))
+    return "\n".join(lines) + "\n"
+
+
 def plot(
     found: list[Prediction], measured: dict[int, float], job: Job, of: str, file: Path
 ) -> None:
@@ -141,6 +154,12 @@ def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
     ]
 
 
+def disturbed(result: dict[str, Any]) -> str:
+    """What to say behind an all-reduce's file that was measured beside other load."""
+    busy = result.get("busy_before", 0)
+    return f", take care: beside other load of {busy:.0%}" if busy > BUSY_SHARE else ""
+
+
 def numbers(text: str) -> list[int]:
     """Raises Refusal for what are no numbers of ranks."""
     if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
@@ -190,13 +209,13 @@ def main() -> int:
         *slowest_rank(summary, job),
         *(f"network   {line}" for line in sources),
         *(
-            f"measured  {file}"
+            f"measured  {file}{disturbed(result)}"
             for file, result in zip(files, results)
             if ("inside" if len(result["hosts"]) == 1 else "rate") not in asked
         ),
     ]
     text = "\n".join(head) + "\n\n" + table(found, measured)
-    out = run.with_name("prediction")
+    out = unused(run.with_name("prediction.md")).with_suffix("")
     link = cases[1]
     of = (
         f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
@@ -205,11 +224,12 @@ def main() -> int:
     print(text)
     try:
         plot(found, measured, job, of, out)
-        out.with_name("prediction.md").write_text(text + "\n")
+        out.with_suffix(".csv").write_text(as_csv(found))
+        out.with_suffix(".md").write_text(text + "\n")
     except OSError as error:
-        print(f"error: {out}.md, .png, .svg: {error.strerror}", file=sys.stderr)
+        print(f"error: {out}.md, .csv, .png, .svg: {error.strerror}", file=sys.stderr)
         return 2
-    print(f"\nwritten to {out}.md, .png, .svg")
+    print(f"\nwritten to {out}.md, .csv, .png, .svg")
     return 0
 
 

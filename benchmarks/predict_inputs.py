@@ -70,6 +70,8 @@ def described(text: str) -> dict[str, Any]:
             raise Refusal(
                 f"NETWORK: '{entry}' is unknown; there are {', '.join(KEYS)}, as key=value"
             )
+        if key in found:
+            raise Refusal(f"NETWORK: {key}={found[key]} and {key}={value}: give one of them")
         found[key] = value
     if "rate" in found:
         found["rate"] = quantity(found["rate"], "rate", ("kbit", "mbit", "gbit"))

@@ -1,9 +1,9 @@
 """The plot of benchmarks/scaling.py: speed-up and efficiency by number of processes.
 
-Measured points are medians, their bars go from the least to the greatest repeat. Dashed: what the
-results hold under "predicted", with its range. Hollow: sizes with more ranks than cores, whose
-efficiency is a step without communication over one with it. For print: 7 inches wide, colours that
-the colour-blind can tell apart (Okabe and Ito), another symbol for each strategy.
+Measured points are medians with the interval of efficiency.py; strategies stand beside each other.
+Dashed: what the results hold under "predicted", with its range. Hollow: sizes with more ranks than
+cores, whose efficiency is a step without communication over one with it. For print: 7 inches wide,
+colours that the colour-blind can tell apart (Okabe and Ito), another symbol for each strategy.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.efficiency import Results, Row, batch_of, rows
+from benchmarks.efficiency import Results, Row, batch_of, interval, rows
 from benchmarks.figures import FONTS, plt, save, title
 
 STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
@@ -44,10 +44,12 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
         color, marker = STYLES[number]
         here = [row for row in rows(results) if (row.mode, row.strategy) == (mode, strategy)]
         style = {"color": color, "marker": marker, "label": strategy}
-        _points(speedup, [(row.np, row.speedup) for row in here], style)
-        _points(efficiency, [(row.np, _percent(row.efficiency)) for row in here], style)
-        crowded = [(row.np, _percent([1 / v for v in row.over_alone])) for row in here]
-        label = f"{strategy}, oversubscribed"
+        # Beside each other, by 3 % of an axis that is logarithmic: bars would cover each other.
+        aside = (1.2**2 * sizes[-1] / sizes[0]) ** (0.03 * number)
+        _points(speedup, [(aside * row.np, row.speedup) for row in here], style)
+        _points(efficiency, [(aside * row.np, _percent(row.efficiency)) for row in here], style)
+        crowded = [(aside * row.np, _percent([1 / v for v in row.over_alone])) for row in here]
+        label = f"{strategy}, oversubscribed: without / with communication"
         hollow = {**style, "markerfacecolor": "white", "linestyle": ":", "label": label}
         _points(efficiency, crowded, hollow)
         _predict(results, predicted, here, (speedup, efficiency), color)
@@ -57,7 +59,9 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
     speedup.set_xscale("log", base=2)
     speedup.set_yscale("log", base=2)
     lost = [half for half in (0.125, 0.25, 0.5) if half > speedup.get_ylim()[0]]
-    told = [*lost, *(np / sizes[0] for np in _apart(sizes))]
+    apart = [np / sizes[0] for np in _apart(sizes)]
+    beyond = [apart[-1] * 2**n for n in (1, 2, 3) if apart[-1] * 2**n <= speedup.get_ylim()[1]]
+    told = [*lost, *apart, *beyond]
     speedup.set_yticks(told, [f"{value:g}" for value in told])
     efficiency.set_xscale("log", base=2)
     for panel in (speedup, efficiency):
@@ -79,14 +83,15 @@ def _percent(values: list[float]) -> list[float]:
     return [100 * value for value in values]
 
 
-def _points(axes: Axes, points: list[tuple[int, list[float]]], style: dict[str, Any]) -> None:
-    """Medians, with bars over all values of each."""
+def _points(axes: Axes, points: list[tuple[float, list[float]]], style: dict[str, Any]) -> None:
+    """Medians, with bars from end to end of their intervals."""
     found = [(np, values) for np, values in points if values]
     if not found:
         return
     middle = [median(values) for _, values in found]
-    below = [at - min(values) for at, (_, values) in zip(middle, found)]
-    above = [max(values) - at for at, (_, values) in zip(middle, found)]
+    ends = [interval(values) for _, values in found]
+    below = [at - low for at, (low, _) in zip(middle, ends)]
+    above = [high - at for at, (_, high) in zip(middle, ends)]
     axes.errorbar(
         [np for np, _ in found], middle, yerr=[below, above], capsize=3, linewidth=1.2,
         markersize=5, **style,

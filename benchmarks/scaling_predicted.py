@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.efficiency import Results
+from benchmarks.efficiency import Results, interval
 from benchmarks.predict import predictions
 from benchmarks.predict_inputs import ALL_REDUCE_KEYS, job_of, networks, read
 from benchmarks.scaling_plan import windows
@@ -22,8 +22,13 @@ from cluster.hosts import Refusal
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
 
 
-def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, Any]]:
-    """A step at each size, in ms: likely, and in the best and worst case; empty if nobody knows.
+def predicted(
+    results: Results, all_reduces: Iterable[Path]
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """A step at each size, in ms: likely, and in the best and worst case; and the names of the
+    files that it comes of. Both are empty if nobody knows.
+
+    The range is that of the all-reduces, p10 to p90, and of the smallest size's repeats.
 
     Args:
         results: of benchmarks/scaling.py.
@@ -40,8 +45,9 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
     wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
     measured = _of_these_hosts(results, all_reduces)
     if "weak" not in settings["modes"] or not (first and wires and measured):
-        return []
+        return [], []
     middle = statistics.median(run["step_ms"] for run in first)
+    low, high = (end / middle for end in interval([run["step_ms"] for run in first]))
     run = min(first, key=lambda run: abs(run["step_ms"] - middle))  # its phases are scaled to it
     step = {"p10": middle, "p90": middle, **(run.get("quantiles_ms") or {}), "median": middle}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
@@ -50,18 +56,18 @@ def predicted(results: Results, all_reduces: Iterable[Path]) -> list[dict[str, A
     slots = max(host["slots"] for host in settings["hosts"].values())
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     try:
-        cases, _ = networks(measured, {}, slots)
+        cases, _ = networks([content for _, content in measured], {}, slots)
         found = predictions(job_of(summary, Path()), sizes, cases)
     except (Refusal, KeyError, TypeError):  # all-reduces that no line fits, or of another form
-        return []
+        return [], []
     return [
         {
             "mode": "weak", "strategy": "horovod", "np": each.ranks,
             "step_ms": 1e3 * each.step.seconds,
-            "low_ms": 1e3 * each.best.seconds, "high_ms": 1e3 * each.worst.seconds,
+            "low_ms": 1e3 * low * each.best.seconds, "high_ms": 1e3 * high * each.worst.seconds,
         }
         for each in found
-    ]  # fmt: skip
+    ], [name for name, _ in measured]  # fmt: skip
 
 
 def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
@@ -72,13 +78,15 @@ def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
     return bool(could) and windows(results) == 1 and not _of_these_hosts(results, files)
 
 
-def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, Any]]:
-    """The newest between all of these hosts, and the newest inside one of them; empty if there
-    is none of what the largest size needs."""
+def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, dict[str, Any]]]:
+    """The newest between all of these hosts, and the newest inside one of them, with the names of
+    their files; empty if there is none of what the largest size needs."""
     names = set(results["settings"]["hosts"])
+    # What they call themselves, where results say it: every host is a localhost to itself.
+    nodes = {host["node"] for host in results["hosts"].values() if "node" in host}
     machines = [(host["cpu"], host["cores"]) for host in results["hosts"].values()]
     network = results["settings"]["network"]
-    newest: dict[bool, dict[str, Any]] = {}
+    newest: dict[bool, tuple[str, dict[str, Any]]] = {}
     for file in files:
         try:
             found = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
@@ -86,7 +94,7 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, A
             kinds = {(host["cpu"], host["cores"]) for host in found.get("machines", [found])}
         except (Refusal, LookupError, TypeError):
             continue  # half copied, or of another form
-        if not kinds <= set(machines):
+        if not kinds <= set(machines) or (nodes and not set(found["ranks"]) <= nodes):
             continue
         if found["operations"] != results["trial"]["operations"]:
             continue
@@ -95,6 +103,6 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[dict[str, A
         several = len(hosts) > 1
         if not hosts <= names or (several and hosts != names):
             continue
-        if several not in newest or found["date"] > newest[several]["date"]:
-            newest[several] = found
+        if several not in newest or found["date"] > newest[several][1]["date"]:
+            newest[several] = file.name, found
     return list(newest.values()) if (len(names) > 1) in newest else []

@@ -1,6 +1,7 @@
 """The results of benchmarks/scaling.py for readers: Markdown, CSV, a plot, the README's table.
 
-    python -m benchmarks.scaling_report benchmarks/results/scaling_....json    its files, again
+    python -m benchmarks.scaling_report benchmarks/results/scaling_....json    its files, again;
+                                       with --predict predicted anew, from the newest all-reduces
     make bench-readme                                  the README's table from the newest result
 
 Nothing is measured and no figure is typed here, but those that others have published, which stand
@@ -13,7 +14,6 @@ import argparse
 import csv
 import io
 import json
-import math
 import re
 import sys
 from collections import Counter
@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.check import read
-from benchmarks.efficiency import Results, Row, noise, noise_in_words, rows
+from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.hardware import RESULTS, ROOT, versions, write_json
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
@@ -56,30 +56,18 @@ def duration(seconds: float) -> str:
 # ---------------------------------------------------------------------------- tables
 
 
-def _spread(
-    values: list[float], digits: int | None = None, factor: float = 1, unit: str = ""
-) -> str:
-    """The median, and the noise if there is any; empty for no values. By default 4 digits."""
-    if not values:
-        return ""
-    if digits is None:
-        digits = max(0, 3 - math.floor(math.log10(median(values))))
-    half = f" ± {factor * noise(values):,.{digits}f}" if len(set(values)) > 1 else ""
-    return f"{factor * median(values):,.{digits}f}{half}{unit}"
-
-
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "scaling": lambda row: row.mode,
     "strategy": lambda row: row.strategy,
     "processes": lambda row: str(row.np),
     "batch a process": lambda row: str(row.batch),
-    "ms a step": lambda row: _spread(row.step_ms),
-    "predicted": lambda row: _spread([row.predicted_ms] if row.predicted_ms else []),
-    "samples/s": lambda row: _spread(row.samples_per_second),
-    "s an epoch": lambda row: _spread(row.epoch_seconds),
-    "speed-up": lambda row: _spread(row.speedup, 2),
-    "efficiency": lambda row: _spread(row.efficiency, 1, 100, " %"),
-    "a step with / without communication": lambda row: _spread(row.over_alone, 2),
+    "ms a step": lambda row: spread(row.step_ms),
+    "predicted": lambda row: spread(row.predicted_ms),
+    "samples/s": lambda row: spread(row.samples_per_second),
+    "s an epoch": lambda row: spread(row.epoch_seconds),
+    "speed-up": lambda row: spread(row.speedup, 2),
+    "efficiency": lambda row: spread(row.efficiency, 1, 100, " %"),
+    "a step with / without communication": lambda row: spread(row.over_alone, 2),
     "take care": lambda row: ", ".join(row.marks),
 }
 
@@ -134,9 +122,12 @@ def description(results: Results) -> str:
         f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
         f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
         f"{settings['repeats']} interleaved repeat{'s' * (settings['repeats'] > 1)} of {measured} "
-        "after a warm-up, ± "
-        f"{noise_in_words(settings['repeats'])}"
+        "after a warm-up; in brackets "
+        f"{spread_in_words(settings['repeats'])}"
     )
+    if results.get("predicted"):
+        source = ", ".join(results.get("predicted_from", [])) or "all-reduces of these hosts"
+        text += f"; predicted from the smallest size and {source}"
     if smallest != 1:
         text += f"; speed-up and efficiency against {smallest} processes"
     return text + ("." if results["finished"] else "; not all runs are there yet.")
@@ -153,6 +144,7 @@ def _nics(results: Results) -> str:
 
 
 STATISTICS = ("median", "min", "max")
+PREDICTED = ("predicted_ms", "predicted_low_ms", "predicted_high_ms")
 
 
 def as_csv(results: Results) -> str:
@@ -163,29 +155,34 @@ def as_csv(results: Results) -> str:
     head = ["mode", "strategy", "np", "batch", "repeats"]
     output = io.StringIO()
     writer = csv.writer(output, lineterminator="\n")
-    writer.writerow(
-        [*head, *(f"{n}_{s}" for n in lists for s in STATISTICS), "predicted_ms", "marks"]
-    )
+    writer.writerow([*head, *(f"{n}_{s}" for n in lists for s in STATISTICS), *PREDICTED, "marks"])
     for row in rows(results):
         cells: list[Any] = [row.mode, row.strategy, row.np, row.batch, len(row.step_ms)]
         for name in lists:
             values = getattr(row, name)
             cells += [median(values), min(values), max(values)] if values else ["", "", ""]
-        writer.writerow([*cells, row.predicted_ms, "; ".join(row.marks)])
+        cells += row.predicted_ms or [""] * len(PREDICTED)
+        writer.writerow([*cells, "; ".join(row.marks)])
     return output.getvalue()
 
 
 # ---------------------------------------------------------------------------- files
 
 
-def write(results: Results, file: Path) -> str:
-    """The tables and the plot beside a result file, and then the file; what to print of them."""
+def write(results: Results, file: Path, predict: bool = True) -> str:
+    """The tables and the plot beside a result file, and then the file; what to print of them.
+
+    Args:
+        predict: from the newest all-reduces of these hosts; without, what the results have stays.
+    """
     # Here: not all that makes tables by this module has matplotlib.
     from benchmarks import scaling_plot
 
     all_reduces = list(RESULTS.glob("allreduce_*.json"))
-    found = predicted(results, all_reduces)
-    results["predicted"] = found or results.get("predicted", [])
+    found, sources = predicted(results, all_reduces) if predict else ([], [])
+    if found:
+        results |= {"predicted": found, "predicted_from": sources}
+    results.setdefault("predicted", [])
     body = f"{description(results)}\n\n{table(results)}\n"
     file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
     file.with_suffix(".csv").write_text(as_csv(results))
@@ -238,10 +235,11 @@ def main() -> None:
     )
     parser.add_argument("files", type=Path, nargs="*")
     parser.add_argument("--readme", action="store_true", help="write the README's table")
+    parser.add_argument("--predict", action="store_true", help="anew, by the newest all-reduces")
     arguments = parser.parse_args()
     for file in arguments.files:
         try:
-            print(write(read(file), file))
+            print(write(read(file), file, arguments.predict))
         except Refusal as refusal:
             raise SystemExit(f"error: {refusal}") from None
         except (LookupError, TypeError) as error:

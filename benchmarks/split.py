@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from benchmarks import scaling_plan
-from benchmarks.efficiency import noise, noise_in_words
+from benchmarks.efficiency import spread, spread_in_words
 from benchmarks.hardware import (
     RESULTS,
     continued,
@@ -132,9 +132,9 @@ def table(results: dict[str, Any]) -> str:
         lines.append([
             way.name, str(way.ranks * (1 + bool(way.micro_batches))),
             f"{results['memory_mib'][str(bool(way.micro_batches))]:.2f}", f"{way.idle:.0%}",
-            f"{statistics.median(steps):.1f} ± {noise(steps):.1f}",
+            spread(steps, 1),
             f"{1e3 * results['batch'] / statistics.median(steps):,.0f}",
-            f"{statistics.median(faster):.2f} ± {noise(faster):.2f}", way.pays,
+            spread(faster, 2), way.pays,
         ])  # fmt: skip
     head = ["", "devices", "MiB on one", "idle", "ms a step", "samples/s", "times as fast"]
     return markdown([*head, "pays if"], lines)
@@ -153,7 +153,7 @@ def description(results: dict[str, Any]) -> str:
         f"`{job}`, global batch {results['batch']}: {device(results)}, a thread a process, devices "
         f"{', '.join(results['devices'])}{same}. {versions(results)}; commit {results['commit']}, "
         f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
-        f"{results['steps']} steps, ± {noise_in_words(results['repeats'])}."
+        f"{results['steps']} steps; in brackets {spread_in_words(results['repeats'])}."
     )
 
 

@@ -28,7 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from benchmarks.efficiency import noise, noise_in_words
+from benchmarks.efficiency import spread, spread_in_words
 from benchmarks.hardware import (
     RESULTS,
     ROOT,
@@ -145,8 +145,8 @@ def table(results: dict[str, Any]) -> str:
             of_plain = [mine / theirs for mine, theirs in zip(firsts, plain)]
             files = results["look_ups"].get(f"{ranks} {way}")
             lines.append([
-                str(ranks), way, f"{statistics.median(firsts):.2f} ± {noise(firsts):.2f}",
-                f"{statistics.median(of_plain):.2f} ± {noise(of_plain):.2f}",
+                str(ranks), way, spread(firsts, 2),
+                spread(of_plain, 2),
                 f"{statistics.median(run['processors_s'] for run in runs):.1f}",
                 f"{files:,.0f}" if files else "",
             ])  # fmt: skip
@@ -159,8 +159,9 @@ def description(results: dict[str, Any]) -> str:
     return (
         f"From the launch of `{job}` to its first step, all ranks on one host: {results['cpu']}, "
         f"{results['cores']} cores. {versions(results)}; commit {results['commit']}, "
-        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats, ± "
-        f"{noise_in_words(results['repeats'])}; ratios within a repeat; look-ups of one run."
+        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats; in "
+        f"brackets {spread_in_words(results['repeats'])}; ratios within a repeat; "
+        "look-ups of one run."
     )
 
 

@@ -103,7 +103,7 @@ class StepTrace(Profiler):
             hvd.start_timeline(str(file))
             return
         hvd.stop_timeline()
-        if file.exists():
+        if self._trainer.global_rank == 0 and file.exists():
             with gzip.open(f"{file}.gz", "wb") as packed:
                 packed.write(file.read_bytes())
             file.unlink()

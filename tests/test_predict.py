@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import re
@@ -443,13 +444,22 @@ def test_predict_writes_a_table_and_a_plot(
     rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
     assert [row.split(" | ")[0] for row in rows] == ["| 2", "| 8", "| 4,096"]
     assert rows[0].endswith("| 125.0 |")  # the run's own ranks, measured
-    for name in ("prediction.md", "prediction.png", "prediction.svg"):
+    for name in ("prediction.md", "prediction.csv", "prediction.png", "prediction.svg"):
         assert files["run"].with_name(name).stat().st_size > 0
     # A network in words is another one: the run's own time does not belong beside it.
     words = "rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
     assert said(monkeypatch, *given, "--ranks", "16", "--network", words) == 0
     printed = capsys.readouterr().out
     assert "operations nccl" in printed and "125.0" not in printed
+    # Beside the first, not in its place.
+    first, second = (
+        list(csv.DictReader(files["run"].with_name(f"{name}.csv").open()))
+        for name in ("prediction", "prediction_2")
+    )
+    assert [row["ranks"] for row in first] == ["2", "8", "4096"]
+    assert [row["ranks"] for row in second] == ["16"]
+    best, likely, worst = (float(second[0][f"{n}_ms"]) for n in ("best", "step", "worst"))
+    assert best <= likely <= worst
     assert said(monkeypatch, *given[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
 
@@ -555,6 +565,7 @@ def test_a_network_in_words_replaces_what_was_measured() -> None:
     [
         ("rate=25 latency=20us", "rate=25: write a number and kbit or mbit or gbit"),
         ("rate=25gbit", "rate and latency belong together"),
+        ("rate=25gbit rate=1gbit latency=1us", "rate=25gbit and rate=1gbit: give one of them"),
         ("rate=25gbit latency=1.2.3us", "latency=1.2.3us: write a number"),
         ("rate=.gbit latency=5us", "rate=.gbit: write a number"),
         ("speed=25gbit", "'speed=25gbit' is unknown; there are rate, latency"),
@@ -601,7 +612,7 @@ def test_a_run_that_takes_no_files_is_predicted_all_the_same(
     assert said(monkeypatch, *given) == 2
     printed = capsys.readouterr()
     assert "| 4,096 | " in printed.out and "written to" not in printed.out
-    assert re.fullmatch("error: .*prediction.md, .png, .svg: Is a directory\n", printed.err)
+    assert re.fullmatch("error: .*prediction.md, .csv, .png, .svg: Is a directory\n", printed.err)
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -679,6 +690,9 @@ def test_the_hosts_that_take_part_tell_what_they_are(
     kinds = {"node1": ("CPU A", 8), "node2": ("CPU B", 4), "node3": ("not used", 1)}
 
     def ask(hosts: list[Host], module: str) -> dict[str, dict[str, Any]]:
+        if module == "benchmarks.load":
+            idle = {host.name: {"busy": 0.02, "gpu_busy": None} for host in hosts}
+            return idle | {"node2": {"busy": 0.02, "gpu_busy": 0.98}}
         assert module == "benchmarks.hardware"
         return {
             host.name: dict(zip(("cpu", "cores"), kinds[host.name]))
@@ -694,12 +708,16 @@ def test_the_hosts_that_take_part_tell_what_they_are(
     sizes = ["--smallest", "4096", "--largest", "16384", "--repeats", "2"]
     monkeypatch.setattr(sys, "argv", ["allreduce", *where, *sizes])
     assert allreduce.main() == 0
-    assert "CPU A, 8 cores + CPU B, 4 cores; torch" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "CPU A, 8 cores + CPU B, 4 cores; torch" in told
+    assert "of its slowest rank. Take care: other load 98%." in " ".join(told.split())
     (file,) = tmp_path.glob("allreduce_2-hosts-2-ranks_network_cpu-a_*.json")
     results = json.loads(file.read_text())
     assert (results["cpu"], results["cores"], results["gpus"]) == ("CPU A", 8, [])
     assert [machine["cpu"] for machine in results["machines"]] == ["CPU A", "CPU B"]
-    assert {"load_before", "memory_gib", "python", "versions", "commit", "date"} <= set(results)
+    assert command.disturbed(results) == ", take care: beside other load of 98%"
+    assert command.disturbed(results | {"busy_before": 0.02}) == ""
+    assert {"busy_before", "memory_gib", "python", "versions", "commit", "date"} <= set(results)
 
 
 def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -297,3 +298,23 @@ def test_a_job_without_a_trace(tmp_path: Path, script: str, told: str) -> None:
 def test_what_make_profile_does_not_do(arguments: list[str], told: str) -> None:
     with pytest.raises(profiling.Refusal, match=told):
         profiling.job(profiling.parser().parse_args(arguments))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_timeline_is_packed_by_rank_0_alone(
+    rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others see its file too: two that pack and delete it lose it."""
+    (tmp_path / "horovod.json").write_text("[]")
+    stopped: list[int] = []
+    timeline = SimpleNamespace(
+        is_initialized=lambda: True, stop_timeline=lambda: stopped.append(rank)
+    )
+    monkeypatch.setattr(runs.tracing, "hvd", timeline)
+    monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
+    trace = runs.tracing.StepTrace(str(tmp_path))
+    trace._lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_rank=rank))  # type: ignore
+    trace._timeline(start=False)
+    assert stopped == [rank]
+    assert (tmp_path / "horovod.json.gz").exists() == (rank == 0)
+    assert (tmp_path / "horovod.json").exists() == (rank == 1)

@@ -31,9 +31,9 @@ def test_known_times_give_known_figures() -> None:
     assert len(asked) == 3 * len(split.WAYS) and kept[:-1] == list(range(1, len(asked) + 1))
     assert asked[0][0] == asked[len(split.WAYS)][0] == "one device"  # in turns
     shown = split.table(results)
-    assert "| one device | 1 | 3.50 | 0% | 20.0 ± 10.0 | 3,200 | 1.00 ± 0.00 |" in shown
-    assert "| data parallel | 2 | 3.50 | 0% | 5.0 ± 0.0 | 12,800 | 4.00 ± 2.00 |" in shown
-    assert "| split, in a row | 2 | 2.00 | 50% | 30.0 ± 15.0 |" in shown
+    assert "| one device | 1 | 3.50 | 0% | 20.0 (10.0 to 30.0) | 3,200 | 1.00 |" in shown
+    assert "| data parallel | 2 | 3.50 | 0% | 5.0 | 12,800 | 4.00 (2.00 to 6.00) |" in shown
+    assert "| split, in a row | 2 | 2.00 | 50% | 30.0 (15.0 to 45.0) |" in shown
     assert "| both: 4 micro-batches | 4 | 2.00 | 20% |" in shown
 
 

@@ -42,9 +42,12 @@ def test_known_times_give_known_figures_and_an_interrupted_run_goes_on(
     assert asked == ["ours", second, third, first, third, first, second]
     assert kept[:6] == [4, 5, 6, 7, 8, 9] and results["finished"]
     shown = start.table(results)
-    assert "| 2 | horovodrun | 10.00 ± 1.00 | 1.00 ± 0.00 | 8.0 | 1,234 |" in shown
-    assert "| 2 | ours, each rank imports | 2.50 ± 0.75 | 0.25 ± 0.12 | 8.0 | 1,234 |" in shown
-    assert "| 2 | ours | 2.50 ± 0.25 | 0.25 ± 0.00 | 8.0 | 1,234 |" in shown
+    assert "| 2 | horovodrun | 10.00 (8.00 to 10.00) | 1.00 | 8.0 | 1,234 |" in shown
+    assert (
+        "| 2 | ours, each rank imports | 2.50 (2.50 to 4.00) | 0.25 (0.25 to 0.50) | 8.0 | 1,234 |"
+        in shown
+    )
+    assert "| 2 | ours | 2.50 (2.00 to 2.50) | 0.25 | 8.0 | 1,234 |" in shown
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ ifneq ($(origin NP),undefined)
     $(error NP=$(NP): give a number of processes, as NP=2)
   endif
 endif
-# Lines are one to a recipe, whose shell would take a second for a command.
+# ARGS may have several lines: the shell of a recipe would run each as a command of its own.
 define NEWLINE
 
 
@@ -64,7 +64,7 @@ $(foreach name,$(filter-out $(KNOWN) $(ENVIRONMENT),$(.VARIABLES)),\
       ARGS="key=value ...", variables for the environment before make)))
 endif
 ifneq ($(filter train launch sweep profile,$(MAKECMDGOALS)),)
-  $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it is of make bench; here ARGS="strategy=$(STRATEGY)"))
+  $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it belongs to make bench; here write ARGS="strategy=$(STRATEGY)"))
 endif
 ifneq ($(filter command,$(origin LAUNCHER)),)
   $(if $(filter-out mpi,$(LAUNCHER)),$(error LAUNCHER=$(LAUNCHER): there is mpi; leave it out for our own))

@@ -225,7 +225,6 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
         round_begins = max(thread, ready[sent])
         agreed = round_begins + agreement
         wire = max(wire, agreed)
-        thread = agreed
         while sent < len(ready) and ready[sent] <= round_begins:
             if network.burst:
                 credit = min(network.burst, credit + (wire - counted) * bandwidth)

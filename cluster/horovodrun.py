@@ -58,7 +58,7 @@ PIPE_BYTES = 1 << 20  # an order with long arguments fits in, so that no host th
 GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
 STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
 END_SECONDS = 3  # from SIGTERM to SIGKILL
-# What nobody does to himself because another rank is gone, as with an abort.
+# From outside: a rank that has lost others raises an error or aborts, and ends by none of these.
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = signal.SIGUSR2  # behind one of them, from programs: nobody ignores it

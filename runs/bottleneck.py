@@ -18,7 +18,7 @@ PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
 ALL_REDUCE = PHASES.index("all_reduce")
 # A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
-# The share of a step from which on a phase is what the verdict names.
+# The verdict names a phase that takes at least this share of the step.
 BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}
 LATENCY_BOUND = 2**20  # bytes of gradients: fewer take the time of negotiation, not of the wire
 

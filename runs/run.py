@@ -47,9 +47,10 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
     r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
     r".*?: (.*?)(?:\. HINT|$)"
 )
-BY_POSITION = "more than one `__init__` argument"  # so Lightning's, of a loader that it makes anew
+# In Lightning's error where it cannot make a loader anew, whose arguments were given by position.
+BY_POSITION = "more than one `__init__` argument"
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
-# So begin Horovod's errors that another rank's end is not the cause of.
+# Horovod's errors that begin so were caused on this rank, and not by the end of another.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 MADE = {  # by each group of which there is one
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,

@@ -72,8 +72,8 @@ class Exchange:
     bytes: int  # of gradients in them
     backward: Moment  # when backward was done,
     end: Moment  # and when all gradients were those of the global batch
-    busy: Moment  # since when until then the wire never rested,
-    busy_bytes: int  # and what it moved since
+    busy: Moment  # when the last stretch began in which, until `end`, the wire never rested
+    busy_bytes: int  # of the buckets that were sent in that stretch
 
 
 class GradientBuckets:
@@ -141,8 +141,9 @@ class GradientBuckets:
         """Before every backward, also one whose gradients stay local."""
         self.in_backward = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
-        # What an earlier backward left, all ranks have: added up again, it shall count once. That
-        # of an optimizer that is toggled off is left alone by this backward.
+        # Gradients that an earlier backward left are equal on all ranks by now: added up again they
+        # would count once a rank, so they are scaled down first. Those of an optimizer that is
+        # toggled off stay as they are: this backward does not touch them.
         share = 1 / (self.before * self.after * self.world.size)
         for parameter in self._reduced:
             if parameter.requires_grad and parameter.grad is not None:
@@ -296,7 +297,7 @@ class GradientBuckets:
             gradients.append(gradient)
             views.append(view)
             if gradient.data_ptr() != view.data_ptr() and view.dtype == gradient.dtype:
-                parameter.grad = view.detach_()  # of what a hook may have made of the last one
+                parameter.grad = view.detach_()  # a hook may have given the last one a history
         if gradients:
             _fill(views, gradients, self.before)
         # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
@@ -401,4 +402,5 @@ def _allocate(bucket: Bucket) -> None:
         # optimizers go through the memory of both alike.
         strides = torch.empty_like(parameter, device="meta").stride()
         view = chunk.as_strided(parameter.shape, strides, chunk.storage_offset())
-        bucket.views.append(view.data)  # as any gradient to autograd, not as a view made without it
+        # data: an ordinary tensor to autograd, where a view that is made under no_grad is none.
+        bucket.views.append(view.data)

@@ -58,7 +58,8 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 @cache
 def longest_pause() -> float:
-    """Seconds between two questions: 1e-4, times the ranks that share a core and would fill it."""
+    """Between two questions, in seconds: 1e-4 times the ranks that share a core, so that their
+    questions do not fill it."""
     return 1e-4 * max(1, hvd.local_size() / usable_cores())
 
 
@@ -83,7 +84,7 @@ class World:
 
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self.process_set = process_set
-        self.alone = ""  # what this rank does while others may not: no collective can be made
+        self.alone = ""  # what others may not be doing; while it is set, collectives are refused
 
     def _together(self) -> None:
         if self.alone:

@@ -52,7 +52,15 @@ def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
     else:
         for name, value in HOROVOD_DEFAULTS.items():
             os.environ.setdefault(name, value)
-        hvd.init(process_sets=sets)
+        try:
+            hvd.init(process_sets=sets)
+        except ValueError as error:  # of Horovod's start, whatever was wrong
+            if not sets:
+                raise
+            raise MisconfigurationException(
+                f"process_sets={[of.ranks for of in sets]}: Horovod does not start with these: "
+                "each of the launched ranks must be in exactly one"
+            ) from error
     if not sets:
         return World(hvd.global_process_set)
     members = sorted(rank for process_set in sets for rank in process_set.ranks)

@@ -77,9 +77,9 @@ class HorovodStrategy(ParallelStrategy):
             the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
             to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.
         op: "average" over the ranks. "sum", as if the loss were multiplied by their number, helps
-            those who sum losses over samples themselves. "adasum" adds what gradients do not have
-            in common, which helps at many ranks with the learning rate of one, and sends the
-            gradients log2(ranks) times; for a power of two of ranks and one backward a step.
+            those who sum losses over samples themselves. "adasum" averages what gradients have in
+            common and adds the rest, so that the learning rate of one rank still works on many; it
+            sends them log2(ranks) times, and takes a power of two of ranks and one backward a step.
         gradient_predivide_factor: f divides gradients by f before they are added and by ranks / f
             after it. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f). None
             divides by all ranks before, as DDP does.
@@ -131,10 +131,10 @@ class HorovodStrategy(ParallelStrategy):
         self._buckets: GradientBuckets | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
-        self._looked = self._warned = False  # at what ranks have apart, and of it
+        self._looked = self._warned = False  # for what differs between ranks, and of it
         self._step_hooks: list[Any] = []  # of optimizers
         self._evaluation = Evaluation(self.world)
-        self._groups: dict[int, int] = {}  # of each optimizer, when it was last looked at
+        self._groups: dict[int, int] = {}  # how many an optimizer, by id, had when last checked
         self._resumed: dict[str, Any] = {}
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
             # The ranks of a host share its cores; torch would start a thread a core in each.
@@ -347,7 +347,7 @@ class HorovodStrategy(ParallelStrategy):
         trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
         if self._buckets is not None and not self._warned and trained:
             assert self.lightning_module is not None
-            own_buffers = not self.broadcast_buffers  # are a mistake
+            own_buffers = not self.broadcast_buffers  # where they are, they cannot differ for long
             self._warned = warn_of_drift(self.lightning_module, self.world, own_buffers)
 
     @override

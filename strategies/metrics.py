@@ -141,6 +141,6 @@ def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:
     for name in own:
         if len({found[name] for found in ranks if name in found}) > 1:
             warning_cache.warn(
-                f"{name} is what each rank has by itself, rank 0's is shown and saved: "
+                f"{name} differs between ranks, and rank 0's alone is shown and saved: "
                 f"self.log({name!r}, ..., sync_dist=True) gives that of all"
             )

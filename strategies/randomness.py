@@ -18,9 +18,9 @@ class OwnDraws:
     so outside, it is as if nothing had been drawn inside. From that of a GPU only steps draw.
     Python's and NumPy's generators stay alike.
 
-    Where they begin follows from where the generator that all share stands: another place for each
-    training, evaluation and prediction of a program, as loaders draw from it in between, and the
-    same when it is run again with its seed.
+    The first state follows from that of the generator that all share. So each training, evaluation
+    and prediction of a program draws other numbers, as loaders move that one in between, and a
+    program that is run again with its seed draws the same.
 
     Args:
         rank: among those that train together.

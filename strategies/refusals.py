@@ -33,7 +33,7 @@ def refuse_options(bucket_mib: float, compression: str, op: str, predivide: floa
     elif predivide is not None and not predivide > 0:
         problem = f"gradient_predivide_factor={predivide}: a factor above 0 is needed"
     elif predivide is not None and op != "average":
-        problem = f"gradient_predivide_factor splits a division, and op={op} makes none"
+        problem = f"gradient_predivide_factor is of op=average: op={op} divides by no ranks"
     elif compression != "none" and op == "adasum":
         problem = f"compression={compression} would spoil the angles that op=adasum looks at"
     if problem:
@@ -169,8 +169,8 @@ def refuse_unequal(batches: float, optimizers: Sequence[Optimizer], world: World
         if rates != all_[0][1]:
             raise MisconfigurationException(
                 f"rank {rank} on {host} has the learning rates {', '.join(rates)}, rank 0 "
-                f"{', '.join(all_[0][1])}: ranks go apart where a scheduler's metric is of each "
-                "rank alone; self.log(..., sync_dist=True)"
+                f"{', '.join(all_[0][1])}: a scheduler that follows a metric needs the same value "
+                "on all ranks, by self.log(..., sync_dist=True)"
             )
 
 

@@ -301,7 +301,7 @@ MUTATIONS = [
     ),
     Mutation(
         "sync_dist reduces nothing", "horovod.py",
-        "if not isinstance(tensor, Tensor) or self.world.size == 1:", "if True:",
+        "if not isinstance(tensor, Tensor) or self._by_itself:", "if True:",
         "horovod-2 and even_shares",
     ),
     Mutation(
@@ -343,7 +343,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that failed waits for the others", "horovod.py",
-        "if self.world.size > 1 and not failed:", "if self.world.size > 1:",
+        "        if not self._by_itself:\n            self.world.barrier()",
+        "        if self.world.size > 1:\n            self.world.barrier()",
         "exception_on_one", "test_strategy",
     ),
     Mutation(

@@ -409,9 +409,9 @@ class TestOneProcess:
             ({"compression": "fp8"}, "compression=fp8: there are none, fp16, bf16"),
             ({"op": "mean"}, "op=mean: there are average, sum, adasum"),
             ({"gradient_predivide_factor": -1}, "gradient_predivide_factor=-1: a factor above 0"),
-            ({"gradient_predivide_factor": 2, "op": "sum"}, "op=sum makes none"),
+            ({"gradient_predivide_factor": 2, "op": "sum"}, "op=sum divides by no ranks"),
             ({"op": "adasum", "compression": "bf16"}, "compression=bf16 would spoil"),
-            ({"process_sets": [[0, 1]]}, "knows no set|exactly one"),
+            ({"process_sets": [[0, 1]]}, "knows no set|must be in exactly one"),
         ],
     )
     def test_options_are_checked(self, options: dict[str, Any], message: str) -> None:

@@ -24,6 +24,9 @@ COMMA := ,
 ifdef HOSTS
   override HOSTS := $(subst $(COMMA) ,$(COMMA),$(HOSTS))
 endif
+ifneq ($(or $(word 2,$(HOSTS)),$(findstring ;,$(HOSTS)),$(findstring &,$(HOSTS)),$(findstring |,$(HOSTS))),)
+  $(error HOSTS=$(HOSTS): write name:slots, with commas between, as node1:4,node2:4)
+endif
 # Sizes and hosts of make bench: as given, before they get their defaults.
 SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile "$(HOSTFILE)") $(if $(HOSTS),-H $(HOSTS))
 ONE_SIZE = $(if $(word 2,$(NP)),$(error NP="$(NP)": give one number of processes; several are for make bench))

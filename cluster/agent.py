@@ -51,6 +51,8 @@ class Agent:
     def __init__(self) -> None:
         self._ranks: dict[int, int] = {}  # by process id
         self._preloading: tuple[subprocess.Popen, list[int]] | None = None  # and its ranks
+        self._asked: list[int] = []  # signals for these
+        self._meeting = threading.Lock()  # of who is a rank: _listen signals them
         self._saying = threading.Lock()
         self._locks: list[Any] = []
         self._ending = threading.Lock()
@@ -186,14 +188,18 @@ class Agent:
             ended, status = os.waitpid(process.pid, os.WNOHANG)
             if not ended:
                 return
-        self._preloading = None
         assert process.stdout is not None
         with process.stdout:
             # All is written, but what an import has forked may hold the other end.
             os.set_blocking(process.stdout.fileno(), False)
-            for line in (process.stdout.read() or b"").splitlines():
-                child, rank = map(int, line.split())
+            lines = (process.stdout.read() or b"").splitlines()
+        with self._meeting:
+            for child, rank in (map(int, line.split()) for line in lines):
                 self._ranks[child] = rank
+                for number in self._asked:  # meanwhile: of those that were forked by then
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(child, number)
+            self._preloading = None
         for rank in set(ranks) - set(self._ranks.values()):
             self._say(rank=rank, exit=os.waitstatus_to_exitcode(status))
 
@@ -272,10 +278,15 @@ class Agent:
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "signal" in order:
-            preloading = self._preloading
-            for pid in [*self._ranks, *([preloading[0].pid] if preloading else [])]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, getattr(signal, order["signal"]))
+            number = getattr(signal, order["signal"])
+            with self._meeting:
+                pids = [*self._ranks]
+                if self._preloading:
+                    pids.append(self._preloading[0].pid)
+                    self._asked.append(number)
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, number)
         if "end" in order:
             threading.Thread(target=self._end_all, args=[order["end"]], daemon=True).start()
 

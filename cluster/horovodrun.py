@@ -284,6 +284,12 @@ class Job:
             who = f"rank {rank} on {host.name}"
             if code == -signal.SIGABRT and (late := self._late(rank)):  # Gloo's, when it has waited
                 self._fail(1, f"{late} did not come to hvd.init(), and {who} gave up", code)
+            elif code == -signal.SIGABRT and self._rendezvous and not self._has_come(rank):
+                why = (
+                    "before hvd.init() had begun: where its last lines say HTTP request failed, it "
+                )
+                why += "did not reach this host (make doctor)"
+                self._fail(1, f"{who} {_told(code)} {why}", code)
             elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
                 self._fail(weight, f"{who} {_told(code)}", code)
@@ -297,6 +303,11 @@ class Job:
             if lost:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
+
+    def _has_come(self, rank: int) -> bool:
+        """To hvd.init()."""
+        assert self._rendezvous is not None
+        return f"global/{rank}" in list(self._rendezvous.store)
 
     def _late(self, rank: int) -> str:
         """Ranks for which this one has waited in hvd.init(); empty when it had not come to it."""

@@ -122,6 +122,7 @@ def runs() -> list[dict[str, Any]]:
             state = json.loads(file.read_text())
             here = state["launcher"] == os.uname().nodename
             gone = here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]
+            datetime.datetime.fromisoformat(state["began"])
         except (OSError, ValueError, LookupError, TypeError):
             continue  # gone just now, or of something else
         if gone and not state["detached"]:  # its terminal has seen it; nothing else is kept of it
@@ -130,7 +131,11 @@ def runs() -> list[dict[str, Any]]:
         if gone:
             why = "it ended without a word: its launcher was killed (at logout? docs/hosts.md), "
             why += "or the disk is full"
-            state |= {"state": "lost", "reason": why}
+            last = max(path.stat().st_mtime for path in file.parent.iterdir())
+            ended = datetime.datetime.fromtimestamp(last).isoformat(timespec="seconds")
+            state |= {"state": "lost", "reason": why, "ended": ended}
+            with contextlib.suppress(OSError):  # for hosts that share this folder
+                write(file.parent, state)
         found.append(state)
     return found
 
@@ -228,7 +233,10 @@ def stop(arguments: argparse.Namespace) -> int:
     """End a run on all its hosts; first it is asked for a checkpoint."""
     state = _named(arguments.run, alive=True)
     if state["launcher"] != os.uname().nodename:
-        raise Refusal(f"run {state['id']} was launched on {state['launcher']}: stop it there")
+        raise Refusal(
+            f"run {state['id']} was launched on {state['launcher']}: stop it there, "
+            f"or, if that host is gone, rm -r {os.path.relpath(FOLDER)}/{state['id']}"
+        )
     pid, told = state["pid"], time.monotonic()
     if birth(pid) == state["birth"]:
         try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -113,6 +114,8 @@ class Folder(LightningDataModule):
             return ImageFolder(str(folder), loader=read)
         except FileNotFoundError as error:
             reason = "it holds no images" if folder.is_dir() else "there is no such folder"
+            if found := re.search("Found no valid file for the classes (.+?)[.] ", str(error)):
+                reason = f"it holds no images of {found[1]}"
             raise FileNotFoundError(
                 f"data.folder={folder}: {reason}; images are expected as "
                 f"{folder}/<class>/<name>.png or .jpg, with at least one image in each class"

@@ -172,6 +172,11 @@ def _count(shard: Path) -> int:
     try:
         with tarfile.open(shard, "r:") as files:
             names = [file.name for file in files if file.isreg() and not NO_SAMPLE.match(file.name)]
+            end = files.offset
+        with shard.open("rb") as file:  # tarfile takes a header that is cut off for the end
+            file.seek(end)
+            if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError("it is cut off")
     except tarfile.TarError as error:
         raise ValueError(f"{shard}: it is no uncompressed tar file: {error}") from error
     keys = (base_plus_ext(name)[0] for name in names)

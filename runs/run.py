@@ -49,6 +49,7 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
 )
 # In Lightning's error where it cannot make a loader anew, whose arguments were given by position.
 BY_POSITION = "more than one `__init__` argument"
+UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of datamodules/, a file
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 # Horovod's errors that begin so were caused on this rank, and not by the end of another.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
@@ -149,6 +150,8 @@ class Run:
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
             OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
             OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
+        except FileExistsError:
+            return f"run_dir={config.run_dir}: it exists already; give another, or none"
         except OSError as error:
             key = "run_dir" if asked else "log_dir"
             return (
@@ -343,6 +346,8 @@ def _mistake(
         error = type(error)(str(error).strip().splitlines()[-1])
     if isinstance(error, MISTAKES):
         return str(error)
+    if found := UNREADABLE.fullmatch(str(error)):
+        return found[1]
     if started:
         return None
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):

@@ -139,6 +139,11 @@ class GradientBuckets:
 
     def prepare(self) -> None:
         """Before every backward, also one whose gradients stay local."""
+        if self.in_backward:
+            raise RuntimeError(
+                "the backward before this one ended in an error, and what it began to send may be "
+                "under way on other ranks: end the run, or go on with a new Trainer"
+            )
         self.in_backward = True
         self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
         # Gradients that an earlier backward left are equal on all ranks by now: added up again they
@@ -294,10 +299,13 @@ class GradientBuckets:
                     "backward(create_graph=True) gives gradients with a graph of their own, which "
                     "ends where they are averaged over ranks; torch.autograd.grad has no such end"
                 )
+            if gradient.data_ptr() != view.data_ptr() and view.dtype == gradient.dtype:
+                if gradient.stride() != view.stride():
+                    view = bucket.views[index] = _strided_as(parameter, view)
+                # Another tensor on the same memory: p.grad.data = ... shall not move the view.
+                parameter.grad = view.data
             gradients.append(gradient)
             views.append(view)
-            if gradient.data_ptr() != view.data_ptr() and view.dtype == gradient.dtype:
-                parameter.grad = view.detach_()  # a hook may have given the last one a history
         if gradients:
             _fill(views, gradients, self.before)
         # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
@@ -323,16 +331,18 @@ class GradientBuckets:
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views)):
             if used_somewhere[index]:
                 same = view.dtype == parameter.dtype
-                parameter.grad = view if same else view.to(parameter.dtype)
+                parameter.grad = view.data if same else view.to(parameter.dtype)
 
     def _gather(self, parameter: Tensor, name: str) -> None:
         """All ranks' rows of a sparse gradient; none, where no rank has one."""
         gradient = parameter.grad
+        # Of a weight that a dense layer has too, autograd adds both up.
+        dense = gradient is not None and not gradient.is_sparse
         if gradient is None:
             rows = parameter.new_empty(0, dtype=torch.int64)
             values = parameter.new_empty(0, *parameter.shape[1:])
         else:
-            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+            gradient = gradient.to_sparse(1) if dense else gradient
             rows, values = gradient._indices()[0], gradient._values()
         with torch.no_grad():
             sets = {"process_set": self.world.process_set}
@@ -342,7 +352,8 @@ class GradientBuckets:
             what = hvd.allgather_async(scaled, f"values.{name}", **sets)
             rows, values = wait(where), wait(what).to(parameter.dtype)
         if len(rows) or gradient is not None:
-            parameter.grad = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
+            whole = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
+            parameter.grad = whole.to_dense() if dense else whole
         self._reduced.add(parameter)
 
 
@@ -398,9 +409,12 @@ def _allocate(bucket: Bucket) -> None:
     count = sum(sizes)
     bucket.buffer = torch.zeros(count + len(sizes) + 2, dtype=dtype, device=first.device)
     for parameter, chunk in zip(bucket.parameters, bucket.buffer[:count].split(sizes)):
-        # Strided as the parameter (channels_last, transposed), as autograd makes it: fused
-        # optimizers go through the memory of both alike.
-        strides = torch.empty_like(parameter, device="meta").stride()
-        view = chunk.as_strided(parameter.shape, strides, chunk.storage_offset())
-        # data: an ordinary tensor to autograd, where a view that is made under no_grad is none.
-        bucket.views.append(view.data)
+        bucket.views.append(_strided_as(parameter, chunk))
+
+
+def _strided_as(parameter: Parameter, chunk: Tensor) -> Tensor:
+    """The memory of `chunk` with the parameter's shape and strides (channels_last, transposed), as
+    autograd makes gradients: fused optimizers go through the memory of both alike."""
+    strides = torch.empty_like(parameter, device="meta").stride()
+    # data: an ordinary tensor to autograd, where a view that is made under no_grad is none.
+    return chunk.as_strided(parameter.shape, strides, chunk.storage_offset()).data

@@ -12,6 +12,7 @@ from pytorch_lightning.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
 from torchmetrics import Metric
 from torchmetrics.metric import jit_distributed_available
+from torchmetrics.utilities.data import dim_zero_cat
 
 from strategies.collectives import World
 
@@ -38,18 +39,20 @@ def synchronize_metrics(module: nn.Module, world: World) -> None:
 
 
 def _lists(metric: Metric) -> list[str]:
-    """States that are lists, and stay lists when they are gathered."""
+    """States that are lists whose tensors are gathered one by one: all but those that torchmetrics
+    makes one tensor of before."""
     return [
         name for name, reduction in metric._reductions.items()
-        if reduction is None and isinstance(metric._defaults[name], list)
+        if reduction is not dim_zero_cat and isinstance(metric._defaults[name], list)
     ]  # fmt: skip
 
 
 class PaddedLists:
     """In the place of Metric._sync_dist, which gathers the tensors of such lists one by one.
 
-    Ranks with fewer have empty ones gathered beside the others', which are then dropped. With
-    samples repeated to make shares equal, as under DDP, all have equally many.
+    Ranks with fewer have empty ones gathered beside the others', which are then dropped, before a
+    reduction of the metric's own. With samples repeated to make shares equal, as under DDP, all
+    have equally many.
     """
 
     def __init__(self, metric: Metric, world: World) -> None:
@@ -73,11 +76,19 @@ class PaddedLists:
         for name, of_ranks in counts.items():
             lacks = max(of_ranks) - mine[name]
             setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * lacks])
-        type(metric)._sync_dist(metric, dist_sync_fn, process_group)
+        own = {name: metric._reductions[name] for name in counts}
+        try:
+            metric._reductions.update(dict.fromkeys(counts))
+            type(metric)._sync_dist(metric, dist_sync_fn, process_group)
+        finally:
+            metric._reductions.update(own)
         for name, of_ranks in counts.items():
             # The first of each rank, then the second of each, ...
             gathered = enumerate(getattr(metric, name))
-            setattr(metric, name, [one for i, one in gathered if i // size < of_ranks[i % size]])
+            kept: Any = [one for i, one in gathered if i // size < of_ranks[i % size]]
+            if callable(reduce := own[name]) and kept:
+                kept = reduce(kept)
+            setattr(metric, name, kept)
 
 
 def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> list[Any]:

@@ -205,6 +205,40 @@ def gradients_changed_after_backward(strategy: str) -> dict[str, Any]:
     return fit(strategy, Rescaled())
 
 
+class SetsData(Net):
+    """Has a clipping of its own that gives gradients other memory; from the second epoch on the
+    weights have, and lie in it in another order."""
+
+    def __init__(self, fused: bool = False) -> None:
+        super().__init__()
+        self.fused = fused
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for parameter in self.parameters():
+            assert parameter.grad is not None
+            if not self.fused:
+                parameter.grad.data = parameter.grad.data.clamp(-0.02, 0.02)
+
+    def on_train_epoch_start(self) -> None:
+        if self.fused and self.current_epoch == 1:
+            weight = self.net[0].weight
+            weight.data = weight.data.t().contiguous().t()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, fused=self.fused)
+
+
+@case()
+def gradients_with_other_memory(strategy: str) -> dict[str, Any]:
+    return fit(strategy, SetsData())
+
+
+@case(without_ddp="DDP keeps to the order that weights had at first")
+def weights_with_other_strides(strategy: str) -> dict[str, Any]:
+    """Fused optimizers go through the memory of weights and gradients alike."""
+    return fit(strategy, SetsData(fused=True))
+
+
 class ClippedByWeights(Net):
     """Has a clipping of its own, which autograd records, as of all that needs gradients."""
 
@@ -732,6 +766,29 @@ def sparse_gradients(strategy: str) -> dict[str, Any]:
     return fit(strategy, Sparse())
 
 
+class Tied(Net):
+    """The weight of an embedding is that of a dense layer too, and has a momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1 + RANK)
+        self.table = nn.Embedding(CLASSES, CLASSES, sparse=True)
+        self.dense = nn.Linear(CLASSES, CLASSES, bias=False)
+        self.dense.weight = self.table.weight
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self.dense(self(batch[0])) + self.table(batch[1])
+        return nn.functional.cross_entropy(scores, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+
+
+@case(without_ddp="it expects a sparse gradient, where autograd's sum of both is dense")
+def sparse_weight_of_a_dense_layer(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Tied())
+
+
 class SparseTwice(Sparse):
     """Two backwards a step: what the first left, all ranks have, and it counts once."""
 
@@ -983,12 +1040,16 @@ class Ragged(Metric):
     def __init__(self) -> None:
         super().__init__()
         self.add_state("values", default=[], dist_reduce_fx=None)
+        self.add_state(
+            "each", default=[], dist_reduce_fx=lambda x: torch.cat(list(x)).sort().values
+        )
         self.add_state("largest", default=torch.tensor(0.0), dist_reduce_fx=lambda x: x.max())
         self.add_state("smallest", default=torch.tensor(9.0), dist_reduce_fx="min")
         self.add_state("average", default=torch.tensor(3.0), dist_reduce_fx="mean")
 
     def update(self, values: Tensor) -> None:
         self.values.append(values[values > 0])
+        self.each += values.split(1)  # with a tensor for each sample
         self.largest = torch.maximum(self.largest, values.max())
         self.smallest = torch.minimum(self.smallest, values.min())
 
@@ -997,7 +1058,9 @@ class Ragged(Metric):
         order = (
             torch.arange(len(values), device=values.device) + 1.0
         )  # so that a repeated or missing value shows
-        return (values * order).sum() + self.largest + self.smallest + self.average
+        each = torch.cat(list(self.each)) if isinstance(self.each, list) else self.each
+        middle = each.sort().values[len(each) // 3]
+        return (values * order).sum() + middle + self.largest + self.smallest + self.average
 
 
 class EachSample(Metric):

@@ -183,6 +183,29 @@ MUTATIONS = [
         "    if states:\n", "    if False:\n", "by_themselves", "test_resuming",
     ),
     Mutation(
+        "a gradient is the view that is sent, and moves it", "buckets.py",
+        "                parameter.grad = view.data\n", "                parameter.grad = view\n",
+        "other_memory and horovod-2",
+    ),
+    Mutation(
+        "gradients keep to the strides that weights had at first", "buckets.py",
+        "if gradient.stride() != view.stride():", "if False:", "other_strides and horovod-2",
+    ),
+    Mutation(
+        "the gradient of a tied embedding is sparse", "buckets.py",
+        "whole.to_dense() if dense else whole", "whole", "of_a_dense_layer and horovod-2",
+    ),
+    Mutation(
+        "lists with a reduction of one's own have to be equally long", "metrics.py",
+        "if reduction is not dim_zero_cat and", "if reduction is None and",
+        "metrics_of_9 and horovod-2",
+    ),
+    Mutation(
+        "a backward goes on after one that ended in an error", "buckets.py",
+        "        if self.in_backward:\n            raise", "        if False:\n            raise",
+        "mistakes_are_told", "test_mistakes",
+    ),
+    Mutation(
         "a batch of None is left out", "horovod.py",
         "if batch is None and ", "if False and ", "without_a_batch", "test_strategy",
     ),
@@ -439,7 +462,8 @@ MUTATIONS = [
     ),
     Mutation(
         "all ranks work together, whatever set they are in", "environment.py",
-        "    if not sets:\n", "    if True:\n", "process_sets", "test_strategy",
+        "    if not sets:\n        return World", "    if True:\n        return World",
+        "process_sets", "test_strategy",
     ),
     Mutation(
         "the rendezvous serves everyone", "rendezvous.py",

@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -24,6 +25,7 @@ from pytorch_lightning import (
     Trainer,
     seed_everything,
 )
+from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.nn import Linear
 from torch.utils._pytree import tree_leaves
@@ -34,7 +36,7 @@ from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.run import Run
 from runs.targets import told
-from tests.conftest import make_train, run
+from tests.conftest import ROOT, make_train, run
 from tests.pictures import write_all
 
 # Where a configuration has these keys, they are made small.
@@ -236,6 +238,51 @@ def test_what_is_no_callback_is_refused() -> None:
     run.choices = {"callbacks": "default"}
     with pytest.raises(Refusal, match="callbacks.early: there is no such member of it"):
         run.instantiate("callbacks")
+
+
+def test_a_callback_that_is_null_is_left_out() -> None:
+    run = Run.__new__(Run)
+    run.config = compose("config", ["callbacks.early_stopping=null", "run_dir=x"])
+    run.choices = {"callbacks": "default"}
+    made = run.instantiate("callbacks")
+    assert len(made) == len(run.config.callbacks) - 1
+    assert not any(isinstance(callback, EarlyStopping) for callback in made)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model._target_=torch.nn.Identity", "~model.lr"], "has to name a LightningModule"),
+        (["~strategy"], "^strategy: a run needs one; leave ~strategy out"),
+    ],
+)
+def test_what_is_none_of_its_group_is_refused(overrides: list[str], message: str) -> None:
+    run = Run.__new__(Run)
+    run.config = compose("config", overrides)
+    group = "strategy" if "~strategy" in overrides else "model"
+    run.choices = {} if "~strategy" in overrides else {"model": "mine"}
+    with pytest.raises(Refusal, match=message):
+        run.instantiate(group)
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Path:
+    """The folder of runs that a job would make its own in."""
+    run = Run.__new__(Run)
+    run.config, run.choices = compose("config", list(overrides)), {"model": "mine"}
+    monkeypatch.setattr(Run, "_make_folder", lambda *_: None)
+    return run.open(SimpleNamespace(broadcast=lambda what: what))  # type: ignore[arg-type]
+
+
+def test_where_a_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert opened(monkeypatch) == ROOT / "logs" / "mine" / "runs"
+    here = opened(monkeypatch, "log_dir='~/logs'", "task=digits")
+    assert here == Path.home() / "logs" / "digits" / "runs"
+    assert opened(monkeypatch, "run_dir='~/mine'") == Path.home() / "mine"
+
+
+def test_to_predict_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    only = ["train=false", "test=false", "predict=true", "ckpt_path=best"]
+    assert opened(monkeypatch, *only) == ROOT / "logs" / "mine" / "runs"
 
 
 class ForgetsSuper(LightningModule):

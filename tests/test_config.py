@@ -56,6 +56,7 @@ from tests.conftest import run
         ("trainer.gradient_clip_val=-1", "at least 0 is needed"),
         ("data=null", "data=null: Hydra takes no null for a group"),
         ("data_dir=null", "data_dir=null: a value is needed there, like data"),
+        ("log_dir=null", "log_dir=null: a value is needed there, like logs"),
         ("trainer.fast_dev_run=1.5", "true or false is expected"),
         ("matmul_precision=tf32", "there are: highest, high, medium"),
         ("lr_scaling=cubic", "there are: none, linear, sqrt"),
@@ -78,6 +79,12 @@ def test_refused(override: str, message: str) -> None:
         check(["seed=1", override])
     assert str(caught.value).startswith(override.split("=")[0])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("flag", ["-m", "--multirun"])
+def test_hydras_own_sweep_is_refused_by_either_name(flag: str) -> None:
+    with pytest.raises(Refusal, match="make sweep tries several values"):
+        check([flag, "seed=1,2"])
 
 
 def test_one_experiment_at_a_time() -> None:
@@ -110,6 +117,16 @@ def test_a_file_in_another_encoding_is_named(
     monkeypatch.setattr(config, "CONF", tmp_path / "conf")
     with pytest.raises(Refusal, match="^conf/model/mine.yaml: save it as UTF-8; invalid cont"):
         check(["model=mine"])
+
+
+def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    (tmp_path / "conf" / "model" / "mine").mkdir()
+    (tmp_path / "conf" / "model" / "mine" / "small.yaml").write_text("lr: 1\n")
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    check(["model=mine/small"])
+    with pytest.raises(Refusal, match=r"no conf/model/smal.yaml; .*mine/small"):
+        check(["model=smal"])
 
 
 HEAD = "# @package _global_\n"
@@ -150,6 +167,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "trainer: {enable_progress_bar: false, limit_train_batches: 5, max_time: null}",
         "horizon: 3\nmodel: {width: '${horizon}'}\ncallbacks: {mine: {_target_: a.B, c: 1}}",
         "model: {_target_: models.gpt.GPT, layers: 2}",
+        "model: {_target_: tests.test_config.TakesAny, anything: 1}",
         "callbacks: {early_stopping: null}",
         "defaults: [/mine: a, /mine@model.mine: a]\nmine: {b: 2}",
         "",
@@ -246,6 +264,10 @@ class Hinted:
 def test_a_value_in_a_file_that_does_not_fit(values: str, told: str) -> None:
     made = OmegaConf.create({"_target_": f"{__name__}.Sized", **OmegaConf.create(values)})
     assert re.search(told, misfit(made))
+
+
+class TakesAny:
+    def __init__(self, **arguments: Any) -> None: ...
 
 
 class Sized:

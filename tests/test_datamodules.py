@@ -223,6 +223,12 @@ class TestFolder:
             next(iter(data.train_dataloader()))
         assert told.value.__cause__ is not None
 
+    def test_a_class_without_images_is_named(self, tmp_path: Path) -> None:
+        write_folder(tmp_path, 4)
+        (tmp_path / "zebra").mkdir()
+        with pytest.raises(FileNotFoundError, match="it holds no images of zebra; images are"):
+            Folder(str(tmp_path)).setup("fit")
+
     def test_half_a_split_is_no_class(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "train", 2)
         with pytest.raises(FileNotFoundError, match="it has train/<class>/ alone"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -87,6 +88,18 @@ class CallsBackward(LeavesOut):
             optimizer.zero_grad(set_to_none=self.then == "none")  # type: ignore[union-attr]
             self.manual_backward(loss)
         optimizer.step()  # type: ignore[union-attr]
+
+
+class GoesOnAfterAnError(LeavesOut):
+    """As after a batch for which memory was short."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        loss = Net.training_step(self, batch, batch_idx)
+        with contextlib.suppress(ZeroDivisionError):
+            handle = self.net[2].weight.register_hook(lambda gradient: gradient * (1 // 0))
+            self.manual_backward(loss)
+        handle.remove()
+        self.manual_backward(Net.training_step(self, batch, batch_idx))
 
 
 class Replaces(CallsBackward):
@@ -226,6 +239,7 @@ def mistakes() -> dict[str, str]:
             lambda: trainer("horovod").fit(CallsBackward("step", bare=True), loader())
         ),
         "replaced": refused(lambda: trainer("horovod").fit(Replaces("step"), loader())),
+        "went on": refused(lambda: trainer("horovod").fit(GoesOnAfterAnError(), loader())),
         "within": refused(lambda: trainer("horovod").fit(StepsWithin(), loader())),
         "made": refused(lambda: trainer("horovod").fit(MadeApart(), loader())),
         "own forward": refused(
@@ -275,6 +289,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert told["alone"].startswith("a step with gradients of loss.backward()")
         assert told["passed by"] == told["alone"]
         assert told["replaced"] == told["alone"]
+        assert told["went on"].startswith("the backward before this one ended in an error")
         assert told["within"].startswith("a step within backward, before the gradients of all")
         assert told["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")
         assert told["own forward"].startswith("sync_batchnorm: net.0 is a Doubled with a forward")

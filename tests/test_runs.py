@@ -10,9 +10,12 @@ import re
 import resource
 import shlex
 import signal
+import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +23,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from horovod.common.exceptions import HorovodInternalError
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
@@ -31,19 +35,25 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+)
 
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
-from runs.beforehand import refuse_clashes, refuse_shares
+from runs.beforehand import refuse_clashes, refuse_model, refuse_shares
 from runs.config import CONF, parse
 from runs.curves import Curves
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.ranks import gather_texts
 from runs.refusal import Refusal
-from runs.report import Report
-from runs.run import BY_POSITION, _mistake, to_go_on
+from runs.report import Report, _git
+from runs.run import BY_POSITION, Run, _mistake, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 from strategies import HorovodStrategy
 
@@ -231,6 +241,24 @@ def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
     assert refused(samples=3, batch=1, ranks=4).startswith("data=own: 3 samples for 4 ranks; use")
     validates = "data=own: 4 samples to validate on 5 ranks; use fewer"
     assert refused(samples=9, batch=1, ranks=5).startswith(validates)
+
+
+def test_batches_of_a_sampler_of_ones_own_have_no_size_to_refuse() -> None:
+    trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=0)
+    batches = BatchSampler(range(8), 4, drop_last=False)
+    loader: DataLoader = DataLoader(range(8), batch_sampler=batches)  # type: ignore[arg-type]
+    refuse_shares(trainer, Validates(), loader, test=False, choice="own")
+
+
+@pytest.mark.parametrize("whose", ["model", "data"])
+def test_objects_that_no_checkpoint_gives_back_are_refused(whose: str) -> None:
+    made: dict[str, Any] = {"model": LightningModule(), "data": LightningDataModule()}
+    made[whose].save_hyperparameters({"transform": partial(torch.add, 1)})
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
+    refuse_model(trainer, **made, test=False, choice="own")  # keeps none
+    trainer.checkpoint_callbacks = [ModelCheckpoint()]
+    with pytest.raises(Refusal, match=f"{type(made[whose]).__name__}: .* hold transform, partial"):
+        refuse_model(trainer, **made, test=False, choice="own")
 
 
 class Shuffled(Numbers):
@@ -434,6 +462,24 @@ def test_rows_of_gradients_have_no_norm_in_the_curves(tmp_path: Path) -> None:
     assert [row["lr"] for row in rows] == ["0.1"] * 3 and "grad_norm" not in rows[0]
 
 
+def test_curves_of_a_model_with_a_part_that_gets_no_gradient(tmp_path: Path) -> None:
+    model = Times()
+    model.unused = torch.nn.Parameter(torch.ones(()))
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
+        callbacks=[Curves()], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(torch.ones(1)))  # type: ignore[arg-type]
+    (row,) = csv.DictReader((tmp_path / "metrics.csv").open())
+    assert float(row["grad_norm"]) == 1
+
+
+def test_no_curves_where_no_step_is_logged(tmp_path: Path) -> None:
+    train(tmp_path, Curves(), log_every_n_steps=0)
+    assert "grad_norm" not in (tmp_path / "metrics.csv").read_text()
+
+
 class TrainsAndTests(Numbers):
     """Each stage's data is there after its own setup alone."""
 
@@ -493,6 +539,37 @@ def test_a_look_at_what_will_be_predicted_leaves_the_training_set(tmp_path: Path
     assert trainer.global_step == 4
 
 
+def test_a_look_at_what_will_be_tested_leaves_the_training_set() -> None:
+    trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=1.0)
+    data = OneAtATime()
+    data.setup("fit")
+    refuse_shares(trainer, data, data.train_dataloader(), test=True, choice="own")
+    assert torch.equal(data.numbers, torch.ones(4))
+
+
+class PreparesForEach(TrainsAndTests):
+    """What it predicts is there after setup("predict") alone."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            self.wanted = torch.arange(3)
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(self.wanted)  # type: ignore[arg-type]
+
+
+def test_what_is_predicted_is_looked_at_when_it_is_set_up(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
+        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    model, data = TrainsAndPredicts(), PreparesForEach()
+    trainer.fit(model, data)
+    trainer.predict(model, data, return_predictions=False)
+    assert torch.load(tmp_path / "predictions.pt").tolist() == [0, 2, 4]
+
+
 class Fails(TrainsAndPredicts):
     """In the stage that it is given."""
 
@@ -536,6 +613,19 @@ def test_what_was_done_before_a_failure_is_told(
         summary = json.loads(file.read_text())
         assert summary["steps"] == 4 and summary["predictions"] is None
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
+
+
+def test_the_commit_in_a_summary_tells_of_files_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runs.report.ROOT", tmp_path)
+    file, me = tmp_path / "a.py", ["-c", "user.name=me", "-c", "user.email=me@here"]
+    file.touch()
+    for words in (["init", "-q"], ["add", "."], [*me, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", str(_git()))
+    file.write_text("changed")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", str(_git()))
 
 
 def texts_of_ranks(texts: list[list[str]]) -> list[list[str]]:
@@ -604,6 +694,48 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+class TakesTime(Times):
+    """A second for a batch of training, a hundred for one of validation."""
+
+    now = 0.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.now += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.now += 100
+
+
+def test_speed_is_of_training_alone_also_beside_validations_within_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ones = TakesTime(), DataLoader(torch.ones(5))  # type: ignore[arg-type]
+    monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: model.now))
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), val_check_interval=2, max_epochs=2,
+        callbacks=[report], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, ones, ones)
+    assert (report.samples, report.seconds) == (10, 10)
+
+
+def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, logged = iter([0.0, 2.0]), list[Any]()
+    monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((metrics, step)))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=5))
+    trainer: Any = SimpleNamespace(world_size=4, loggers=[logger], fit_loop=loop)
+    report, nobody = Report(OmegaConf.create({}), {}), Any
+    report.on_train_epoch_start(trainer, nobody)
+    report.samples += 10  # of this rank
+    report.on_train_epoch_end(trainer, nobody)
+    assert logged == [({"samples_per_second": 20}, 4)]
 
 
 def test_a_run_that_is_done_says_that_it_trains_nothing(
@@ -741,6 +873,18 @@ def test_the_average_of_swa_is_tested_once_it_is_made(
         assert float(trainer.callback_metrics["test/weight"]) < weight  # that of the last step
 
 
+def test_a_run_tests_the_average_rather_than_the_best(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(TimesIsTested(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    run = Run.__new__(Run)
+    run.config = OmegaConf.create({"train": True})
+    assert Path(str(run.checkpoint(trainer))).name == "averaged.ckpt"
+
+
 def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) -> None:
     """Else the average of SWA has no folder to go to, and the best is not tested."""
     for keeps in ([], [resuming.ModelCheckpoint(tmp_path)]):
@@ -854,6 +998,14 @@ def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
     ]
     with pytest.raises(Refusal, match="another optimizer than SGD: it has no momentum, dampening"):
         fit(Settings(torch.optim.SGD, 3, momentum=0.9), last)
+
+
+def test_a_checkpoint_of_a_torch_without_a_newer_argument_is_gone_on_from() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(()))])
+    for name in ("fused", "differentiable"):  # as if it had been loaded from such a file
+        del optimizer.param_groups[0][name]
+    trainer: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[])
+    assert resuming.kept_settings(trainer, resuming.settings(trainer)) == ""
 
 
 @pytest.mark.filterwarnings("error:nothing is validated")
@@ -1054,6 +1206,15 @@ class SignalsEarly(Callback):
         os.kill(os.getpid(), SIGNAL)
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
+    what = "my images/003.png cannot be read: cannot identify image file"
+    of_worker = f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\n{what}"
+    assert _mistake(RuntimeError(what), started) == what
+    worker = of_worker.replace(what, f"RuntimeError: {what}").replace("back:", "back (most):")
+    assert _mistake(RuntimeError(worker), started) == what
+
+
 def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
         DistributedSampler(range(3))  # type: ignore[arg-type]
@@ -1061,6 +1222,47 @@ def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
     assert told and "DistributedSampler(data) asks torch.distributed for the ranks" in told
     other = _mistake(RuntimeError(str(caught.value)), started=False)
     assert other is None
+
+
+def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
+    for error in (ValueError("batch sizes differ"), FileNotFoundError("no such picture")):
+        assert _mistake(error, started=True) is None  # its traceback says where
+        assert _mistake(error, started=False) == f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
+    text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+    text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'
+    told = _mistake(OSError(text), started=False)
+    assert told == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def test_the_traceback_of_a_mistake_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
+    run.report = Report(run.config, {})
+    mistake = Refusal("no such thing")
+    with pytest.raises(SystemExit, match="2"):
+        run.__exit__(Refusal, mistake, None)
+    assert capsys.readouterr().err == "error: no such thing\n"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    run.__exit__(Refusal, mistake, None)  # which Python raises then
+    assert not capsys.readouterr().err
+
+
+def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed() -> None:
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
+    run.report = Report(run.config, {})
+    for why, status in (("peer closed", os.EX_TEMPFAIL), ("CUDA out of memory", None)):
+        ended, error = None, HorovodInternalError(why)
+        try:
+            run.__exit__(HorovodInternalError, error, None)
+        except SystemExit as end:
+            ended = end.code
+        assert ended == status
 
 
 @pytest.mark.usefixtures("handlers")

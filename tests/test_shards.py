@@ -254,6 +254,15 @@ class TestIndex:
         with pytest.raises(ValueError, match="train-0.tar: it is no uncompressed tar file"):
             count_samples("train", f"{tmp_path}/*.tar")
 
+    @pytest.mark.parametrize("left", [512 * 2 + 200, 512 * 4, 512 * 4 + 200])
+    def test_a_file_that_is_cut_off_is_refused(self, tmp_path: Path, left: int) -> None:
+        """Within a header or before one too, which tarfile takes for the end."""
+        write_shards(tmp_path / "shards", train=[6])
+        (shard,) = (tmp_path / "shards").glob("*.tar")
+        shard.write_bytes(shard.read_bytes()[:left])
+        with pytest.raises(ValueError, match="train-0.tar: it is no uncompressed tar file"):
+            count_samples("train", str(shard))
+
 
 class TestRefused:
     def test_no_shards(self, tmp_path: Path) -> None:

@@ -58,6 +58,15 @@ class Fake:
         return 0
 
 
+class LeavesNothing(Fake):
+    """As where rank 0 is on another host."""
+
+    def __call__(self, command: list[str], output: Path) -> int:
+        self.seen.append(command)
+        output.touch()
+        return 0
+
+
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values are looked at in other tests; here it would only take time."""
@@ -232,6 +241,20 @@ class TestWhatIsKept:
         begun = sweep(tmp_path, count=3)
         assert begun.run(Fake(stop_after=2)) == 130
         assert sweep(tmp_path, count=4).folder != begun.folder
+
+    def test_another_command_is_another_sweep(self, tmp_path: Path) -> None:
+        begun = sweep(tmp_path)
+        assert begun.run(Fake(stop_after=2)) == 130
+        os.close(begun.held)
+        arguments = [*GRID, f"log_dir={tmp_path}"]
+        other = Sweep(["job", "-np", "4"], arguments, None, "val/loss", "min")
+        assert other.folder != begun.folder
+
+    def test_trials_that_leave_their_summary_elsewhere_end_it_at_once(self, tmp_path: Path) -> None:
+        launch = LeavesNothing()
+        with pytest.raises(Refusal, match="trial 1 ended well and left none here"):
+            sweep(tmp_path).run(launch)
+        assert len(launch.seen) == 1
 
     def test_the_time_that_is_left(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -355,7 +355,7 @@ class TestMistakes:
             (["trainer.precision=12"], "trainer=default: "),
             (["trainer.enable_checkpointing=false"], "; callbacks=none leaves those that save out"),
             (["+model.foo=1"], "model=classifier: "),
-            (["run_dir=conf"], "/conf: the run's folder cannot be written: File exists"),
+            (["run_dir=conf"], "/conf: it exists already; give another, or none"),
             (["train=false"], "train=false: give the checkpoint to test"),
             (["train=false", "test=false"], "train=false test=false: nothing is left to do"),
             (["predict=true", "trainer.limit_predict_batches=0"], "leaves nothing to predict"),
@@ -576,6 +576,8 @@ class TestMistakes:
         ("target", "message"),
         [
             (["train", "NP="], "NP=: give a number of processes"),
+            (["train", "HOSTS=a:2 b:2"], "HOSTS=a:2 b:2: write name:slots, with commas between"),
+            (["doctor", "HOSTS=a:1;true"], "HOSTS=a:1;true: write name:slots, with commas"),
             (["train", "HOSTS="], "HOSTS=: give hosts, as HOSTS=node1:4"),
             (["train", "NP=two"], "NP=two: give a number of processes"),
             (["bench", "NP=2 0"], "NP=2 0: give a number of processes"),

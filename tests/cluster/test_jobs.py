@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from cluster import jobs, record, testbed
-from cluster.agent import SILENCE_SECONDS
+from cluster.agent import SILENCE_SECONDS, Agent
 from cluster.horovodrun import AT_ONCE, GLOO_SECONDS
 from cluster.hosts import Host, Refusal
 from cluster.record import birth, write
@@ -429,6 +429,19 @@ class TestEnd:
         said = [what for what in said if what]
         assert said[0] == {"error": "the launcher was not heard for 0.5 s: all has ended here"}
 
+    def test_a_signal_while_ranks_are_forked_reaches_them(self) -> None:
+        """The process that forks them has told their numbers, and the agent has not read them."""
+        rank = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+        told = [sys.executable, "-c", f"print('{rank.pid} 0')"]
+        forks = subprocess.Popen(told, stdout=subprocess.PIPE)
+        assert forks.wait() == 0
+        agent = Agent()
+        agent._preloading = forks, [0]
+        agent._obey({"signal": "SIGUSR1"})
+        assert rank.poll() is None
+        agent._adopt(forks.pid, 0)
+        assert rank.wait(10) == -signal.SIGUSR1 and agent._ranks == {rank.pid: 0}
+
     def test_a_gap_in_the_network_ends_nothing(self) -> None:
         """TCP tries again after 0.2, 0.4, ... seconds: 25 after the link went, and then 51."""
         assert GLOO_SECONDS > SILENCE_SECONDS > 0.2 * (2**8 - 1)
@@ -659,8 +672,9 @@ class TestEnd:
     def test_a_rank_that_aborts_before_others_wait_for_it(self) -> None:
         code = "import os, horovod.torch as hvd; os.environ['HOROVOD_RANK'] == '1' or os.abort(); "
         done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", f"{code} hvd.init()"))
-        told = "horovodrun: rank 0 on localhost was killed by SIGABRT"
-        assert done.stdout.splitlines()[-1] == told, done.stdout
+        told = "horovodrun: rank 0 on localhost was killed by SIGABRT before hvd.init() had begun: "
+        told += "where its last lines say HTTP request failed, it did not reach this host"
+        assert done.stdout.splitlines()[-1] == f"{told} (make doctor)", done.stdout
 
     def test_a_stop_hides_no_failure(self, tmp_path: Path) -> None:
         """Ctrl-C while the others of a rank that failed are being ended."""
@@ -938,13 +952,15 @@ class TestDetached:
         monkeypatch.setattr(jobs, "FOLDER", tmp_path)
         common = {
             "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
-            "state": "running", "ranks": 2,
+            "state": "running", "ranks": 2, "began": "2026-01-01T00:00:00",
         }  # fmt: skip
         for name, detached in (("1", True), ("2", False)):
             (tmp_path / name).mkdir()
             write(tmp_path / name, {**common, "id": name, "detached": detached})
         (tmp_path / "3").mkdir()
         (tmp_path / "3" / "run.json").write_text('{"something": "else"}')
+        (tmp_path / "4").mkdir()
+        write(tmp_path / "4", {**common, "id": "4", "detached": True, "began": "long ago"})
         (tmp_path / "1" / "rank-0.log").write_text("moves\r" + "x" * (1 << 21))
         monkeypatch.setattr(sys, "argv", ["jobs", "logs"])
         assert jobs.main() == 0
@@ -969,3 +985,6 @@ class TestDetached:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert self.state(on, hosts[0], project, run_id)["state"] == "lost"
+        # So it stands in its record too, for hosts that share it and do not know the launcher.
+        kept = json.loads((project / "logs" / "launches" / run_id / "run.json").read_text())
+        assert kept["state"] == "lost" and kept["began"] <= kept["ended"]

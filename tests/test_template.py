@@ -585,7 +585,7 @@ class TestMistakes:
             (["sync", "DRY_RUN=1"], "DRY_RUN=1: no variable of this Makefile"),
             (["doctor", "HOST=node1:2"], "HOST=node1:2: no variable of this Makefile"),
             (["train", "np=4"], "np=4: no variable of this Makefile"),
-            (["launch", "STRATEGY=ddp"], 'here ARGS="strategy=ddp"'),
+            (["launch", "STRATEGY=ddp"], 'here write ARGS="strategy=ddp"'),
             (["export"], "CKPT=: give a checkpoint"),
             (["train", "LAUNCHER=openmpi"], "LAUNCHER=openmpi: there is mpi"),
             (["launch", "LAUNCHER=mpi"], "it is of make train and make sweep"),

@@ -806,7 +806,7 @@ class TestDetached:
         for kill in ([], ["--kill"]):
             job = ["--stop-seconds", "60", "-H", "node1:1", "sh", "-c", script]
             self.launch(on, hosts[0], project, *job)
-            while "hi" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout:
+            while "hi" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout.splitlines():
                 time.sleep(0.2)
             first = [PYTHON, "-m", "cluster.jobs", "stop"]
             stopping = subprocess.Popen(

@@ -285,11 +285,9 @@ class Job:
             if code == -signal.SIGABRT and (late := self._late(rank)):  # Gloo's, when it has waited
                 self._fail(1, f"{late} did not come to hvd.init(), and {who} gave up", code)
             elif code == -signal.SIGABRT and self._rendezvous and not self._has_come(rank):
-                why = (
-                    "before hvd.init() had begun: where its last lines say HTTP request failed, it "
-                )
-                why += "did not reach this host (make doctor)"
-                self._fail(1, f"{who} {_told(code)} {why}", code)
+                why = f"{who} {_told(code)} before hvd.init() had begun: where its last lines say "
+                why += "HTTP request failed, it did not reach this host (make doctor)"
+                self._fail(1, why, code)
             elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
                 self._fail(weight, f"{who} {_told(code)}", code)

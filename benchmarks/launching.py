@@ -87,19 +87,19 @@ class Launcher:
         Raises:
             Failed: when it did not end well.
         """
-        used = list(dict.fromkeys(member.host for member in ranks(self.hosts, job.np)))
-        before = ask(used, "benchmarks.load")
+        used_hosts = list(dict.fromkeys(member.host for member in ranks(self.hosts, job.np)))
+        before = ask(used_hosts, "benchmarks.load")
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-            runs, writers = f"{folder}/runs", used if job.alone else used[:1]
+            runs, writers = f"{folder}/runs", used_hosts if job.alone else used_hosts[:1]
             try:
                 command = self.command(job, [*length, f"log_dir='{runs}'"])
                 train(command, job, Path(folder) / "output", self.threads)
-            finally:
+            finally:  # also takes away what a run that failed has left
                 summaries = [summary for host in writers for summary in collect(host, runs)]
         if len(summaries) != (job.np if job.alone else 1):
             names = ", ".join(host.name for host in writers)
             raise Failed(f"error: {job}: {len(summaries)} summary.json on {names}")
-        after = ask(used, "benchmarks.load", "--after")
+        after = ask(used_hosts, "benchmarks.load", "--after")
         for name, state in before.items():
             state["stolen"] = load.stolen(state.pop("counters"), after[name]["counters"])
         return {**_measured(job, summaries), "hosts": before}
@@ -140,9 +140,9 @@ def train(command: list[str], what: object, log: Path, threads: int) -> None:
 
 def collect(host: Host, folder: str) -> list[dict[str, Any]]:
     """The summaries below a folder of a host, which is removed."""
-    place, above = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
-    script = f"for f in {place}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
-    script += f"; rm -r {place}" + ("" if host.is_here else f"; rmdir {above}")
+    quoted, parent = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
+    script = f"for f in {quoted}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
+    script += f"; rm -r {quoted}" + ("" if host.is_here else f"; rmdir {parent}")
     done = subprocess.run(
         host.command(script), capture_output=True, encoding="utf-8", errors="replace"
     )
@@ -157,38 +157,39 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
     """
     script = shlex.join([sys.executable, "-m", module, *arguments])
     script = f"cd {shlex.quote(str(ROOT))} && exec {script}"
-    asked = {
+    processes = {
         host.name: subprocess.Popen(
             host.command(script), encoding="utf-8", errors="replace",
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for host in hosts
     }  # fmt: skip
-    found = {}
-    for host, (name, process) in zip(hosts, asked.items()):
-        output, errors = process.communicate()
+    answers, ends = {}, [process.communicate() for process in processes.values()]
+    for host, (name, process), (output, errors) in zip(hosts, processes.items(), ends):
         lines = [line for line in output.splitlines() if line.startswith("{")]
         if process.returncode or not lines:
-            why = (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]
-            raise Failed(f"error: {name}: {module}: {why}; see make doctor {host.given()}")
-        found[name] = json.loads(lines[-1])
-    return found
+            reason = (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]
+            raise Failed(f"error: {name}: {module}: {reason}; see make doctor {host.given()}")
+        answers[name] = json.loads(lines[-1])
+    return answers
 
 
 def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:
     """Of several processes that were alone, the median."""
-    found = [summary["anatomy"] for summary in summaries if summary.get("anatomy")]
-    if len(found) < len(summaries):
+    anatomies = [summary["anatomy"] for summary in summaries if summary.get("anatomy")]
+    if len(anatomies) < len(summaries):
         raise Failed(f"error: {job}: no step was measured: more steps than warm-up are needed")
     first = summaries[0]
     return {
         "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,
-        "step_ms": statistics.median(each["step_ms"]["mean"] for each in found),
-        "median_ms": statistics.median(each["step_ms"]["median"] for each in found),
-        "quantiles_ms": None if job.alone else {p: found[0]["step_ms"][p] for p in ("p10", "p90")},
-        "measured_steps": found[0]["steps"],
-        "phases_ms": None if job.alone else found[0].get("phases_ms"),
-        "wire": None if job.alone else found[0].get("wire"),
+        "step_ms": statistics.median(anatomy["step_ms"]["mean"] for anatomy in anatomies),
+        "median_ms": statistics.median(anatomy["step_ms"]["median"] for anatomy in anatomies),
+        "quantiles_ms": None if job.alone else {
+            p: anatomies[0]["step_ms"][p] for p in ("p10", "p90")
+        },
+        "measured_steps": anatomies[0]["steps"],
+        "phases_ms": None if job.alone else anatomies[0].get("phases_ms"),
+        "wire": None if job.alone else anatomies[0].get("wire"),
         "model": first["model"],
         "train_samples": first["train_samples"],
         "drop_last": first["drop_last"],

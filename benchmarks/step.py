@@ -90,21 +90,21 @@ class Group:
 
     def answers(self) -> list[dict[str, Any]]:
         """What all ranks have to say after their steps; then they are stopped."""
-        found = []
+        answers = []
         for rank in self.ranks:
             with rank.makefile("r") as file:
                 line = file.readline()
             if not line:
                 raise self.failed()
-            found.append(json.loads(line))
-        self.pids = [answer["pid"] for answer in found]
-        self.bytes, self.arrivals = found[0]["bytes"], found[0]["arrivals"]
-        self.images = found[0]["images"]
-        self.peak_kib = max(answer["peak_kib"] for answer in found)
-        self.resident_kib.append(max(answer["resident_kib"] for answer in found))
+            answers.append(json.loads(line))
+        self.pids = [answer["pid"] for answer in answers]
+        self.bytes, self.arrivals = answers[0]["bytes"], answers[0]["arrivals"]
+        self.images = answers[0]["images"]
+        self.peak_kib = max(answer["peak_kib"] for answer in answers)
+        self.resident_kib.append(max(answer["resident_kib"] for answer in answers))
         for pid in self.pids:
             os.kill(pid, signal.SIGSTOP)
-        return found
+        return answers
 
     def run(self, steps: int) -> list[float]:
         """The durations of so many steps on all ranks, in seconds, but for the first of each."""
@@ -151,16 +151,16 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
         horovodrun = Path(sys.executable).parent / "horovodrun"
         ranks = sum(host.slots for host in parse(arguments.hosts))
-        first = arguments.hosts.split(",")[0].partition(":")[0]
+        first_host = arguments.hosts.split(",")[0].partition(":")[0]
         try:
-            meeting = "127.0.0.1" if first == "localhost" else socket.gethostbyname(first)
+            master = "127.0.0.1" if first_host == "localhost" else socket.gethostbyname(first_host)
         except OSError as error:
             raise SystemExit(
-                f"error: --hosts {arguments.hosts}: {first}: {error.strerror}"
+                f"error: --hosts {arguments.hosts}: {first_host}: {error.strerror}"
             ) from None
         environment = {
             "OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port()),
-            "MASTER_ADDR": meeting, **PATIENCE, **extra,
+            "MASTER_ADDR": master, **PATIENCE, **extra,
         }  # fmt: skip
         log = address.with_suffix(".log")
         output = log.open("w")
@@ -236,11 +236,11 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
 def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
     """That of one more variant's ranks must be there; the kernel would end some of them."""
     available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
-    most = max(group.peak_kib * len(group.ranks) for group in groups)
-    if available and int(available[1]) < 1.2 * most:
+    peak_kib = max(group.peak_kib * len(group.ranks) for group in groups)
+    if available and int(available[1]) < 1.2 * peak_kib:
         raise SystemExit(
             f"error: {model}: memory ends at {len(groups)} of {variants} variants, each with "
-            f"{most / 2**20:.1f} GiB; name fewer with --variants"
+            f"{peak_kib / 2**20:.1f} GiB; name fewer with --variants"
         )
 
 
@@ -258,15 +258,15 @@ def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") ->
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
-        for variant, found in result["variants"].items():
-            blocks, held = found["block_medians_ms"], found["resident_mib_at_blocks"]
+        for variant, measured in result["variants"].items():
+            blocks, resident = measured["block_medians_ms"], measured["resident_mib_at_blocks"]
             ours_to = f"{ratio(result, ours, variant):.3f}" if ours in result["variants"] else ""
-            cores = f"{statistics.median(found['idle_share_of_cores']):.0%}"
-            early = found["steps"] - len(blocks) * (result["steps_per_block"] + 1)
+            cores = f"{statistics.median(measured['idle_share_of_cores']):.0%}"
+            early_steps = measured["steps"] - len(blocks) * (result["steps_per_block"] + 1)
             lines.append(
                 f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
-                f"{max(blocks):.2f} | {ours_to} | {cores} | {found['peak_mib']:.0f} | "
-                f"{early}: {held[0]:.0f}, {found['steps']}: {held[-1]:.0f} |"
+                f"{max(blocks):.2f} | {ours_to} | {cores} | {measured['peak_mib']:.0f} | "
+                f"{early_steps}: {resident[0]:.0f}, {measured['steps']}: {resident[-1]:.0f} |"
             )
     return "\n".join(lines)
 
@@ -276,37 +276,40 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
 
     That is the time that the frames of a ring of all ranks need on it, over the step time without
     what nothing can overlap: the least step, in which each gradient goes to the wire when it is
-    there, in turn, less the time on the wire.
+    there, in turn, less the time on the wire. Nothing is said of other networks, nor of models without
+    the variant `alone`.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
+    if not megabits:
+        return ""
+    byte_ms = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
     lines = [
         "| model | variant | wire alone, ms | what nothing overlaps, ms | least step, ms | "
         "of the wire |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
-        if not (megabits and alone in result["variants"] and result["arrivals"]):
-            return ""
+        if not (alone in result["variants"] and result["arrivals"]):
+            continue
         computing = statistics.median(result["variants"][alone]["block_medians_ms"])
         ranks = result["ranks"]
-        for variant, found in result["variants"].items():
+        for variant, measured in result["variants"].items():
             if "no communication" in variant:
                 continue
-            halved = 2 if "16" in variant else 1
-            a_byte = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
-            milliseconds = 2 * (ranks - 1) / ranks / halved * a_byte
+            halved = 2 if VARIANTS[variant][1].get("compression") else 1
+            gradient_byte_ms = 2 * (ranks - 1) / ranks / halved * byte_ms
             sent = 0.0
             for share, size in result["arrivals"]:
-                sent = max(sent, share * computing) + size * milliseconds
+                sent = max(sent, share * computing) + size * gradient_byte_ms
             after = (1 - result["arrivals"][-1][0]) * computing
-            needed = result["gradient_bytes"] * milliseconds
-            alone_ms = sent + after - needed
-            used = needed / (statistics.median(found["block_medians_ms"]) - alone_ms)
+            wire_ms = result["gradient_bytes"] * gradient_byte_ms
+            unhidden_ms = sent + after - wire_ms
+            wire_share = wire_ms / (statistics.median(measured["block_medians_ms"]) - unhidden_ms)
             lines.append(
-                f"| {model} | {variant} | {needed:.1f} | {alone_ms:.1f} | {sent + after:.1f} | "
-                f"{used:.3f} |"
+                f"| {model} | {variant} | {wire_ms:.1f} | {unhidden_ms:.1f} | {sent + after:.1f} | "
+                f"{wire_share:.3f} |"
             )
-    return "\n\n" + "\n".join(lines)
+    return "\n\n" + "\n".join(lines) if len(lines) > 2 else ""
 
 
 def main() -> int:
@@ -330,8 +333,8 @@ def main() -> int:
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
-    here = hardware()
-    gpus = here["gpus"]
+    facts = hardware()
+    gpus = facts["gpus"]
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
     on_gpu = arguments.device == "cuda"
     if on_gpu and ranks > len(gpus):
@@ -339,19 +342,19 @@ def main() -> int:
             f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are {len(gpus)}; "
             "name fewer slots (make: NP=1), or --device cpu"
         )
-    every = ON_GPU if on_gpu else MODELS
-    arguments.models = arguments.models or every
+    default_models = ON_GPU if on_gpu else MODELS
+    arguments.models = arguments.models or default_models
     # What malloc does is nothing to a GPU.
     arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 8]
-    on = gpus[0] if on_gpu else here["cpu"]
+    processor = gpus[0] if on_gpu else facts["cpu"]
     results = {
-        "hosts": arguments.hosts, "network": arguments.network, "device": arguments.device, **here,
+        "hosts": arguments.hosts, "network": arguments.network, "device": arguments.device, **facts,
         "batch": arguments.batch, "repeats": arguments.repeats,
         "block_seconds": arguments.block_seconds, "variants": arguments.variants, "models": {},
     }  # fmt: skip
-    some = "" if arguments.models == every else "-".join(arguments.models) + "_"
+    models = "" if arguments.models == default_models else "-".join(arguments.models) + "_"
     batch = f"batch-{arguments.batch}_" if arguments.batch else ""
-    name = f"step_{some}{batch}{slug(arguments.network)}_{slug(on)}"
+    name = f"step_{models}{batch}{slug(arguments.network)}_{slug(processor)}"
     file, results = continued(results, arguments.out, name, "models")
     interrupt_at_signals()
     try:

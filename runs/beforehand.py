@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from runs.refusal import Refusal
 from runs.resuming import keeping
@@ -72,6 +72,21 @@ def refuse_shares(
         )
 
 
+def refuse_classes(model: pl.LightningModule, classes: int, choice: str) -> None:
+    """Labels that the model has no output for: on a GPU they end a run without a word of them.
+
+    Args:
+        classes: of the data.
+        choice: the file of conf/data that was taken.
+    """
+    outputs = model.hparams.get("classes")
+    if isinstance(outputs, int) and outputs < classes:
+        raise Refusal(
+            f"model.classes={outputs}: data={choice} has {classes} classes; give "
+            f"model.classes={classes}"
+        )
+
+
 def refuse_clashes(
     trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
 ) -> None:
@@ -98,6 +113,14 @@ def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: st
             f"data={choice}: {len(held_out)} samples to {what} on {ranks} ranks; use fewer, or "
             f"more data, or {without}"
         )
+
+
+def classes_of(loader: Any) -> int:
+    """How many there are to learn, by torchvision's `class_to_idx`; 0 where the data do not say."""
+    dataset = getattr(loader, "dataset", None)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+    return 1 + max((getattr(dataset, "class_to_idx", None) or {"": -1}).values())
 
 
 def is_sized(loader: Any) -> bool:

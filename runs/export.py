@@ -7,9 +7,10 @@
 What is exported is the model's `forward`. Model and data are made again from .hydra/config.yaml of
 the run's folder. The example that forward is traced with is the model's `example_input_array` (a
 tuple for a forward that takes several tensors, batch first in each), or else the first tensor of a
-batch for validation, after the data module's hooks of batch transfer.
-The file is read back and must give what the model gives, for that batch and for a smaller one,
-before it is kept. To use it:
+batch for validation, after the data module's hooks of batch transfer. The file takes any number of
+samples, and of integers, such as tokens, any length (dimension 1), if nothing in the model fixes
+them. It is read back and must give what the model gives, for that batch, for a smaller one and for
+shorter sequences, before it is kept. To use it:
 
     model = torch.export.load("epoch_018.pt2").module()
 
@@ -104,7 +105,7 @@ def of_several(model: LightningModule, example: Inputs) -> Inputs:
 
 
 def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
-    """`forward` as a graph, for any batch size if nothing in the model fixes it.
+    """`forward` as a graph, for any batch size and length if nothing in the model fixes them.
 
     Raises:
         Refusal: when forward does not take the example, or cannot be traced.
@@ -120,35 +121,41 @@ def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
         raise Refusal(
             f"{type(model).__name__}.forward does not take {given}, {whose} ({str(error)[:150]})"
         ) from error
-    batch_first = tuple({0: Dim.AUTO} for _ in example)
+    sizes = tuple(
+        {0: Dim.AUTO, 1: Dim.AUTO} if _is_sequence(each) else {0: Dim.AUTO} for each in example
+    )
     try:
-        return torch.export.export(model, example, dynamic_shapes=batch_first)
+        return torch.export.export(model, example, dynamic_shapes=sizes)
     except Exception as error:
         reason = str(error).strip().splitlines()[0][:200]
         raise Refusal(f"{type(model).__name__}.forward cannot be traced: {reason}") from error
 
 
-def compare(model: LightningModule, made: Callable[..., Any], example: Inputs) -> bool:
-    """Whether another batch size works too.
+def compare(model: LightningModule, made: Callable[..., Any], batch: Inputs) -> None:
+    """Raises Refusal when what was made gives something else than the model."""
+    with torch.no_grad():
+        wanted = _tensors(model(*batch))
+    try:
+        torch.testing.assert_close(_tensors(made(*batch)), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    except AssertionError as error:
+        reason = " ".join(str(error).split())
+        raise Refusal(f"what was exported computes something else: {reason[:250]}") from error
 
-    Raises:
-        Refusal: when what was made gives something else than the model.
-    """
-    for batch in (example, tuple(each[:-1] for each in example)):
-        try:
-            with torch.no_grad():
-                wanted = _tensors(model(*batch))
-            found = _tensors(made(*batch))
-        except Exception:
-            if batch is example:
-                raise
-            return False
-        try:
-            torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
-        except AssertionError as error:
-            reason = " ".join(str(error).split())
-            raise Refusal(f"what was exported computes something else: {reason[:250]}") from error
+
+def takes(model: LightningModule, made: Callable[..., Any], batch: Inputs) -> bool:
+    """Whether a batch of other sizes works too; raises Refusal as `compare`."""
+    try:
+        compare(model, made, batch)
+    except Refusal:
+        raise
+    except Exception:
+        return False
     return True
+
+
+def _is_sequence(each: Tensor) -> bool:
+    """Of integers, such as tokens: batches are cut to the length of their samples."""
+    return each.ndim > 1 and not each.is_floating_point()
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -196,17 +203,21 @@ def export(checkpoint: Path, kind: str) -> str:
         )
     example = of_several(model, example)
     content, made = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
-    any_batch = compare(model, made, example)
+    compare(model, made, example)
+    any_batch = takes(model, made, tuple(each[:-1] for each in example))
+    shorter = tuple(each[:, :-1] if _is_sequence(each) else each for each in example)
+    any_length = takes(model, made, shorter)
     file = checkpoint.with_suffix(f".{kind}")
     unfinished = file.with_suffix(".part")
     unfinished.write_bytes(content)
     unfinished.replace(file)
-    takes = []
+    inputs = []
     for each in example:
-        first = "any batch" if any_batch else f"batch {len(each)} only"
-        shape = ", ".join([first, *map(str, each.shape[1:])])
-        takes.append(f"{str(each.dtype).removeprefix('torch.')} ({shape})")
-    return f"{file}: {len(content):,} bytes, takes {' and '.join(takes)}"
+        sizes = ["any batch" if any_batch else f"batch {len(each)} only", *map(str, each.shape[1:])]
+        if any_length and _is_sequence(each):
+            sizes[1] = "any length"
+        inputs.append(f"{str(each.dtype).removeprefix('torch.')} ({', '.join(sizes)})")
+    return f"{file}: {len(content):,} bytes, takes {' and '.join(inputs)}"
 
 
 def main() -> None:

@@ -25,7 +25,14 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from runs.anatomy import Anatomy
-from runs.beforehand import is_sized, refuse_clashes, refuse_model, refuse_shares
+from runs.beforehand import (
+    classes_of,
+    is_sized,
+    refuse_clashes,
+    refuse_classes,
+    refuse_model,
+    refuse_shares,
+)
 from runs.folders import ROOT, shown
 from runs.predictions import Predictions
 from runs.ranks import gather_texts, same_on_all
@@ -58,6 +65,7 @@ class Report(pl.Callback):
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self.seconds = 0.0
         self.train_samples: int | None = None
+        self.classes = 0  # 0: not known
         self.drop_last = False
         self._lr = ""
         self._compared = False  # the first batches of all ranks
@@ -79,6 +87,8 @@ class Report(pl.Callback):
         refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()
         refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
+        self.classes = classes_of(loader)
+        refuse_classes(pl_module, self.classes, self.choices["data"])
         if is_sized(loader):
             self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
         else:  # a stream may know how many it has for all ranks
@@ -113,9 +123,11 @@ class Report(pl.Callback):
         if strategy.root_device.type == "cuda":
             device = f"{torch.cuda.get_device_name(strategy.root_device)} ({device})"
         operations = getattr(strategy, "operations", None)
+        of = f" of {_counted(self.classes, 'class')}" if self.classes else ""
         lines = {
             "model": f"{self.choices['model']}, {parameters:,} parameters, lr {self._lr}",
-            "data": self.choices["data"],
+            "data": self.choices["data"]
+            + (f", {self.train_samples:,} samples{of} to train" if self.train_samples else ""),
             "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}"
             + (f" over {operations}" if operations and ranks > 1 else ""),
             "device": f"{device}, precision {trainer.precision}",
@@ -348,7 +360,8 @@ def _lr(module: pl.LightningModule) -> str:
 
 
 def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number} {what}{ending}"
 
 
 def _has_curves(trainer: pl.Trainer) -> bool:

@@ -50,6 +50,7 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
 # In Lightning's error where it cannot make a loader anew, whose arguments were given by position.
 BY_POSITION = "more than one `__init__` argument"
 UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of datamodules/, a file
+NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 # Horovod's errors that begin so were caused on this rank, and not by the end of another.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
@@ -346,8 +347,13 @@ def _mistake(
         error = type(error)(str(error).strip().splitlines()[-1])
     if isinstance(error, MISTAKES):
         return str(error)
-    if found := UNREADABLE.fullmatch(str(error)):
-        return found[1]
+    if match := UNREADABLE.fullmatch(str(error)):
+        return match[1]
+    if match := NO_OUTPUT.match(str(error)):
+        return (
+            f"a label is {match[1]}, for which the model has no output: they count from 0 to "
+            "model.classes - 1"
+        )
     if started:
         return None
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):

@@ -61,6 +61,30 @@ def test_a_model_may_say_what_its_forward_takes(tmp_path: Path) -> None:
     assert export.export(checkpoint, "pt2").endswith("(any batch, 100)")
 
 
+def test_tokens_are_taken_in_any_length(tmp_path: Path) -> None:
+    checkpoint, model = trained(tmp_path, "experiment=gpt_tiny", "model.width=16", "model.layers=1")
+    told = export.export(checkpoint, "pt2")
+    assert told.endswith("takes uint8 (any batch, any length)")
+    made = torch.export.load(checkpoint.with_suffix(".pt2")).module()
+    tokens = torch.randint(256, (3, 300), dtype=torch.uint8)  # was traced with 129
+    with torch.no_grad():
+        torch.testing.assert_close(made(tokens), model(tokens))
+
+
+class OfThree(LightningModule):
+    example_input_array = torch.ones(2, 3, dtype=torch.int64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return tokens + torch.arange(3)
+
+
+def test_a_length_that_forward_fixes_is_told(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, model="OfThree")
+    torch.save({"state_dict": {}}, checkpoint)
+    assert export.export(checkpoint, "pt2").endswith("takes int64 (any batch, 3)")
+
+
 def test_the_example_is_what_the_models_steps_get(tmp_path: Path) -> None:
     """Bytes of images, which a hook of the data module makes floats."""
     write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
@@ -93,7 +117,7 @@ class GivesTwo(LightningModule):
 def test_all_outputs_are_compared() -> None:
     """What ONNX gives for a forward that returns more than a tensor is a plain list of them."""
     ones = torch.ones(3, 2)
-    assert export.compare(GivesTwo(), lambda batch: [batch, 2 * batch], (ones,))
+    export.compare(GivesTwo(), lambda batch: [batch, 2 * batch], (ones,))
     with pytest.raises(Refusal, match="computes something else"):
         export.compare(GivesTwo(), lambda batch: [batch, 3 * batch], (ones,))
 

@@ -35,6 +35,7 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -1213,6 +1214,14 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
     assert _mistake(RuntimeError(what), started) == what
     worker = of_worker.replace(what, f"RuntimeError: {what}").replace("back:", "back (most):")
     assert _mistake(RuntimeError(worker), started) == what
+
+
+def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
+    with pytest.raises(IndexError) as caught:
+        cross_entropy(torch.zeros(1, 10), torch.tensor([11]))
+    told = _mistake(caught.value, started=True)
+    assert told and told.startswith("a label is 11, for which the model has no output")
+    assert _mistake(IndexError("list index out of range"), started=True) is None
 
 
 def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:

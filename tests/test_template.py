@@ -25,6 +25,7 @@ from datamodules.digits import Digits
 from datamodules.noise import Noise
 from models.denoiser import Denoiser
 from tests.conftest import ROOT, horovodrun, run
+from tests.pictures import write_folder
 
 FAULTY = "model._target_=tests.faulty_models."
 TEMPLATE = [sys.executable, str(ROOT / "template.py")]
@@ -128,7 +129,8 @@ class TestDefaultRun:
         assert len(lines) < 50 and "\r" not in output
         text = output.replace("[0]<stdout>:", "")
         for expected in (
-            "model   classifier, ", "data    digits", "ranks   2: 2 on ", "over Gloo",
+            "model   classifier, ", "data    digits, 1,257 samples to train", "ranks   2: 2 on ",
+            "over Gloo",
             "precision 32-true", "batch   32 a process x 2 ranks = 64 global",
             f"run     {folders(logs)[0]}", "look    make tensorboard", "epoch 1/50  ",
             "stopped early: val/loss", "test    ", "test/acc 0.9", " samples/s: ", "step    ",
@@ -339,6 +341,9 @@ class TestMistakes:
         other_model = [f"ckpt_path={summary(default[0])['checkpoint']}", "model.width=8"]
         mine, early = tmp_path / "a" / "b", "callbacks.early_stopping"
         mine.mkdir(parents=True)
+        write_folder(tmp_path / "images", each=20)
+        shutil.copytree(tmp_path / "images" / "tower", tmp_path / "images" / "windmill")
+        pictures = ["data=folder", "data.batch_size=8", "model=resnet", f"data_dir={tmp_path}"]
         # It leaves a run's folder: the metric is missed when there could have been one.
         nobody_logs = [f"{early}.monitor=val_loss", f"{early}.mode=min", f"log_dir={tmp_path}/3"]
         mistakes = [
@@ -364,6 +369,7 @@ class TestMistakes:
                 ["data=fake", "data.classes=20"],
                 "model.classes=10 and data.classes=20, model.channels=1 and data.channels=3: log",
             ),
+            ([*pictures, "model.classes=2"], "classes=2: data=folder has 3 classes; give model"),
             ([FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),
             ([FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer, partial, not to be"),
         ]

@@ -41,7 +41,7 @@ KIB, MIB = 2**10, 2**20
 
 
 def launched(
-    module: str, asked: dict[str, Any], where: list[str], prefix: list[str] | None = None
+    module: str, options: dict[str, Any], where: list[str], prefix: list[str] | None = None
 ) -> dict[str, Any]:
     """The last line of JSON of rank 0 of `module`, whose other lines are shown.
 
@@ -53,48 +53,48 @@ def launched(
         Refusal: when there is no such line, after the end of its output; or with its "error".
     """
     command = [sys.executable, "-m", "cluster.horovodrun", *where]
-    command += [sys.executable, "-m", module, json.dumps(asked)]
+    command += [sys.executable, "-m", module, json.dumps(options)]
     process = subprocess.Popen(
         [*(prefix or []), *command], cwd=ROOT, text=True, bufsize=1,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert process.stdout is not None
-    found: dict[str, Any] | None = None
+    result: dict[str, Any] | None = None
     lines: list[str] = []
     try:
         for line in process.stdout:
-            said = line.rstrip("\n").removeprefix("[0]<stdout>:")
-            if said.startswith("{"):
-                found = json.loads(said)
+            text = line.rstrip("\n").removeprefix("[0]<stdout>:")
+            if text.startswith("{"):
+                result = json.loads(text)
             else:
-                lines.append(said)
-                if said != line.rstrip("\n"):
-                    print(f"  {said}", file=sys.stderr)
+                lines.append(text)
+                if text != line.rstrip("\n"):
+                    print(f"  {text}", file=sys.stderr)
         process.wait()
     except BaseException:
         process.terminate()  # the launcher ends what it started
         process.wait()
         raise
-    if found and "error" in found:
-        raise Refusal(found["error"])
+    if result and "error" in result:
+        raise Refusal(result["error"])
     if lines and lines[-1].startswith("error: "):
         raise Refusal(lines[-1].removeprefix("error: "))
-    if found is None or process.returncode:
+    if result is None or process.returncode:
         print("\n".join(lines[-12:]), file=sys.stderr)
         raise Refusal(f"the ranks ended with exit code {process.returncode}, see above")
-    return found
+    return result
 
 
 def bandwidths(sizes: list[int], seconds: list[list[float]], count: int) -> list[dict[str, float]]:
     """A row a size: median and spread of its times, and MB/s by the median."""
     rows = []
     for size, times in zip(sizes, seconds):
-        cuts = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
-        middle = statistics.median(times)
+        deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
+        median = statistics.median(times)
         rows.append({
-            "bytes": size, "seconds": middle, "seconds_p10": cuts[0], "seconds_p90": cuts[-1],
-            "algorithm_mb_s": round(size / middle / 1e6, 3),
-            "bus_mb_s": round(2 * (count - 1) / count * size / middle / 1e6, 3),
+            "bytes": size, "seconds": median, "seconds_p10": deciles[0], "seconds_p90": deciles[-1],
+            "algorithm_mb_s": round(size / median / 1e6, 3),
+            "bus_mb_s": round(2 * (count - 1) / count * size / median / 1e6, 3),
         })  # fmt: skip
     return rows
 
@@ -128,12 +128,12 @@ def head(results: dict[str, Any]) -> str:
         for machine in results["machines"]
     )
     busy = results.get("busy_before", 0)
-    care = f" Take care: other load {busy:.0%}." if busy > BUSY_SHARE else ""
+    warning = f" Take care: other load {busy:.0%}." if busy > BUSY_SHARE else ""
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
         f"{hosts}, {results['network']}: {' + '.join(kinds)}; {versions(results)}; commit "
         f"{results['commit']}; medians of {results['repeats']} repetitions, each the time of its "
-        f"slowest rank.{care}"
+        f"slowest rank.{warning}"
     )
 
 
@@ -162,12 +162,12 @@ def plot(results: dict[str, Any], file: Path) -> None:
     axes.set_xticks(sizes, [readable(size) for size in sizes], rotation=45, ha="right", size=8)
     axes.set_xlabel("size of the all-reduce")
     axes.set_ylabel("MB/s")
-    of = (
+    caption = (
         f"{len(results['ranks'])} ranks, {len(results['hosts'])} "
         f"host{'s' if len(results['hosts']) > 1 else ''}, {results['network']}, "
         f"{results['operations']}, {results['device'] or results['cpu']}"
     )
-    axes.set_title(title(of, 5), fontsize=9)
+    axes.set_title(title(caption, 5), fontsize=9)
     axes.grid(True, which="major", alpha=0.3)
     axes.legend(frameon=False)
     save(figure, file)
@@ -175,10 +175,10 @@ def plot(results: dict[str, Any], file: Path) -> None:
 
 def file_name(results: dict[str, Any]) -> str:
     hosts = len(results["hosts"])
-    of = f"{hosts}-hosts-" if hosts > 1 else ""
+    label = f"{hosts}-hosts-" if hosts > 1 else ""
     kind = slug(results["device"] or results["cpu"])
     network = slug(results["network"])
-    return f"allreduce_{of}{len(results['ranks'])}-ranks_{network}_{kind}_{results['date'][:10]}"
+    return f"allreduce_{label}{len(results['ranks'])}-ranks_{network}_{kind}_{results['date'][:10]}"
 
 
 def write(results: dict[str, Any], folder: Path) -> Path:
@@ -204,10 +204,10 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
             f"sizes from {smallest} to {largest} bytes, each {factor} times the one before: begin "
             "with a multiple of 4, end with more, and take a factor of 2 or more"
         )
-    found = [smallest]
-    while found[-1] * factor <= largest:
-        found.append(found[-1] * factor)
-    return found
+    sizes = [smallest]
+    while sizes[-1] * factor <= largest:
+        sizes.append(sizes[-1] * factor)
+    return sizes
 
 
 def facts(hosts: list[Host]) -> dict[str, Any]:
@@ -218,11 +218,11 @@ def facts(hosts: list[Host]) -> dict[str, Any]:
     Raises:
         Failed: when a host does not answer.
     """
-    found = ask(hosts, "benchmarks.hardware").values()
+    hardware = ask(hosts, "benchmarks.hardware").values()
     loads = ask(hosts, "benchmarks.load").values()
     busy = max(max(load["busy"], load["gpu_busy"] or 0) for load in loads)
     keys = ("cpu", "cores", "memory_gib", "gpus")
-    machines = [{key: host[key] for key in keys} for host in found]
+    machines = [{key: host[key] for key in keys} for host in hardware]
     return {**machines[0], "busy_before": busy, **software(), "machines": machines}
 
 
@@ -248,24 +248,24 @@ def main() -> int:
         if arguments.repeats < 1:
             raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
         sizes = sizes_between(arguments.smallest, arguments.largest, arguments.factor)
-        used = list(dict.fromkeys(member.host for member in members))
+        used_hosts = list(dict.fromkeys(member.host for member in members))
         refuse_unwritable(arguments.out)
-        before = facts(used)
-        asked = {"sizes": sizes, "repeats": arguments.repeats}
-        found = launched("benchmarks.allreduce_worker", asked, given(arguments))
+        host_facts = facts(used_hosts)
+        options = {"sizes": sizes, "repeats": arguments.repeats}
+        measured = launched("benchmarks.allreduce_worker", options, given(arguments))
     except (Refusal, Failed, OSError) as error:
         print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    seconds = found.pop("seconds")
+    seconds = measured.pop("seconds")
     results = {
         "hosts": [
             {"name": host.name, "slots": sum(member.host == host for member in members)}
-            for host in used
+            for host in used_hosts
         ],
-        "network": arguments.network or ("network" if len(used) > 1 else "loopback"),
-        **found, **before,
+        "network": arguments.network or ("network" if len(used_hosts) > 1 else "loopback"),
+        **measured, **host_facts,
         "repeats": arguments.repeats,
         "sizes": bandwidths(sizes, seconds, len(members)),
     }  # fmt: skip

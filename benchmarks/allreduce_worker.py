@@ -33,14 +33,14 @@ def lacking_memory(largest: int, device: str) -> str:
     available = int(re.search(r"MemAvailable:\s*(\d+)", text)[1]) * 1024  # type: ignore[index]
     # Beside its numbers a rank of the CPU has Gloo's two segments of at most 1 MiB.
     needed = PROCESS_BYTES + (largest if device == "cpu" else 0)
-    where = f"{hvd.local_size()} ranks"
+    ranks = f"{hvd.local_size()} ranks"
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
         if free < 2 * largest:
             return f"a GPU has {free / 2**30:.1f} GiB free, {2 * largest / 2**30:.1f} are needed"
     if available < hvd.local_size() * needed:
         return (
-            f"{where} need {hvd.local_size() * needed / 2**30:.1f} GiB, "
+            f"{ranks} need {hvd.local_size() * needed / 2**30:.1f} GiB, "
             f"{available / 2**30:.1f} are free"
         )
     return ""
@@ -79,38 +79,38 @@ def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -
             index = (turn + repetition) % len(sizes)
             times[index, repetition] = once(numbers[: sizes[index] // 4], device, pause)
         if hvd.rank() == 0:
-            what = "warm-up" if repetition == 0 else f"repetition {repetition} of {repeats}"
-            print(f"{what}: {len(sizes)} sizes up to {max(sizes):,} bytes", flush=True)
+            label = "warm-up" if repetition == 0 else f"repetition {repetition} of {repeats}"
+            print(f"{label}: {len(sizes)} sizes up to {max(sizes):,} bytes", flush=True)
     slowest = hvd.allreduce(times, name="times", op=hvd.Max)
     return [[round(seconds, 9) for seconds in row] for row in slowest[:, 1:].tolist()]
 
 
 def main() -> None:
-    asked: dict[str, Any] = json.loads(sys.argv[1])
+    options: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     initialize()
     device = device_of_rank()
-    if shared := shares_gpu(device):
+    if problem := shares_gpu(device):
         if hvd.rank() == 0:
-            print(json.dumps({"error": shared}), flush=True)
+            print(json.dumps({"error": problem}), flush=True)
         hvd.shutdown()
         return
-    lacks = hvd.allgather_object(
-        (socket.gethostname(), lacking_memory(max(asked["sizes"]), device)), name="memory"
+    shortages = hvd.allgather_object(
+        (socket.gethostname(), lacking_memory(max(options["sizes"]), device)), name="memory"
     )
-    if lacking := next((f"{host}: {why}" for host, why in lacks if why), None):
+    if shortage := next((f"{host}: {reason}" for host, reason in shortages if reason), None):
         if hvd.rank() == 0:
-            print(json.dumps({"error": f"{lacking}: take a smaller --largest"}), flush=True)
+            print(json.dumps({"error": f"{shortage}: take a smaller --largest"}), flush=True)
         hvd.shutdown()
         return
-    found = {
-        "ranks": [host for host, _ in lacks],
+    result = {
+        "ranks": [host for host, _ in shortages],
         "operations": operations(device),
         "device": torch.cuda.get_device_name() if device == "cuda" else None,
-        "seconds": measure(asked["sizes"], asked["repeats"], device),
+        "seconds": measure(options["sizes"], options["repeats"], device),
     }
     if hvd.rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     hvd.shutdown()
 
 

@@ -70,23 +70,23 @@ def compare(old: Results, new: Results) -> tuple[list[str], list[str]]:
         if before != after:
             raise Refusal(f"not comparable: {name} was {before} and is {after}")
     _refuse_slower_machines(old, new)
-    after_of = {_name(row): row for row in rows(new)}
-    told, regressed = [], []
+    new_rows = {_name(row): row for row in rows(new)}
+    lines, regressed = [], []
     for before in rows(old):
         name = _name(before)
-        if name not in after_of:
+        if name not in new_rows:
             raise Refusal(f"not comparable: {name} was not measured in NEW")
-        after = after_of[name]
-        for row, which in ((before, "OLD"), (after, "NEW")):
+        after = new_rows[name]
+        for row, label in ((before, "OLD"), (after, "NEW")):
             if len(row.step_ms) < MIN_REPEATS:
-                few = f"{len(row.step_ms)} of the {MIN_REPEATS} repeats that tell its noise"
-                raise Refusal(f"not comparable: {name} has {few} in {which}")
+                repeats = f"{len(row.step_ms)} of the {MIN_REPEATS} repeats that tell its noise"
+                raise Refusal(f"not comparable: {name} has {repeats} in {label}")
             if not all(0 < ms < math.inf for ms in row.step_ms):  # NaN is not, either
-                raise Refusal(f"not comparable: {name} has a step of no measurable time in {which}")
+                raise Refusal(f"not comparable: {name} has a step of no measurable time in {label}")
         line, is_regression = _verdict(name, before, after)
-        told.append(line)
+        lines.append(line)
         regressed += [line] if is_regression else []
-    return told, regressed
+    return lines, regressed
 
 
 def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
@@ -98,8 +98,8 @@ def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
     differs = abs(change) > FLOOR and chance <= allowed
     verdict = "as before" if not differs else "slower" if change > 0 else "faster"
     marks = "; ".join(
-        f"{which}: {', '.join(row.marks)}"
-        for which, row in (("OLD", before), ("NEW", after))
+        f"{label}: {', '.join(row.marks)}"
+        for label, row in (("OLD", before), ("NEW", after))
         if row.marks
     )
     line = (
@@ -121,20 +121,20 @@ def _name(row: Row) -> str:
 
 def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
     """What must not differ: (name, in OLD, in NEW)."""
-    found = [(key, old["settings"][key], new["settings"][key]) for key in SAME_SETTINGS]
-    found.append(("the environment", old["environment"], new["environment"]))
-    found.append(("the machines", list(old["hosts"]), list(new["hosts"])))
+    conditions = [(key, old["settings"][key], new["settings"][key]) for key in SAME_SETTINGS]
+    conditions.append(("the environment", old["environment"], new["environment"]))
+    conditions.append(("the machines", list(old["hosts"]), list(new["hosts"])))
     for name, host in old["hosts"].items():
         other = new["hosts"].get(name, {})
-        found += [(f"{key} of {name}", host[key], other.get(key)) for key in SAME_HARDWARE]
-    one, two = _flat(old["config"]), _flat(new["config"])
+        conditions += [(f"{key} of {name}", host[key], other.get(key)) for key in SAME_HARDWARE]
+    old_config, new_config = _flat(old["config"]), _flat(new["config"])
     # What the benchmark sets itself, for all runs alike, is of no account.
-    kept = [
+    shared_keys = [
         key
-        for key in one
-        if key in two and key not in OURS and not key.startswith(("callbacks.", "logger."))
+        for key in old_config
+        if key in new_config and key not in OURS and not key.startswith(("callbacks.", "logger."))
     ]
-    return found + [(key, one[key], two[key]) for key in kept]
+    return conditions + [(key, old_config[key], new_config[key]) for key in shared_keys]
 
 
 def _refuse_slower_machines(old: Results, new: Results) -> None:
@@ -149,17 +149,17 @@ def _refuse_slower_machines(old: Results, new: Results) -> None:
 
 def _arithmetic_ms(results: Results, host: str) -> float:
     """The median of all runs of a host: how fast its cores were."""
-    of_host = [run["hosts"][host] for run in results["runs"] if host in run["hosts"]]
-    return statistics.median(each["arithmetic_ms"] for each in of_host)
+    states = [run["hosts"][host] for run in results["runs"] if host in run["hosts"]]
+    return statistics.median(state["arithmetic_ms"] for state in states)
 
 
-def _flat(tree: dict[str, Any], above: str = "") -> dict[str, Any]:
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """{"data.batch_size": 32, ...}"""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in tree.items():
         inner = isinstance(value, dict) and value
-        found |= _flat(value, f"{above}{key}.") if inner else {f"{above}{key}": value}
-    return found
+        flat |= _flat(value, f"{prefix}{key}.") if inner else {f"{prefix}{key}": value}
+    return flat
 
 
 def main() -> int:
@@ -170,7 +170,7 @@ def main() -> int:
     parser.add_argument("new", type=Path, metavar="NEW")
     arguments = parser.parse_args()
     try:
-        told, regressed = compare(read(arguments.old), read(arguments.new))
+        lines, regressed = compare(read(arguments.old), read(arguments.new))
     except Refusal as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
@@ -178,9 +178,9 @@ def main() -> int:
         print(f"error: a file lacks what make bench writes: {error!r}", file=sys.stderr)
         return 2
     if regressed:
-        told += ["", f"regressed, {len(regressed)} of {len(told)} rows:", *regressed]
+        lines += ["", f"regressed, {len(regressed)} of {len(lines)} rows:", *regressed]
     try:
-        print("\n".join(told), flush=True)
+        print("\n".join(lines), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
         print("error: who reads this went away before its end", file=sys.stderr)

@@ -186,9 +186,9 @@ def slowest_bandwidth(ranks: int, network: Network) -> float:
 
 def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float = 0.0) -> float:
     """An all-reduce by itself, without the agreement before it; `free` bytes pass at once."""
-    start = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
-    slow = max(0.0, wire_bytes(bytes_, ranks) - free)
-    return start + slow / slowest_bandwidth(ranks, network)
+    latency = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
+    limited_bytes = max(0.0, wire_bytes(bytes_, ranks) - free)
+    return latency + limited_bytes / slowest_bandwidth(ranks, network)
 
 
 def agreement_seconds(ranks: int, network: Network) -> float:
@@ -214,12 +214,12 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     if ranks == 1:
         return Step(job.compute, 0.0, 0.0, 1.0)
     straggler = job.slowest + job.deviation * expected_maximum(ranks)
-    begun = straggler + job.forward
-    ready = [begun + share * job.backward for share in job.shares]
+    backward_start = straggler + job.forward
+    ready = [backward_start + share * job.backward for share in job.shares]
     agreement = agreement_seconds(ranks, network)
     bandwidth = slowest_bandwidth(ranks, network)
     thread = wire = 0.0  # when each is free
-    credit, counted = network.burst, 0.0  # bytes that would pass at once, and when that was so
+    credit, credit_time = network.burst, 0.0  # bytes that would pass at once, and when that was so
     sent = 0
     while sent < len(ready):
         round_begins = max(thread, ready[sent])
@@ -227,26 +227,26 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
         wire = max(wire, agreed)
         while sent < len(ready) and ready[sent] <= round_begins:
             if network.burst:
-                credit = min(network.burst, credit + (wire - counted) * bandwidth)
+                credit = min(network.burst, credit + (wire - credit_time) * bandwidth)
             wire += all_reduce_seconds(job.buckets[sent], ranks, network, credit)
             credit = max(0.0, credit - wire_bytes(job.buckets[sent], ranks))
-            counted = wire
+            credit_time = wire
             sent += 1
         thread = max(agreed if network.asynchronous else wire, round_begins + network.cycle)
-    end = max(wire, begun + job.backward)
+    end = max(wire, backward_start + job.backward)
     seconds = end + job.rest
-    return Step(seconds, straggler, end - begun - job.backward, job.compute / seconds)
+    return Step(seconds, straggler, end - backward_start - job.backward, job.compute / seconds)
 
 
 def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float]:
     """Bytes, as strategies/buckets.py puts layers together that come in the order of backward."""
-    found, size, limit = [], 0.0, float(MIB)
+    sizes, size, limit = [], 0.0, float(MIB)
     for layer in layers:
         size += layer
         if size >= limit:
-            found.append(size)
+            sizes.append(size)
             size, limit = 0.0, min(2 * limit, bucket)
-    return found + ([size] if size else [])
+    return sizes + ([size] if size else [])
 
 
 def as_many_buckets(bytes_: float, count: int) -> list[float]:
@@ -271,18 +271,18 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     """
     if len({m.bytes for m in measurements}) < 2:
         raise ValueError("a fit needs all-reduces of two sizes at least")
-    several = float(len({m.ranks for m in measurements}) > 1)
-    table = np.array([
-        [several, m.latencies, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
+    intercept = float(len({m.ranks for m in measurements}) > 1)
+    matrix = np.array([
+        [intercept, m.latencies, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
         for m in measurements
     ])  # fmt: skip
     seconds = np.array([m.seconds for m in measurements])
-    table /= seconds[:, None]
-    wanted = 1 - np.array([m.known for m in measurements]) / seconds
-    scale = np.maximum(table.max(axis=0), 1e-30)  # to units in which all columns are alike
-    constants = nnls(table / scale, wanted)[0] / scale
+    matrix /= seconds[:, None]
+    target = 1 - np.array([m.known for m in measurements]) / seconds
+    scale = np.maximum(matrix.max(axis=0), 1e-30)  # to units in which all columns are alike
+    constants = nnls(matrix / scale, target)[0] / scale
     fixed, latency, inverse = (float(value) for value in constants)
     if inverse == 0:
         raise ValueError("times do not grow with bytes: no bandwidth can be fitted")
-    error = float(np.median(np.abs(table @ constants - wanted)))
+    error = float(np.median(np.abs(matrix @ constants - target)))
     return Fit(fixed, latency, 1 / inverse, error)

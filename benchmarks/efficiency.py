@@ -70,8 +70,8 @@ def interval(values: list[float]) -> tuple[float, float]:
     of 100 cases at most: the interval that belongs to the sign test."""
     count, ordered = len(values), sorted(values)
     # How many of n coins fall on one side: as many values lie below the true median.
-    out = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
-    return ordered[out], ordered[count - 1 - out]
+    excluded = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
+    return ordered[excluded], ordered[count - 1 - excluded]
 
 
 def spread(
@@ -86,8 +86,8 @@ def spread(
     middle, *ends = (
         f"{factor * value:,.{digits}f}" for value in (statistics.median(values), *interval(values))
     )
-    between = f" ({' to '.join(ends)})" if len(set(values)) > 1 else ""
-    return f"{middle}{between}{unit}"
+    brackets = f" ({' to '.join(ends)})" if len(set(values)) > 1 else ""
+    return f"{middle}{brackets}{unit}"
 
 
 def spread_in_words(repeats: int) -> str:
@@ -128,13 +128,13 @@ def runs_of(results: Results, strategy: str, np: int, batch: int, alone: bool) -
 def samples_per_second(results: Results, run: Run) -> float:
     """See above."""
     np, batch, trial = run["np"], run["batch"], results["trial"]
-    each = np * batch
+    samples = np * batch
     if trial["train_samples"] and not trial.get("drop_last"):
         steps = steps_per_epoch(results, np, batch)
         if steps == _batches(trial, np, batch):
-            lacking = steps * each - trial["train_samples"]  # in the last batch of an epoch
-            each -= lacking * _ends_of_epochs(results, steps)
-    return each / run["step_ms"] * 1e3
+            missing = steps * samples - trial["train_samples"]  # in the last batch of an epoch
+            samples -= missing * _ends_of_epochs(results, steps)
+    return samples / run["step_ms"] * 1e3
 
 
 def _ends_of_epochs(results: Results, steps: int) -> float:
@@ -148,13 +148,13 @@ def _ends_of_epochs(results: Results, steps: int) -> float:
 
 def rows(results: Results) -> list[Row]:
     """All rows that have a run, in the order of the table."""
-    settings, found = results["settings"], []
+    settings, measured = results["settings"], []
     for mode in settings["modes"]:
         for strategy in settings["strategies"]:
             for np in settings["sizes"]:
                 row = _row(results, mode, strategy, np)
-                found += [row] if row else []
-    return found
+                measured += [row] if row else []
+    return measured
 
 
 def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
@@ -169,23 +169,23 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     if results["trial"]["train_samples"]:
         row.epoch_seconds = [steps_per_epoch(results, np, batch) * time / 1e3 for time in times]
     for each in results.get("predicted", []):
-        of_this = (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np)
-        if of_this and np != settings["sizes"][0]:
+        matches = (each["mode"], each["strategy"], each["np"]) == (mode, strategy, np)
+        if matches and np != settings["sizes"][0]:
             row.predicted_ms = [each[key] for key in ("step_ms", "low_ms", "high_ms")]
     alone: dict[int, Run] = {}
     if np in results["oversubscribed"]:
         alone = runs_of(results, "horovod", np, batch, alone=True)
         row.over_alone = [runs[r]["median_ms"] / alone[r]["median_ms"] for r in runs if r in alone]
     else:
-        least = settings["sizes"][0]
-        base = _rates(results, strategy, least, batch_of(mode, settings["batch_size"], least))
+        smallest = settings["sizes"][0]
+        base = _rates(results, strategy, smallest, batch_of(mode, settings["batch_size"], smallest))
         row.speedup = [rates[repeat] / base[repeat] for repeat in rates if repeat in base]
-        row.efficiency = [value * least / np for value in row.speedup]
+        row.efficiency = [value * smallest / np for value in row.speedup]
     first = settings["strategies"][0]
-    other = _rates(results, first, np, batch) if strategy != first else {}
-    against = [rates[repeat] / other[repeat] for repeat in rates if repeat in other]
+    first_rates = _rates(results, first, np, batch) if strategy != first else {}
+    ratios = [rates[repeat] / first_rates[repeat] for repeat in rates if repeat in first_rates]
     marks = _marks(results, row, list(runs.values()), list(alone.values()))
-    row.marks = [*marks, *_unclear(f"as {first}", against)]
+    row.marks = [*marks, *_unclear(f"as {first}", ratios)]
     return row
 
 
@@ -206,9 +206,9 @@ def _marks(results: Results, row: Row, runs: list[Run], alone: list[Run]) -> lis
     stolen = max(host["stolen"] for host in hosts)
     if stolen > STEAL_SHARE:
         marks.append(f"stolen {stolen:.0%}")
-    slower = max(_drift(results, run) for run in [*runs, *alone])
-    if slower > DRIFT:
-        marks.append(f"cores {slower:.0%} slower")
+    drift = max(_drift(results, run) for run in [*runs, *alone])
+    if drift > DRIFT:
+        marks.append(f"cores {drift:.0%} slower")
     if row.np != results["settings"]["sizes"][0]:
         marks += _unclear("as ideal", row.efficiency)
     return marks + _unclear("as without communication", row.over_alone)

@@ -75,17 +75,17 @@ def continued(
     """
     _measure_alone(folder)
     results = {**json.loads(json.dumps(results)), "finished": False}
-    varies = {*measured, "date", "load_before"}
-    for place in sorted(folder.glob(f"{name}_*.json")):
+    ignored = {*measured, "date", "load_before"}
+    for file in sorted(folder.glob(f"{name}_*.json")):
         try:
-            found = json.loads(place.read_text())
+            previous = json.loads(file.read_text())
         except ValueError:
             continue  # half copied
-        if not isinstance(found, dict):
+        if not isinstance(previous, dict):
             continue  # of something else
-        if all(found.get(key) == results[key] for key in results.keys() - varies):
-            print(f"going on with {place}, of {found['date']}", file=sys.stderr)
-            return place, found
+        if all(previous.get(key) == results[key] for key in results.keys() - ignored):
+            print(f"going on with {file}, of {previous['date']}", file=sys.stderr)
+            return file, previous
     return unused(folder / f"{name}_{results['date'][:10]}.json"), results
 
 
@@ -114,11 +114,11 @@ def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]
 
 def unused(file: Path) -> Path:
     """This file, or with _2, _3, ... in its name: one that is not there yet."""
-    place, number = file, 1
-    while place.exists():
+    candidate, number = file, 1
+    while candidate.exists():
         number += 1
-        place = file.with_stem(f"{file.stem}_{number}")
-    return place
+        candidate = file.with_stem(f"{file.stem}_{number}")
+    return candidate
 
 
 def hardware() -> dict[str, Any]:
@@ -173,8 +173,8 @@ def _changes() -> str | None:
     """A digest of what differs from the commit, new code and configuration too; None if nothing
     does."""
     difference = _git("diff", "HEAD")
-    new = _git("ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml").split("\0")
-    for file in (ROOT / name for name in new if name):
+    names = _git("ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml").split("\0")
+    for file in (ROOT / name for name in names if name):
         difference += f"{file}\n{file.read_text(errors='replace') if file.is_file() else ''}"
     return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None
 
@@ -204,25 +204,25 @@ def host() -> dict[str, Any]:
 def nics() -> dict[str, int | None]:
     """Rate in Mbit/s (None: not told) of each interface that is up, without loopback and those of
     containers, which come and go."""
-    found = {}
+    rates = {}
     for _, name in socket.if_nameindex():
         folder = Path("/sys/class/net") / name
         state = folder / "operstate"
         if not PASSING.match(name) and state.exists() and state.read_text().strip() == "up":
-            found[name] = _number(folder / "speed")
+            rates[name] = _number(folder / "speed")
     for port in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate")):
         rate = _number(port)  # in Gbit/s
-        found[port.parts[-4]] = rate * 1000 if rate else None
-    return found
+        rates[port.parts[-4]] = rate * 1000 if rate else None
+    return rates
 
 
 def _number(file: Path) -> int | None:
     """What a file of the kernel begins with; None where it has nothing to say."""
     try:
-        said = re.match(r"\d+", file.read_text())
+        match = re.match(r"\d+", file.read_text())
     except OSError:
         return None
-    return int(said.group()) if said else None
+    return int(match.group()) if match else None
 
 
 def nvidia_smi(*fields: str) -> list[list[str]]:

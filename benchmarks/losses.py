@@ -100,10 +100,10 @@ def launch(arguments: list[str], np: int) -> dict[str, Any]:
         train(command, what, Path(folder) / "output", threads=1)
         (run,) = Path(folder).glob("runs/*/runs/*/")
         summary = json.loads((run / "summary.json").read_text())
-        found = read(run / "metrics.csv")
-    if summary["world_size"] != np or not found:
-        raise Failed(f"error: {what}: {summary['world_size']} ranks, {len(found)} losses")
-    return {**summary, "losses": found}
+        losses = read(run / "metrics.csv")
+    if summary["world_size"] != np or not losses:
+        raise Failed(f"error: {what}: {summary['world_size']} ranks, {len(losses)} losses")
+    return {**summary, "losses": losses}
 
 
 def read(metrics: Path) -> dict[int, float]:
@@ -119,15 +119,15 @@ def measure(
     """All runs of a job, one process first."""
     quick = ["test=false", "callbacks=none", "~logger.tensorboard"]
     common = [*job.arguments, *quick, "trainer.enable_checkpointing=false"]
-    ends = ["trainer.max_epochs=-1", "trainer.max_steps=1", "trainer.limit_val_batches=1",
+    one_step = ["trainer.max_epochs=-1", "trainer.max_steps=1", "trainer.limit_val_batches=1",
             "trainer.val_check_interval=1"]  # fmt: skip
-    first = launch([*common, *ends, f"data.batch_size={batch}"], 1)
-    full = first["train_samples"] // batch
-    if not full:
+    first = launch([*common, *one_step, f"data.batch_size={batch}"], 1)
+    full_batches = first["train_samples"] // batch
+    if not full_batches:
         raise Refusal(f"{job.name}: {first['train_samples']} samples make no batch of {batch}")
     # The last batch of an epoch, which ranks might have to fill up, is left out.
     length = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}",
-              f"trainer.limit_train_batches={full}", "trainer.check_val_every_n_epoch=null",
+              f"trainer.limit_train_batches={full_batches}", "trainer.check_val_every_n_epoch=null",
               f"trainer.val_check_interval={max(1, steps // POINTS)}"]  # fmt: skip
     ddp = bool(machine()["gpus"]) or not job.ddp_on_cpu
     runs = []
@@ -176,7 +176,7 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
         Refusal: for one that template.py would refuse, that has none, or that the ranks do not
             divide.
     """
-    found = []
+    global_batches = []
     for job in jobs:
         batch = batch_size_of(configuration(job.arguments, ["single"]))
         wrong = [str(np) for np in sizes if batch % np]
@@ -185,8 +185,8 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
                 f"data.batch_size={batch} does not divide by NP={' '.join(wrong)}: it is shared "
                 "by the ranks; give another of the two"
             )
-        found.append(batch)
-    return found
+        global_batches.append(batch)
+    return global_batches
 
 
 def main() -> int:
@@ -205,11 +205,11 @@ def main() -> int:
     name = f"losses_{slug(losses_report.hardware_of(results))}"
     try:
         refuse_ours(arguments.overrides, OURS, "make bench-losses")
-        shares = batches(jobs, arguments.np)
+        global_batches = batches(jobs, arguments.np)
         file, results = continued(results, arguments.out, name, "jobs")
-        for job, batch in list(zip(jobs, shares))[len(results["jobs"]) :]:
-            found = measure(job, batch, arguments.np, arguments.steps, launch, say)
-            results["jobs"].append(found)
+        for job, batch in list(zip(jobs, global_batches))[len(results["jobs"]) :]:
+            measured = measure(job, batch, arguments.np, arguments.steps, launch, say)
+            results["jobs"].append(measured)
             write_json(results, file)
         text = losses_report.report(results, file.with_suffix(""))
         results["finished"] = True  # in the file when its table and plot are there
@@ -224,10 +224,10 @@ def main() -> int:
         say(f"\nstopped; jobs that are kept: {len(results['jobs'])}; the same command goes on")
         return 130
     print(text)
-    wrong = unequal(results)
-    for run in wrong:
+    differing = unequal(results)
+    for run in differing:
         say(f"error: not equal: {run}")
-    return 1 if wrong else 0
+    return 1 if differing else 0
 
 
 if __name__ == "__main__":

@@ -39,18 +39,18 @@ def differences(job: dict[str, Any], run: dict[str, Any]) -> list[float]:
     Raises:
         ValueError: when both were not evaluated at the same steps.
     """
-    alone = next(r for r in job["runs"] if r["precision"] == run["precision"])
-    if alone["steps"] != run["steps"]:
-        raise ValueError(f"{job['name']}: steps {run['steps']} beside {alone['steps']}")
-    return [_difference(a, b) for a, b in zip(run["losses"], alone["losses"])]
+    reference = next(r for r in job["runs"] if r["precision"] == run["precision"])
+    if reference["steps"] != run["steps"]:
+        raise ValueError(f"{job['name']}: steps {run['steps']} beside {reference['steps']}")
+    return [_difference(a, b) for a, b in zip(run["losses"], reference["losses"])]
 
 
 def _difference(a: float, b: float) -> float:
     """Of a relative to b; infinite where one of them is no number."""
     if a == b:
         return 0.0
-    found = abs(a - b) / abs(b) if b else math.inf
-    return math.inf if math.isnan(found) else found
+    difference = abs(a - b) / abs(b) if b else math.inf
+    return math.inf if math.isnan(difference) else difference
 
 
 def unequal(results: Results) -> list[str]:
@@ -73,11 +73,11 @@ def table(results: Results) -> str:
             "32 bits: first difference", "largest", "64 bits: largest", ""]  # fmt: skip
     lines = []
     for job in results["jobs"]:
-        narrow = [run for run in job["runs"] if run["precision"] == "32-true"]
-        wide = [run for run in job["runs"] if run["precision"] == "64-true"]
-        for run, exact in zip(narrow, wide):
+        runs_32 = [run for run in job["runs"] if run["precision"] == "32-true"]
+        runs_64 = [run for run in job["runs"] if run["precision"] == "64-true"]
+        for run, run_64 in zip(runs_32, runs_64):
             alone = run["strategy"] == "single"
-            in_32, in_64 = differences(job, run), max(differences(job, exact))
+            in_32, in_64 = differences(job, run), max(differences(job, run_64))
             verdict = "equal" if in_64 <= EQUAL else "differs"
             lines.append(
                 [job["name"], run["strategy"], f"{run['np']} x {run['batch']}",

@@ -72,13 +72,13 @@ def law(ranks: list[int], seconds: list[float]) -> str:
         return "constant"
     if seconds[-1] / seconds[-2] > 1.5 * (ranks[-1] / ranks[-2]) ** 2:
         return "faster than p^2"
-    best, least = "", math.inf
+    best, least_error = "", math.inf
     for name, f in LAWS.items():
         # Relative: both sides are divided by the time.
-        table = np.array([[1 / took, f(p) / took] for p, took in zip(ranks, seconds)])
-        error = nnls(table, np.ones(len(ranks)))[1] ** 2
-        if error < least / 2:
-            best, least = name, error
+        matrix = np.array([[1 / took, f(p) / took] for p, took in zip(ranks, seconds)])
+        error = nnls(matrix, np.ones(len(ranks)))[1] ** 2
+        if error < least_error / 2:
+            best, least_error = name, error
     return best
 
 
@@ -100,22 +100,22 @@ def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
 def measure(ranks: int) -> dict[str, float | None]:
     """Seconds of each of WHAT; None for the doctor where it finds this host unfit for so many."""
     launch, _ = timed("horovodrun", ranks, "true")
-    doctor, said = timed("doctor", ranks)
+    doctor, doctor_output = timed("doctor", ranks)
     printing, output = timed(
         "horovodrun", ranks, "sh", "-c", f"yes $(printf %080d 0) | head -{LINES}"
     )
     assert output.count("0" * 80) == LINES * ranks
     _, output = timed("horovodrun", ranks, sys.executable, str(WORKER))
     line = next(line for line in output.splitlines() if '"seconds"' in line)
-    found = json.loads(line[line.index("{") :])
-    assert found["ranks"] == ranks
-    found["seconds"]["end"] = time.time() - found["done"]
+    result = json.loads(line[line.index("{") :])
+    assert result["ranks"] == ranks
+    result["seconds"]["end"] = time.time() - result["done"]
     lines = max(printing - launch, 1e-3)
     return {
         "launch": launch,
-        "doctor": None if NOT_FIT in said else doctor,
+        "doctor": None if NOT_FIT in doctor_output else doctor,
         "lines": lines,
-        **found["seconds"],
+        **result["seconds"],
     }
 
 
@@ -126,13 +126,13 @@ def table(results: dict[str, Any]) -> str:
         "| --- " * (len(sizes) + 2) + "|",
     ]
     for name, what in WHAT.items():
-        known = {p: [run[name] for run in results["runs"][str(p)]] for p in sizes}
+        times = {p: [run[name] for run in results["runs"][str(p)]] for p in sizes}
         medians = {
-            p: statistics.median(seconds) for p, seconds in known.items() if None not in seconds
+            p: statistics.median(seconds) for p, seconds in times.items() if None not in seconds
         }
-        told = " | ".join(f"{1e3 * medians[p]:,.1f}" if p in medians else "not fit" for p in sizes)
-        grows = law(list(medians), list(medians.values()))
-        lines.append(f"| {what} | {told} | {grows} |")
+        cells = " | ".join(f"{1e3 * medians[p]:,.1f}" if p in medians else "not fit" for p in sizes)
+        growth = law(list(medians), list(medians.values()))
+        lines.append(f"| {what} | {cells} | {growth} |")
     return "\n".join(lines)
 
 
@@ -163,15 +163,15 @@ def main() -> int:
         print("\nstopped; the same command goes on", file=sys.stderr)
         return 130
     results["finished"] = True
-    shown = table(results)
+    text = table(results)
     head = (
         f"What our own tools cost, all ranks on one host: {results['cpu']}, {results['cores']} "
         f"cores; {versions(results)}; commit {results['commit']}; medians of {results['repeats']} "
         "interleaved repeats.\n\n"
     )
     write_json(results, file)
-    file.with_suffix(".md").write_text(head + shown + "\n")
-    print(shown)
+    file.with_suffix(".md").write_text(head + text + "\n")
+    print(text)
     print(f"written to {file} and .md")
     return 0
 

@@ -31,11 +31,11 @@ def main() -> None:
     strategy = HorovodStrategy()
     world = strategy.world
     moments = world.gather_objects((imported, initialized))
-    last = max(moment for moment, _ in moments)
-    found = {
-        "import": last - float(os.environ[BEGUN]),
+    last_import = max(moment for moment, _ in moments)
+    durations = {
+        "import": last_import - float(os.environ[BEGUN]),
         # Nobody can be ready before the last has come.
-        "init": max(moment for _, moment in moments) - last,
+        "init": max(moment for _, moment in moments) - last_import,
     }
     numbers, small = torch.ones(100), torch.ones(1)
     checkpoint = {"state": torch.ones(4 * 2**20)}
@@ -55,11 +55,11 @@ def main() -> None:
             task()
             seconds.append(time.perf_counter() - start)
         # The slowest rank's: the others wait for it sooner or later.
-        mine = torch.tensor(statistics.median(seconds[1:]))
-        found[name] = float(strategy.reduce(mine, reduce_op="max"))
+        median = torch.tensor(statistics.median(seconds[1:]))
+        durations[name] = float(strategy.reduce(median, reduce_op="max"))
     if hvd.rank() == 0:
-        told = {"ranks": hvd.size(), "seconds": found, "done": time.time()}
-        print(json.dumps(told), flush=True)
+        result = {"ranks": hvd.size(), "seconds": durations, "done": time.time()}
+        print(json.dumps(result), flush=True)
     hvd.shutdown()
 
 

@@ -52,35 +52,35 @@ def segments(trace: Trace, step: Event) -> list[Segment]:
     """The step cut at each change of phase: (start, end, phase), in µs, without gaps."""
     begin, end = step["ts"], step["ts"] + step["dur"]
     ranges = [
-        (max(e["ts"], begin), min(e["ts"] + e["dur"], end), found)
+        (max(e["ts"], begin), min(e["ts"] + e["dur"], end), label)
         for e in trace.events
         if "dur" in e and e["ts"] < end and e["ts"] + e["dur"] > begin and place(e) == trace.main
-        and (found := phase(str(e["name"])))
+        and (label := phase(str(e["name"])))
     ]  # fmt: skip
     ranges.sort(key=lambda r: (r[0], -r[1]))
-    cut: list[Segment] = []
+    pieces: list[Segment] = []
     open_: list[tuple[float, str]] = [(end, "rest")]
     now = begin
     for start, stop, name in [*ranges, (end, end, "rest")]:
         while open_ and open_[-1][0] <= start:
             until, inner = open_.pop()
-            cut.append((now, until, inner))
+            pieces.append((now, until, inner))
             now = until
         if open_:
-            cut.append((now, start, open_[-1][1]))
+            pieces.append((now, start, open_[-1][1]))
         now = start
         open_.append((stop, name))
-    return [segment for segment in cut if segment[1] > segment[0]]
+    return [segment for segment in pieces if segment[1] > segment[0]]
 
 
 def shares(trace: Trace) -> dict[str, float]:
     """ms a step, by phase."""
     steps = plain_steps(trace)
-    found = dict.fromkeys([*PHASES, "rest"], 0.0)
+    milliseconds = dict.fromkeys([*PHASES, "rest"], 0.0)
     for step in steps:
         for start, end, name in segments(trace, step):
-            found[name] += (end - start) / 1e3 / len(steps)
-    return found
+            milliseconds[name] += (end - start) / 1e3 / len(steps)
+    return milliseconds
 
 
 def inside(events: Iterable[Event], steps: list[Event]) -> list[Event]:
@@ -98,32 +98,32 @@ def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
             threads[place(event)].append(event)
     spent: Amounts = defaultdict(float)
     calls: Amounts = defaultdict(float)
-    for found in threads.values():
-        around: list[Event] = []
-        for event in sorted(found, key=lambda e: (e["ts"], -e["dur"])):
-            while around and around[-1]["ts"] + around[-1]["dur"] <= event["ts"]:
-                around.pop()
-            if around and not kernels:
-                spent[around[-1]["name"]] -= event["dur"]
+    for thread_events in threads.values():
+        stack: list[Event] = []
+        for event in sorted(thread_events, key=lambda e: (e["ts"], -e["dur"])):
+            while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
+                stack.pop()
+            if stack and not kernels:
+                spent[stack[-1]["name"]] -= event["dur"]
             spent[event["name"]] += event["dur"]
             calls[event["name"]] += 1
-            around.append(event)
+            stack.append(event)
     return spent, calls
 
 
 def table(traces: list[Trace], horovod: Timeline) -> str:
     """At most 25 lines: phases a rank, the slowest, operations, Horovod's phases."""
     count = min(len(plain_steps(trace)) for trace in traces)
-    worst = max(trace.uncertainty_us for trace in traces)
+    uncertainty = max(trace.uncertainty_us for trace in traces)
     lines = [
         f"{_counted(count, 'step')} of {_counted(len(traces), 'rank')}, ms a step as traced; "
-        + (f"clocks aligned to {worst / 1e3:.2f} ms" if worst else "one clock")
+        + (f"clocks aligned to {uncertainty / 1e3:.2f} ms" if uncertainty else "one clock")
     ]
     spent = [shares(trace) for trace in traces]
     own = [sum(ms for name, ms in each.items() if name != "all-reduce") for each in spent]
     order = sorted(range(len(traces)), key=lambda index: -own[index])
     half = MOST_RANKS // 2
-    told = order[:half] + order[-half:] if len(traces) > MOST_RANKS else range(len(traces))
+    shown = order[:half] + order[-half:] if len(traces) > MOST_RANKS else range(len(traces))
     if len(traces) > MOST_RANKS:
         lines[0] += f"; the {half} slowest and the {half} fastest"
     width = max(len(trace.host) for trace in traces)
@@ -131,7 +131,7 @@ def table(traces: list[Trace], horovod: Timeline) -> str:
     lines.append(
         f"RANK  {'HOST':<{width}}  {'STEP':>8}" + "".join(f"{n.upper():>12}" for n in names)
     )
-    for index in told:
+    for index in shown:
         total, trace = sum(spent[index].values()), traces[index]
         cells = [f"{spent[index][name]:6.1f} {_share(spent[index][name], total)}" for name in names]
         lines.append(f"{trace.rank:>4}  {trace.host:<{width}}  {total:8.1f}  " + "  ".join(cells))
@@ -157,8 +157,8 @@ def _operations(traces: list[Trace]) -> list[str]:
     calls: Amounts = defaultdict(float)
     for trace in traces:
         steps = plain_steps(trace)
-        for total, found in zip((spent, calls), self_times(inside(trace.events, steps))):
-            for name, number in found.items():
+        for total, amounts in zip((spent, calls), self_times(inside(trace.events, steps))):
+            for name, number in amounts.items():
                 total[name] += number / len(steps) / len(traces)
     return _ranked("OPERATION, itself, mean of ranks", spent, calls, OPERATIONS)
 
@@ -168,9 +168,9 @@ def _horovod(traces: list[Trace], horovod: Timeline) -> list[str]:
     steps = plain_steps(traces[0])
     spent: Amounts = defaultdict(float)
     calls: Amounts = defaultdict(float)
-    for found in inside(horovod.ranges, steps):
-        spent[found["name"]] += found["dur"] / len(steps)
-        calls[found["name"]] += 1 / len(steps)
+    for event in inside(horovod.ranges, steps):
+        spent[event["name"]] += event["dur"] / len(steps)
+        calls[event["name"]] += 1 / len(steps)
     return _ranked("HOROVOD, as seen by rank 0", spent, calls, HOROVOD_PHASES)
 
 
@@ -189,11 +189,11 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
 
     plain = sorted(plain_steps(traces[0]), key=lambda step: step["dur"])
     chosen = plain[len(plain) // 2]
-    same = [
+    steps = [
         step for trace in traces for step in trace.steps if step["name"] == chosen["name"]
     ]  # of each rank
-    begin = min(step["ts"] for step in same)
-    end = max(step["ts"] + step["dur"] for step in same)
+    begin = min(step["ts"] for step in steps)
+    end = max(step["ts"] + step["dur"] for step in steps)
     outer = [
         e for e in horovod.ranges
         if e["ts"] < end and e["ts"] + e["dur"] > begin
@@ -224,9 +224,9 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
-    used = [name for name in COLOURS if name != "negotiation" or tensors]
+    names = [name for name in COLOURS if name != "negotiation" or tensors]
     axes.legend(
-        handles=[Patch(color=COLOURS[name], label=name) for name in used], ncols=len(used),
+        handles=[Patch(color=COLOURS[name], label=name) for name in names], ncols=len(names),
         loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8,
     )  # fmt: skip
     figure.savefig(file, bbox_inches="tight")

@@ -62,38 +62,38 @@ class Prediction:
 
 
 def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Prediction]:
-    found = []
+    rows = []
     for count in ranks:
         steps = [predict(job, count, network) for network in cases]
         best, worst = (pick(steps, key=lambda step: step.seconds) for pick in (min, max))
         hosts = math.ceil(count / cases[1].ranks_per_host)
-        found.append(Prediction(count, hosts, steps[1], best, worst))
-    return found
+        rows.append(Prediction(count, hosts, steps[1], best, worst))
+    return rows
 
 
-def table(found: list[Prediction], measured: dict[int, float]) -> str:
+def table(rows: list[Prediction], measured: dict[int, float]) -> str:
     """A row for each number of ranks; a column of what was measured where there is anything."""
     lines = [
         "| ranks | hosts | step, ms (at best - at worst) | efficiency | of the step: straggler, "
         "exposed all-reduce, ms |" + (" measured, ms |" if measured else ""),
         "| ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if measured else ""),
     ]
-    for row in found:
-        seen = f" {measured[row.ranks] * 1e3:.1f} |" if row.ranks in measured else " |"
+    for row in rows:
+        cell = f" {measured[row.ranks] * 1e3:.1f} |" if row.ranks in measured else " |"
         lines.append(
             f"| {row.ranks:,} | {row.hosts:,} | {row.step.seconds * 1e3:.1f} "
             f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f}) | "
             f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%}) | "
             f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f} |"
-            + (seen if measured else "")
+            + (cell if measured else "")
         )
     return "\n".join(lines)
 
 
-def as_csv(found: list[Prediction]) -> str:
+def as_csv(rows: list[Prediction]) -> str:
     """The same, nothing rounded; times in ms."""
     lines = ["ranks,hosts,step_ms,best_ms,worst_ms,efficiency,straggler_ms,exposed_ms"]
-    for row in found:
+    for row in rows:
         times = (row.step.seconds, row.best.seconds, row.worst.seconds)
         parts = (row.step.straggler, row.step.exposed)
         figures = [*(1e3 * t for t in times), row.step.efficiency, *(1e3 * t for t in parts)]
@@ -102,30 +102,30 @@ def as_csv(found: list[Prediction]) -> str:
 
 
 def plot(
-    found: list[Prediction], measured: dict[int, float], job: Job, of: str, file: Path
+    rows: list[Prediction], measured: dict[int, float], job: Job, caption: str, file: Path
 ) -> None:
     from benchmarks.figures import plt, save, title  # slow to import
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(5, 5), sharex=True, layout="constrained")
-    ranks = [row.ranks for row in found]
+    ranks = [row.ranks for row in rows]
     above.fill_between(
-        ranks, [100 * r.worst.efficiency for r in found], [100 * r.best.efficiency for r in found],
+        ranks, [100 * r.worst.efficiency for r in rows], [100 * r.best.efficiency for r in rows],
         alpha=0.2, linewidth=0, label="at worst to at best",
     )  # fmt: skip
-    above.plot(ranks, [100 * r.step.efficiency for r in found], "o-", markersize=4, label="likely")
+    above.plot(ranks, [100 * r.step.efficiency for r in rows], "o-", markersize=4, label="likely")
     above.set_ylim(0, 105)
     above.set_ylabel("efficiency, %")
-    above.set_title(title(of, 5), fontsize=9)
+    above.set_title(title(caption, 5), fontsize=9)
     below.fill_between(
-        ranks, [1e3 * r.best.seconds for r in found], [1e3 * r.worst.seconds for r in found],
+        ranks, [1e3 * r.best.seconds for r in rows], [1e3 * r.worst.seconds for r in rows],
         alpha=0.2, linewidth=0,
     )  # fmt: skip
-    below.plot(ranks, [1e3 * row.step.seconds for row in found], "o-", markersize=4)
+    below.plot(ranks, [1e3 * row.step.seconds for row in rows], "o-", markersize=4)
     for count, seconds in measured.items():
         above.plot(count, 100 * job.compute / seconds, "D", color="C3", label="measured")
         below.plot(count, 1e3 * seconds, "D", color="C3")
-    alone = {"color": "0.5", "linewidth": 1, "linestyle": ":", "label": "compute alone"}
-    below.axhline(1e3 * job.compute, **alone)
+    style = {"color": "0.5", "linewidth": 1, "linestyle": ":", "label": "compute alone"}
+    below.axhline(1e3 * job.compute, **style)
     below.set_yscale("log", subs=[])
     below.set_ylabel("step, ms")
     below.yaxis.set_major_locator(plt.LogLocator(subs=(1, 1.5, 2, 3, 5)))
@@ -164,10 +164,10 @@ def numbers(text: str) -> list[int]:
     """Raises Refusal for what are no numbers of ranks."""
     if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
         raise Refusal(f'NP={text}: write numbers of ranks, as NP="2 4 8 64"')
-    found = sorted({int(word) for word in text.split()})
-    if found[-1] > MOST_RANKS:
+    ranks = sorted({int(word) for word in text.split()})
+    if ranks[-1] > MOST_RANKS:
         raise Refusal(f"NP={text}: the model is for up to {MOST_RANKS:,} ranks")
-    return found
+    return ranks
 
 
 def main() -> int:
@@ -180,7 +180,7 @@ def main() -> int:
     parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
     arguments = parser.parse_args()
     try:
-        ranks, asked = numbers(arguments.ranks), described(arguments.network)
+        ranks, options = numbers(arguments.ranks), described(arguments.network)
         run = Path(arguments.run) if arguments.run else newest_run()
         summary = read(run, "RUN", RUN_KEYS)
         if not summary["hosts"]:
@@ -190,8 +190,8 @@ def main() -> int:
         results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
         job = job_of(summary, run)
         if not named:
-            asked = {"operations": summary.get("operations", "Gloo").lower()} | asked
-        cases, sources = networks(results, asked, max(summary["hosts"].values()))
+            options = {"operations": summary.get("operations", "Gloo").lower()} | options
+        cases, sources = networks(results, options, max(summary["hosts"].values()))
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -201,7 +201,7 @@ def main() -> int:
     # What was measured belongs beside the prediction where that is for the hosts at hand.
     median = summary["anatomy"]["step_ms"]["median"] / 1e3
     measured = {} if described(arguments.network) else {summary["world_size"]: median}
-    found = predictions(job, sorted({*ranks, *measured}), cases)
+    rows = predictions(job, sorted({*ranks, *measured}), cases)
     head = [
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
         f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
@@ -211,20 +211,20 @@ def main() -> int:
         *(
             f"measured  {file}{disturbed(result)}"
             for file, result in zip(files, results)
-            if ("inside" if len(result["hosts"]) == 1 else "rate") not in asked
+            if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
         ),
     ]
-    text = "\n".join(head) + "\n\n" + table(found, measured)
+    text = "\n".join(head) + "\n\n" + table(rows, measured)
     out = unused(run.with_name("prediction.md")).with_suffix("")
     link = cases[1]
-    of = (
+    caption = (
         f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
         f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
     )
     print(text)
     try:
-        plot(found, measured, job, of, out)
-        out.with_suffix(".csv").write_text(as_csv(found))
+        plot(rows, measured, job, caption, out)
+        out.with_suffix(".csv").write_text(as_csv(rows))
         out.with_suffix(".md").write_text(text + "\n")
     except OSError as error:
         print(f"error: {out}.md, .csv, .png, .svg: {error.strerror}", file=sys.stderr)

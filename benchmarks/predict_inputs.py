@@ -51,10 +51,10 @@ def quantity(text: str, what: str, units: Sequence[str]) -> float:
     Raises:
         Refusal: when it is none.
     """
-    found = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([a-z]+)", text)
-    if not found or found[2] not in units or not float(found[1]) > 0:
+    match = re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([a-z]+)", text)
+    if not match or match[2] not in units or not float(match[1]) > 0:
         raise Refusal(f"NETWORK: {what}={text}: write a number and {' or '.join(units)}")
-    return float(found[1]) * UNITS[found[2]]
+    return float(match[1]) * UNITS[match[2]]
 
 
 def described(text: str) -> dict[str, Any]:
@@ -63,35 +63,37 @@ def described(text: str) -> dict[str, Any]:
     Raises:
         Refusal: for keys and values that are unknown.
     """
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for entry in text.split():
         key, _, value = entry.partition("=")
         if key not in KEYS or not value:
             raise Refusal(
                 f"NETWORK: '{entry}' is unknown; there are {', '.join(KEYS)}, as key=value"
             )
-        if key in found:
-            raise Refusal(f"NETWORK: {key}={found[key]} and {key}={value}: give one of them")
-        found[key] = value
-    if "rate" in found:
-        found["rate"] = quantity(found["rate"], "rate", ("kbit", "mbit", "gbit"))
-    if "latency" in found:
-        found["latency"] = quantity(found["latency"], "latency", ("ns", "us", "ms"))
-    if found and ("rate" in found) != ("latency" in found):
+        if key in options:
+            raise Refusal(f"NETWORK: {key}={options[key]} and {key}={value}: give one of them")
+        options[key] = value
+    if "rate" in options:
+        options["rate"] = quantity(options["rate"], "rate", ("kbit", "mbit", "gbit"))
+    if "latency" in options:
+        options["latency"] = quantity(options["latency"], "latency", ("ns", "us", "ms"))
+    if options and ("rate" in options) != ("latency" in options):
         raise Refusal("NETWORK: rate and latency belong together, as rate=25gbit latency=20us")
-    if "gpus_per_host" in found:
-        if not re.fullmatch("[1-9][0-9]{0,3}", found["gpus_per_host"]):
-            raise Refusal(f"NETWORK: gpus_per_host={found['gpus_per_host']}: write how many, as 8")
-        found["gpus_per_host"] = int(found["gpus_per_host"])
-    if "inside" in found and found["inside"] not in INSIDE:
-        rate = quantity(found["inside"], "inside", ("mbit", "gbit"))
-        found["inside"] = (rate, INSIDE["pcie"][1])
-    elif "inside" in found:
-        found["inside"] = INSIDE[found["inside"]]
+    if "gpus_per_host" in options:
+        if not re.fullmatch("[1-9][0-9]{0,3}", options["gpus_per_host"]):
+            raise Refusal(
+                f"NETWORK: gpus_per_host={options['gpus_per_host']}: write how many, as 8"
+            )
+        options["gpus_per_host"] = int(options["gpus_per_host"])
+    if "inside" in options and options["inside"] not in INSIDE:
+        rate = quantity(options["inside"], "inside", ("mbit", "gbit"))
+        options["inside"] = (rate, INSIDE["pcie"][1])
+    elif "inside" in options:
+        options["inside"] = INSIDE[options["inside"]]
     for key, values in (("operations", ("nccl", "gloo", "mpi")), ("controller", ("gloo", "mpi"))):
-        if found.get(key, values[0]) not in values:
-            raise Refusal(f"NETWORK: {key}={found[key]}: there are {', '.join(values)}")
-    return found
+        if options.get(key, values[0]) not in values:
+            raise Refusal(f"NETWORK: {key}={options[key]}: there are {', '.join(values)}")
+    return options
 
 
 def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
@@ -114,17 +116,17 @@ def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
 
 def newest_run() -> Path:
     """Raises Refusal where no run has an anatomy."""
-    found = sorted(ROOT.glob("logs/*/runs/*/summary.json"), key=lambda f: (f.parent.name, f))
-    for file in reversed(found):
+    files = sorted(ROOT.glob("logs/*/runs/*/summary.json"), key=lambda f: (f.parent.name, f))
+    for file in reversed(files):
         try:
             summary = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
         overrides = file.parent / ".hydra" / "overrides.yaml"
-        asked = overrides.read_text() if overrides.is_file() else ""
-        slowed = re.search(r"^- (debug=profiler|profiler=(advanced|pytorch|trace))$", asked, re.M)
+        text = overrides.read_text() if overrides.is_file() else ""
+        profiled = re.search(r"^- (debug=profiler|profiler=(advanced|pytorch|trace))$", text, re.M)
         anatomy = isinstance(summary, dict) and summary.get("anatomy")
-        if isinstance(anatomy, dict) and anatomy.get("wire") and not slowed:
+        if isinstance(anatomy, dict) and anatomy.get("wire") and not profiled:
             return file
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 
@@ -223,7 +225,7 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     operations = result["operations"].lower()
     controller = "tree" if operations == "mpi" else "ring"
     transfer = min(hops(count, hosts, algorithm) for algorithm in algorithms(operations))
-    between, within = (sum(both) for both in zip(transfer, hops(count, hosts, controller)))
+    between, within = (sum(pair) for pair in zip(transfer, hops(count, hosts, controller)))
     known = 0.0 if inside is None or hosts == 1 else within * inside
     paid = between if known else between + within
     return [
@@ -244,18 +246,18 @@ def fits(
     """
     measurements = [m for result in results for m in measurements_of(result, times, inside)]
     try:
-        found = fit(measurements) if measurements else None
+        fitted = fit(measurements) if measurements else None
     except ValueError as error:
         raise Refusal(f"ALLREDUCE: {error}") from None
     counts = {measurement.ranks for measurement in measurements}
-    if found is None or len(counts) > 1:
-        return found
-    fixed = (1 - part) * measurements[0].latencies * found.latency
-    return replace(found, fixed=fixed, latency=part * found.latency)
+    if fitted is None or len(counts) > 1:
+        return fitted
+    fixed = (1 - part) * measurements[0].latencies * fitted.latency
+    return replace(fitted, fixed=fixed, latency=part * fitted.latency)
 
 
 def networks(
-    results: list[dict[str, Any]], asked: dict[str, Any], slots: int
+    results: list[dict[str, Any]], options: dict[str, Any], slots: int
 ) -> tuple[list[Network], list[str]]:
     """The network at best, likely, and at worst; and where its constants come from.
 
@@ -264,42 +266,45 @@ def networks(
     """
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
-    kind = asked.get("operations", results[0]["operations"].lower() if results else "gloo")
-    controller = asked.get("controller", "mpi" if kind == "mpi" else "gloo")
-    ranks_per_host = asked.get("gpus_per_host") or slots
+    operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
+    controller = options.get("controller", "mpi" if operations == "mpi" else "gloo")
+    ranks_per_host = options.get("gpus_per_host") or slots
     default = described(NOT_MEASURED)
-    found, sources = [], [f"operations {kind}, agreement over {controller}"]
+    cases, sources = [], [f"operations {operations}, agreement over {controller}"]
     for times, share, slower, part in CASES:
-        inside = None if "inside" in asked else fits(one_host, times, part)
-        known = inside.latency if inside else asked["inside"][1] if "inside" in asked else None
-        between = None if "rate" in asked else fits(several, times, part)
-        if between and known is not None and known < between.latency:
-            between = fits(several, times, part, known)
+        inside = None if "inside" in options else fits(one_host, times, part)
+        inside_latency = (
+            inside.latency if inside else options["inside"][1] if "inside" in options else None
+        )
+        between = None if "rate" in options else fits(several, times, part)
+        if between and inside_latency is not None and inside_latency < between.latency:
+            between = fits(several, times, part, inside_latency)
         elif between and inside:  # fixed time that was taken for latency, at one number of ranks
             inside = replace(inside, latency=between.latency)
         if between:
             latency, bandwidth = between.latency, between.share
         else:
-            link = asked if "rate" in asked else default
+            link = options if "rate" in options else default
             latency, bandwidth = slower * link["latency"], share * link["rate"]
-        within = asked.get("inside", (bandwidth, latency))
+        within = options.get("inside", (bandwidth, latency))
         if inside:
             within = (inside.share, inside.latency)
         fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
-        found.append(Network(
+        cases.append(Network(
             latency, bandwidth, ranks_per_host, within[1], within[0], fixed,
-            algorithms=algorithms(kind),
+            algorithms=algorithms(operations),
             controller="ring" if controller == "gloo" else "tree",
-            asynchronous=kind == "nccl",
+            asynchronous=operations == "nccl",
         ))  # fmt: skip
-    likely = found[1]
+    likely = cases[1]
     between_source = (
-        "as described" if "rate" in asked else "fitted" if several
+        "as described" if "rate" in options else "fitted" if several
         else f"NOT MEASURED, taken as {NOT_MEASURED}"
     )  # fmt: skip
     inside_source = (
-        "as described" if "inside" in asked else "fitted" if one_host else "taken as between hosts"
-    )
+        "as described" if "inside" in options else "fitted" if one_host
+        else "taken as between hosts"
+    )  # fmt: skip
     for where, latency, bandwidth, source in (
         ("between hosts", likely.latency, likely.bandwidth, between_source),
         ("inside a host", likely.inside_latency, likely.inside_bandwidth, inside_source),
@@ -307,11 +312,11 @@ def networks(
         sources.append(
             f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
         )
-    used = [] if "inside" in asked else [one_host]
-    used += [] if "rate" in asked else [several]
-    if any(len({len(result["ranks"]) for result in group}) == 1 for group in used):
+    groups = [] if "inside" in options else [one_host]
+    groups += [] if "rate" in options else [several]
+    if any(len({len(result["ranks"]) for result in group}) == 1 for group in groups):
         sources.append(
             "one number of ranks does not tell latency from fixed time: a quarter, half, all of it "
             'is taken as latency; more files (ALLREDUCE="a b") tell'
         )
-    return found, sources
+    return cases, sources

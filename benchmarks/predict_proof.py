@@ -49,14 +49,14 @@ STUB: dict[str, Any] = {
 }  # fmt: skip
 
 
-def run(ranks: int, rate: int | None, asked: dict[str, Any]) -> dict[str, Any]:
+def run(ranks: int, rate: int | None, options: dict[str, Any]) -> dict[str, Any]:
     """What the ranks measured, one on each of as many hosts; rate None: a rank alone."""
     if rate is None:
-        return launched("benchmarks.predict_worker", asked, ["-np", "1"])
+        return launched("benchmarks.predict_worker", options, ["-np", "1"])
     with Testbed(ranks, f"{rate}mbit") as hosts:
         names = ",".join(host.name for host in hosts)
         where = ["-np", str(ranks), "-H", names]
-        return launched("benchmarks.predict_worker", asked, where, hosts[0].command())
+        return launched("benchmarks.predict_worker", options, where, hosts[0].command())
 
 
 def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
@@ -72,29 +72,29 @@ def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
 def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list[int]) -> Any:
     """All measurements: of one rank alone, and of each number of ranks at each rate."""
     plan = [(1, None)] + [(count, rate) for count in ranks for rate in rates]
-    found = []
+    rows = []
     for number, (count, rate) in enumerate(plan, start=1):
         held_out = count in HELD_OUT_RANKS or rate in HELD_OUT_RATES
-        told = "alone" if rate is None else f"{rate} Mbit/s, {'held out' if held_out else 'fitted'}"
-        print(f"{number} of {len(plan)}: {count} ranks, {told}", file=sys.stderr, flush=True)
+        kind = "alone" if rate is None else f"{rate} Mbit/s, {'held out' if held_out else 'fitted'}"
+        print(f"{number} of {len(plan)}: {count} ranks, {kind}", file=sys.stderr, flush=True)
         fitted = rate is not None and not held_out
-        asked = stub | {"seed": number, "sizes": SIZES if fitted else [], "repeats": repeats}
+        options = stub | {"seed": number, "sizes": SIZES if fitted else [], "repeats": repeats}
         # Until the token buckets of the links are full, as they are after a step's forward.
-        asked["pause"] = 1.2 * BURST_BYTES / (rate * MBIT) if rate else 0.0
-        result = run(count, rate, asked)
+        options["pause"] = 1.2 * BURST_BYTES / (rate * MBIT) if rate else 0.0
+        result = run(count, rate, options)
         row = {"ranks": count, "rate_mbit": rate, "held_out": held_out, "steps": result["steps"]}
         if fitted:
             row["all_reduce"] = [
                 {"bytes": size, "seconds": statistics.median(times)}
                 for size, times in zip(SIZES, result["seconds"])
             ]
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
-def network_of(found: Fit, rate_mbit: float) -> Network:
-    bandwidth = found.share * rate_mbit * MBIT
-    return Network(found.latency, bandwidth, fixed=found.fixed, burst=BURST_BYTES)
+def network_of(fitted: Fit, rate_mbit: float) -> Network:
+    bandwidth = fitted.share * rate_mbit * MBIT
+    return Network(fitted.latency, bandwidth, fixed=fitted.fixed, burst=BURST_BYTES)
 
 
 def compare(measured: list[dict[str, Any]], stub: dict[str, Any]) -> dict[str, Any]:
@@ -103,22 +103,22 @@ def compare(measured: list[dict[str, Any]], stub: dict[str, Any]) -> dict[str, A
         Measurement(row["ranks"], each["bytes"], each["seconds"], row["rate_mbit"] * MBIT)
         for row in measured for each in row.get("all_reduce", [])
     ]  # fmt: skip
-    found, job = fit(measurements, BURST_BYTES), job_of(measured[0]["steps"][0], stub)
+    fitted, job = fit(measurements, BURST_BYTES), job_of(measured[0]["steps"][0], stub)
     rows = []
     for row in measured:
         times = [seconds for rank in row["steps"] for seconds in rank["step"]]
-        cuts = statistics.quantiles(times, n=10, method="inclusive")
-        step = predict(job, row["ranks"], network_of(found, row["rate_mbit"] or 1.0))
-        middle = statistics.median(times)
+        deciles = statistics.quantiles(times, n=10, method="inclusive")
+        step = predict(job, row["ranks"], network_of(fitted, row["rate_mbit"] or 1.0))
+        median = statistics.median(times)
         rows.append({
             "ranks": row["ranks"], "rate_mbit": row["rate_mbit"], "held_out": row["held_out"],
-            "measured": middle, "p10": cuts[0], "p90": cuts[-1], "predicted": step.seconds,
+            "measured": median, "p10": deciles[0], "p90": deciles[-1], "predicted": step.seconds,
             "exposed": step.exposed, "straggler": step.straggler,
-            "error": step.seconds / middle - 1,
+            "error": step.seconds / median - 1,
         })  # fmt: skip
     errors = [abs(row["error"]) for row in rows if row["held_out"]]
     return {
-        "fit": vars(found), "job": vars(job), "rows": rows,
+        "fit": vars(fitted), "job": vars(job), "rows": rows,
         "held_out_median_error": statistics.median(errors), "held_out_largest_error": max(errors),
     }  # fmt: skip
 
@@ -146,7 +146,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def head(results: dict[str, Any]) -> str:
-    found, job, stub = results["fit"], results["job"], results["stub"]
+    fitted, job, stub = results["fit"], results["job"], results["stub"]
     return (
         f"# The cost model, tried\n\n{results['cpu']}, {results['cores']} cores, hosts of "
         f"cluster/testbed.py with a rank each; {versions(results)}; commit {results['commit']}; "
@@ -157,9 +157,9 @@ def head(results: dict[str, Any]) -> str:
         f"ranks.\n\n"
         f"Fitted to all-reduces on {', '.join(map(str, RANKS))} ranks at "
         f"{', '.join(map(str, RATES))} Mbit/s, and to steps of one rank alone: fixed "
-        f"{found['fixed'] * 1e6:.0f} µs, latency {found['latency'] * 1e6:.0f} µs, "
-        f"{found['share']:.3f} of the link's rate (median error of the all-reduces "
-        f"{found['error']:.1%}). The formulas are in benchmarks/cost_model.py."
+        f"{fitted['fixed'] * 1e6:.0f} µs, latency {fitted['latency'] * 1e6:.0f} µs, "
+        f"{fitted['share']:.3f} of the link's rate (median error of the all-reduces "
+        f"{fitted['error']:.1%}). The formulas are in benchmarks/cost_model.py."
     )
 
 
@@ -214,7 +214,7 @@ def main() -> int:
         if problem := missing():
             raise Refusal(problem)
         refuse_unwritable(arguments.out)
-        before = hardware()
+        facts = hardware()
         ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
         measured = experiment(stub, arguments.repeats, ranks, rates)
     except (Refusal, RuntimeError) as error:
@@ -223,7 +223,7 @@ def main() -> int:
     except KeyboardInterrupt:
         return 130
     results = {
-        **before, "stub": stub, "repeats": arguments.repeats, **compare(measured, stub),
+        **facts, "stub": stub, "repeats": arguments.repeats, **compare(measured, stub),
         "measured": measured, "published": published.rows(),
     }  # fmt: skip
     kind = slug(results["cpu"])

@@ -54,18 +54,18 @@ class SleepingLayer(nn.Module):
         return Sleep.apply(value, self, self.weight)
 
 
-def steps(asked: dict[str, Any], alone: bool) -> dict[str, list[float]]:
+def steps(options: dict[str, Any], alone: bool) -> dict[str, list[float]]:
     """Seconds of each step and of its phases, on this rank."""
     world = initialize()
-    seconds = [asked[phase] / asked["layers"] for phase in ("forward", "backward")]
-    layers = [SleepingLayer(asked["layer_bytes"], *seconds) for _ in range(asked["layers"])]
+    seconds = [options[phase] / options["layers"] for phase in ("forward", "backward")]
+    layers = [SleepingLayer(options["layer_bytes"], *seconds) for _ in range(options["layers"])]
     model = nn.Sequential(*layers)
     buckets = GradientBuckets(model, world, add, bucket_mib=4, before=1.0, after=1.0)
-    draw = random.Random(1000 * asked["seed"] + hvd.rank())
-    found: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "rest": []}
+    draw = random.Random(1000 * options["seed"] + hvd.rank())
+    times: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "rest": []}
     last = time.perf_counter()
-    for step in range(asked["steps"] * (ALONE_STEPS if alone else 1) + asked["warmup"]):
-        pace = max(0.2, draw.gauss(1, asked["deviation"]))
+    for step in range(options["steps"] * (ALONE_STEPS if alone else 1) + options["warmup"]):
+        pace = max(0.2, draw.gauss(1, options["deviation"]))
         for layer in layers:
             layer.pace = pace
             layer.weight.grad = None
@@ -84,30 +84,30 @@ def steps(asked: dict[str, Any], alone: bool) -> dict[str, list[float]]:
             gradient = layers[0].weight.grad
             if gradient is None or float(gradient[-1]) != world.size:
                 raise RuntimeError(f"a sum of ones over {world.size} ranks is wrong")
-        time.sleep(asked["optimizer"])
+        time.sleep(options["optimizer"])
         now = time.perf_counter()
-        if step >= asked["warmup"]:
-            found["step"].append(now - last)
-            found["forward"].append(forward - begun)
-            found["backward"].append(backward - forward)
-            found["rest"].append(now - last - (backward - begun))
+        if step >= options["warmup"]:
+            times["step"].append(now - last)
+            times["forward"].append(forward - begun)
+            times["backward"].append(backward - forward)
+            times["rest"].append(now - last - (backward - begun))
         last = now
-    return found
+    return times
 
 
 def main() -> None:
-    asked: dict[str, Any] = json.loads(sys.argv[1])
+    options: dict[str, Any] = json.loads(sys.argv[1])
     torch.set_num_threads(1)
     initialize()
     alone = hvd.size() == 1
-    found: dict[str, Any] = {"ranks": hvd.size()}
-    if asked["sizes"]:
+    result: dict[str, Any] = {"ranks": hvd.size()}
+    if options["sizes"]:
         device = device_of_rank()
-        found["seconds"] = measure(asked["sizes"], asked["repeats"], device, asked["pause"])
-    everyone = hvd.allgather_object(steps(asked, alone), name="steps")
-    found["steps"] = everyone
+        result["seconds"] = measure(options["sizes"], options["repeats"], device, options["pause"])
+    all_steps = hvd.allgather_object(steps(options, alone), name="steps")
+    result["steps"] = all_steps
     if hvd.rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(result), flush=True)
     hvd.shutdown()
 
 

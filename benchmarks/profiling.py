@@ -95,15 +95,15 @@ def train(arguments: argparse.Namespace) -> Path:
     return folder
 
 
-def fetch(folder: Path, job: list[Rank]) -> int:
+def fetch(folder: Path, members: list[Rank]) -> int:
     """Copy what other hosts have, and this one has not; how many files that were.
 
     Raises:
         Refusal: when a host does not hand out a rank's trace.
     """
     count = 0
-    wanted = [(member.host, f"rank-{member.rank}.json.gz", True) for member in job]
-    wanted.append((job[0].host, "horovod.json.gz", False))  # none under strategy=ddp
+    wanted = [(member.host, f"rank-{member.rank}.json.gz", True) for member in members]
+    wanted.append((members[0].host, "horovod.json.gz", False))  # none under strategy=ddp
     for host, name, needed in wanted:
         file = folder / name
         if file.exists() or host.is_here:
@@ -117,8 +117,8 @@ def fetch(folder: Path, job: list[Rank]) -> int:
             staged.replace(file)
             count += 1
         elif needed:
-            told = diagnose(host, done.returncode, done.stderr.decode(errors="replace"))
-            raise Refusal(f"{host.name}: {path} cannot be fetched: {told}")
+            reason = diagnose(host, done.returncode, done.stderr.decode(errors="replace"))
+            raise Refusal(f"{host.name}: {path} cannot be fetched: {reason}")
     return count
 
 
@@ -136,22 +136,22 @@ def parser() -> argparse.ArgumentParser:
 def main() -> int:
     arguments = parser().parse_args()
     try:
-        placed = ranks(chosen(arguments), arguments.np)
+        members = ranks(chosen(arguments), arguments.np)
         folder = arguments.merge or train(arguments)
-        fetched = fetch(folder, placed)
-        found, horovod = traces.read(folder, len(placed))
+        fetched = fetch(folder, members)
+        rank_traces, horovod = traces.read(folder, len(members))
         files = [folder.parent / "trace.json.gz", folder.parent / "trace.png"]
-        traces.write(traces.merge(found, horovod), files[0])
-        phases.draw(found, horovod, files[1])
+        traces.write(traces.merge(rank_traces, horovod), files[0])
+        phases.draw(rank_traces, horovod, files[1])
     except (Refusal, traces.Unreadable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    told = f" ({fetched} fetched)" if fetched else ""
+    note = f" ({fetched} fetched)" if fetched else ""
     with contextlib.suppress(BrokenPipeError):  # make profile | head
-        print(f"\n{phases.table(found, horovod)}")
-        print(f"trace   {files[0]}{told}: open it in https://ui.perfetto.dev")
+        print(f"\n{phases.table(rank_traces, horovod)}")
+        print(f"trace   {files[0]}{note}: open it in https://ui.perfetto.dev")
         print(f"picture {files[1]}", flush=True)
     return 0
 

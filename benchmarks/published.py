@@ -60,13 +60,13 @@ def layers(name: str) -> tuple[tuple[int, int], ...]:
 
     size = 299 if name == "inception_v3" else 224
     options = {"aux_logits": False, "init_weights": False} if name == "inception_v3" else {}
-    found: list[tuple[int, int]] = []
+    costs: list[tuple[int, int]] = []
 
     def note(layer: nn.Module, _: Any, output: Tensor) -> None:
         weight = layer.get_parameter("weight")
         # Each number of the output comes of a weight's filter; biases and norms count as nothing.
         work = output.numel() * weight[0].numel() if weight.dim() > 1 else 0
-        found.append((sum(p.numel() for p in layer.parameters()), work))
+        costs.append((sum(p.numel() for p in layer.parameters()), work))
 
     with torch.device("meta"):
         model: nn.Module = getattr(torchvision.models, name)(**options).eval()
@@ -74,7 +74,7 @@ def layers(name: str) -> tuple[tuple[int, int], ...]:
             if isinstance(layer, (nn.Conv2d, nn.Linear, nn.BatchNorm2d)):
                 layer.register_forward_hook(note)
         model(torch.zeros(1, 3, size, size))
-    return tuple(found[::-1])
+    return tuple(costs[::-1])
 
 
 def multiply_adds(name: str) -> int:
@@ -140,7 +140,7 @@ def _mlperf(
 
 def rows() -> list[dict[str, Any]]:
     """Each row's efficiency beside what the model says: most likely, and at worst and best."""
-    found = []
+    results = []
     for row in (
         _horovod("inception_v3", 0.90),
         _horovod("resnet101", 0.90),
@@ -149,21 +149,21 @@ def rows() -> list[dict[str, Any]]:
         _mlperf(32, 16, 65, 633_233, 24_655.5, 8),  # two of its ten cards are for storage
         _mlperf(96, 16, 39, 1_632_450, 24_655.5, 8),
     ):
-        said = []
+        efficiencies = []
         for share, latency, deviation in ASSUMED:
             network = replace(row.network, latency=latency, bandwidth=share * row.network.bandwidth)
-            said.append(predict(job_of(row, deviation), row.ranks, network).efficiency)
-        best, likely, worst = said
+            efficiencies.append(predict(job_of(row, deviation), row.ranks, network).efficiency)
+        best, likely, worst = efficiencies
         published = row.images / row.alone
-        found.append({
+        results.append({
             "source": row.source, "model": row.model, "ranks": row.ranks, "batch": row.batch,
             "published": published, "predicted": likely, "worst": worst, "best": best,
             "off_points": 100 * (likely - published),
         })  # fmt: skip
-    return found
+    return results
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     lines = [
         "Back-test on published efficiencies (benchmarks/published.py has sources and assumptions; "
         "the band is what is not known of them):",
@@ -175,13 +175,13 @@ def table(found: list[dict[str, Any]]) -> str:
         f"| {row['source']} | {row['model']} | {row['ranks']:,} | {row['batch']} | "
         f"{row['published']:.1%} | {row['predicted']:.1%} | {row['worst']:.1%} - "
         f"{row['best']:.1%} | {row['off_points']:+.1f} |"
-        for row in found
+        for row in results
     ]
-    within = sum(row["worst"] <= row["published"] <= row["best"] for row in found)
-    largest = max(abs(row["off_points"]) for row in found)
+    within = sum(row["worst"] <= row["published"] <= row["best"] for row in results)
+    largest = max(abs(row["off_points"]) for row in results)
     lines += [
         "",
-        f"{within} of {len(found)} lie within their band; the most likely value is off by up to "
+        f"{within} of {len(results)} lie within their band; the most likely value is off by up to "
         f"{largest:.1f} points. The base of the MLPerf rows has 208 images a GPU: that fewer "
         "images are less efficient on a GPU is not in the model.",
     ]

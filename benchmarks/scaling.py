@@ -55,11 +55,11 @@ def try_out(results: Results, measure: Measure) -> None:
     """A short run at the largest size; fills results["trial"]."""
     settings = results["settings"]
     job = jobs({**settings, "sizes": settings["sizes"][-1:]}, [])[0]
-    found = measure(job, steps_of(settings["warmup"], TRIAL_STEPS))
-    steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / found["step_ms"]))
+    measured = measure(job, steps_of(settings["warmup"], TRIAL_STEPS))
+    steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / measured["step_ms"]))
     results["trial"] = {
         "steps": settings["steps"] or steps,
-        **{key: found[key] for key in ABOUT},
+        **{key: measured[key] for key in ABOUT},
     }
 
 
@@ -73,19 +73,19 @@ def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
         say(f"a short run first, which does not count: np={settings['sizes'][-1]}")
         try_out(results, measure)
     planned = turns(jobs(settings, results["oversubscribed"]), settings["repeats"])
-    took: list[float] = []
+    durations: list[float] = []
     for number, (repeat, job) in enumerate(planned, start=1):
         if repeat in runs_of(results, job.strategy, job.np, job.batch, job.alone):
             continue
         began = time.monotonic()
-        found = measure(job, length(results, job.np, job.batch))
-        kept = {key: value for key, value in found.items() if key not in ABOUT}
+        measured = measure(job, length(results, job.np, job.batch))
+        kept = {key: value for key, value in measured.items() if key not in ABOUT}
         results["runs"].append({"repeat": repeat, **kept})
         save()
-        took.append(time.monotonic() - began)
-        left = (len(planned) - number) * sum(took) / len(took)
-        more = f", {scaling_report.duration(left)} left" if number < len(planned) else ""
-        say(f"run {number}/{len(planned)}  {job}: {found['step_ms']:.2f} ms a step{more}")
+        durations.append(time.monotonic() - began)
+        left = (len(planned) - number) * sum(durations) / len(durations)
+        remaining = f", {scaling_report.duration(left)} left" if number < len(planned) else ""
+        say(f"run {number}/{len(planned)}  {job}: {measured['step_ms']:.2f} ms a step{remaining}")
 
 
 def say(text: str) -> None:

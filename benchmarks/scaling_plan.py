@@ -34,25 +34,25 @@ COUNTED = (
 )  # fmt: skip
 
 
-def sizes_of(asked: list[int] | None, hosts: list[Host] | None) -> list[int]:
+def sizes_of(sizes: list[int] | None, hosts: list[Host] | None) -> list[int]:
     """How many processes; by default 1, 2, 4, ... to all slots; without hosts to all GPUs, or 2."""
-    if asked:
-        return sorted(set(asked))
+    if sizes:
+        return sorted(set(sizes))
     slots = sum(host.slots for host in hosts) if hosts else len(gpus()) or 2
     return sorted({2**power for power in range(slots.bit_length())} | {slots})
 
 
 def jobs(settings: dict[str, Any], oversubscribed: list[int]) -> list[Job]:
     """All that is measured in a repeat; what weak and strong scaling share, once."""
-    found = []
+    planned = []
     for mode, strategy, np in itertools.product(
         settings["modes"], settings["strategies"], settings["sizes"]
     ):
         batch = batch_of(mode, settings["batch_size"], np)
-        found.append(Job(strategy, np, batch))
+        planned.append(Job(strategy, np, batch))
         if np in oversubscribed:
-            found.append(Job("horovod", np, batch, alone=True))
-    return list(dict.fromkeys(found))
+            planned.append(Job("horovod", np, batch, alone=True))
+    return list(dict.fromkeys(planned))
 
 
 def turns(planned: list[Job], repeats: int) -> list[tuple[int, Job]]:
@@ -102,9 +102,9 @@ def cores_of_a_rank(hosts: list[Host], facts: dict[str, dict[str, Any]], np: int
     machines: Counter[int] = Counter()
     cores = {}
     for name, count in Counter(member.host.name for member in ranks(hosts, np)).items():
-        there = len(facts[name]["gpus"])
-        if there and count > there:
-            raise Refusal(f"NP={np}: {count} ranks on the {there} GPUs of {name}: take fewer")
+        devices = len(facts[name]["gpus"])
+        if devices and count > devices:
+            raise Refusal(f"NP={np}: {count} ranks on the {devices} GPUs of {name}: take fewer")
         machines[facts[name]["machine"]] += count
         cores[facts[name]["machine"]] = facts[name]["cores"]
     return min(cores[machine] // count for machine, count in machines.items())
@@ -149,15 +149,15 @@ def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]
         Refusal: for overrides that it would refuse.
     """
     for strategy in strategies:
-        all_of_them = [*arguments, *MEASURED, f"strategy={strategy}"]
-        _output([sys.executable, "-m", "runs.config", *all_of_them])
+        overrides = [*arguments, *MEASURED, f"strategy={strategy}"]
+        _output([sys.executable, "-m", "runs.config", *overrides])
     config = yaml.safe_load(_output([sys.executable, "template.py", *arguments, "--cfg", "job"]))
-    written = OmegaConf.create(config)
+    unresolved = OmegaConf.create(config)
     for key in COUNTED:
         group, name = key.split(".")
         try:
             if name in (config.get(group) or {}):
-                config[group][name] = OmegaConf.select(written, key)
+                config[group][name] = OmegaConf.select(unresolved, key)
         except OmegaConfBaseException as error:
             raise Refusal(f"{key}: {str(error).splitlines()[0]}") from None
     return config

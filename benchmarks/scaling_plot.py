@@ -42,27 +42,27 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
     efficiency.axhline(100, color="0.5", linewidth=1, label="ideal")
     for number, strategy in enumerate(results["settings"]["strategies"]):
         color, marker = STYLES[number]
-        here = [row for row in rows(results) if (row.mode, row.strategy) == (mode, strategy)]
+        measured = [row for row in rows(results) if (row.mode, row.strategy) == (mode, strategy)]
         style = {"color": color, "marker": marker, "label": strategy}
         # Beside each other, by 3 % of an axis that is logarithmic: bars would cover each other.
         aside = (1.2**2 * sizes[-1] / sizes[0]) ** (0.03 * number)
-        _points(speedup, [(aside * row.np, row.speedup) for row in here], style)
-        _points(efficiency, [(aside * row.np, _percent(row.efficiency)) for row in here], style)
-        crowded = [(aside * row.np, _percent([1 / v for v in row.over_alone])) for row in here]
+        _points(speedup, [(aside * row.np, row.speedup) for row in measured], style)
+        _points(efficiency, [(aside * row.np, _percent(row.efficiency)) for row in measured], style)
+        crowded = [(aside * row.np, _percent([1 / v for v in row.over_alone])) for row in measured]
         label = f"{strategy}, oversubscribed: without / with communication"
         hollow = {**style, "markerfacecolor": "white", "linestyle": ":", "label": label}
         _points(efficiency, crowded, hollow)
-        _predict(results, predicted, here, (speedup, efficiency), color)
-    against = f"{sizes[0]} process" + "es" * (sizes[0] > 1)
-    _finish(speedup, sizes, f"speed-up over {against}", mode)
+        _predict(results, predicted, measured, (speedup, efficiency), color)
+    baseline = f"{sizes[0]} process" + "es" * (sizes[0] > 1)
+    _finish(speedup, sizes, f"speed-up over {baseline}", mode)
     _finish(efficiency, sizes, "efficiency, %", mode)
     speedup.set_xscale("log", base=2)
     speedup.set_yscale("log", base=2)
     lost = [half for half in (0.125, 0.25, 0.5) if half > speedup.get_ylim()[0]]
     apart = [np / sizes[0] for np in _apart(sizes)]
     beyond = [apart[-1] * 2**n for n in (1, 2, 3) if apart[-1] * 2**n <= speedup.get_ylim()[1]]
-    told = [*lost, *apart, *beyond]
-    speedup.set_yticks(told, [f"{value:g}" for value in told])
+    ticks = [*lost, *apart, *beyond]
+    speedup.set_yticks(ticks, [f"{value:g}" for value in ticks])
     efficiency.set_xscale("log", base=2)
     for panel in (speedup, efficiency):
         panel.set_xticks(_apart(sizes), [str(np) for np in _apart(sizes)])
@@ -73,10 +73,10 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
 def _apart(sizes: list[int]) -> list[int]:
     """Those whose numbers have room on an axis, of which each takes a tenth."""
     tenth = (1.2**2 * sizes[-1] / sizes[0]) ** 0.1
-    found = sizes[:1]
+    spaced = sizes[:1]
     for np in sizes:
-        found += [np] if np / found[-1] > tenth else []
-    return found
+        spaced += [np] if np / spaced[-1] > tenth else []
+    return spaced
 
 
 def _percent(values: list[float]) -> list[float]:
@@ -85,15 +85,15 @@ def _percent(values: list[float]) -> list[float]:
 
 def _points(axes: Axes, points: list[tuple[float, list[float]]], style: dict[str, Any]) -> None:
     """Medians, with bars from end to end of their intervals."""
-    found = [(np, values) for np, values in points if values]
-    if not found:
+    measured = [(np, values) for np, values in points if values]
+    if not measured:
         return
-    middle = [median(values) for _, values in found]
-    ends = [interval(values) for _, values in found]
-    below = [at - low for at, (low, _) in zip(middle, ends)]
-    above = [high - at for at, (_, high) in zip(middle, ends)]
+    medians = [median(values) for _, values in measured]
+    intervals = [interval(values) for _, values in measured]
+    below = [center - low for center, (low, _) in zip(medians, intervals)]
+    above = [high - center for center, (_, high) in zip(medians, intervals)]
     axes.errorbar(
-        [np for np, _ in found], middle, yerr=[below, above], capsize=3, linewidth=1.2,
+        [np for np, _ in measured], medians, yerr=[below, above], capsize=3, linewidth=1.2,
         markersize=5, **style,
     )  # fmt: skip
 
@@ -103,24 +103,24 @@ def _predict(
     panels: tuple[Axes, Axes], color: str,
 ) -> None:  # fmt: skip
     """Predicted steps against the measured one of the smallest size."""
-    batch_size, least = results["settings"]["batch_size"], results["settings"]["sizes"][0]
-    base = next((row for row in measured if row.np == least), None)
+    batch_size, smallest = results["settings"]["batch_size"], results["settings"]["sizes"][0]
+    base = next((row for row in measured if row.np == smallest), None)
     if base is None:
         return
     rate = base.np * base.batch / median(base.step_ms)
     lines: dict[int, list[float]] = {}
-    for each in predicted:
-        if each["strategy"] == base.strategy:
-            samples = each["np"] * batch_of(base.mode, batch_size, each["np"])
-            steps = (each["step_ms"], each["high_ms"], each["low_ms"])
-            lines[each["np"]] = [samples / ms / rate for ms in steps]
+    for prediction in predicted:
+        if prediction["strategy"] == base.strategy:
+            samples = prediction["np"] * batch_of(base.mode, batch_size, prediction["np"])
+            steps = (prediction["step_ms"], prediction["high_ms"], prediction["low_ms"])
+            lines[prediction["np"]] = [samples / ms / rate for ms in steps]
     if not lines:
         return
     sizes = sorted(lines)
     for axes, percent in zip(panels, (False, True)):
-        factors = [100 * least / np if percent else 1.0 for np in sizes]
-        at, low, high = zip(*[[f * v for v in lines[np]] for np, f in zip(sizes, factors)])
-        axes.plot(sizes, at, "--", color=color, linewidth=1, label=f"{base.strategy}, predicted")
+        factors = [100 * smallest / np if percent else 1.0 for np in sizes]
+        curve, low, high = zip(*[[f * v for v in lines[np]] for np, f in zip(sizes, factors)])
+        axes.plot(sizes, curve, "--", color=color, linewidth=1, label=f"{base.strategy}, predicted")
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
 
 

@@ -46,10 +46,10 @@ def predicted(
     measured = _of_these_hosts(results, all_reduces)
     if "weak" not in settings["modes"] or not (first and wires and measured):
         return [], []
-    middle = statistics.median(run["step_ms"] for run in first)
-    low, high = (end / middle for end in interval([run["step_ms"] for run in first]))
-    run = min(first, key=lambda run: abs(run["step_ms"] - middle))  # its phases are scaled to it
-    step = {"p10": middle, "p90": middle, **(run.get("quantiles_ms") or {}), "median": middle}
+    median = statistics.median(run["step_ms"] for run in first)
+    low, high = (end / median for end in interval([run["step_ms"] for run in first]))
+    run = min(first, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
+    step = {"p10": median, "p90": median, **(run.get("quantiles_ms") or {}), "median": median}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}
     summary["accumulate_grad_batches"] = windows(results)
@@ -57,16 +57,16 @@ def predicted(
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     try:
         cases, _ = networks([content for _, content in measured], {}, slots)
-        found = predictions(job_of(summary, Path()), sizes, cases)
+        rows = predictions(job_of(summary, Path()), sizes, cases)
     except (Refusal, KeyError, TypeError):  # all-reduces that no line fits, or of another form
         return [], []
     return [
         {
-            "mode": "weak", "strategy": "horovod", "np": each.ranks,
-            "step_ms": 1e3 * each.step.seconds,
-            "low_ms": 1e3 * low * each.best.seconds, "high_ms": 1e3 * high * each.worst.seconds,
+            "mode": "weak", "strategy": "horovod", "np": row.ranks,
+            "step_ms": 1e3 * row.step.seconds,
+            "low_ms": 1e3 * low * row.best.seconds, "high_ms": 1e3 * high * row.worst.seconds,
         }
-        for each in found
+        for row in rows
     ], [name for name, _ in measured]  # fmt: skip
 
 
@@ -74,8 +74,8 @@ def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
     """Whether `make bench-allreduce` on these hosts is all that a predicted curve needs."""
     settings = results["settings"]
     sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
-    could = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
-    return bool(could) and windows(results) == 1 and not _of_these_hosts(results, files)
+    predictable = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
+    return bool(predictable) and windows(results) == 1 and not _of_these_hosts(results, files)
 
 
 def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, dict[str, Any]]]:
@@ -89,20 +89,20 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, 
     newest: dict[bool, tuple[str, dict[str, Any]]] = {}
     for file in files:
         try:
-            found = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-            hosts = {host["name"] for host in found["hosts"]}
-            kinds = {(host["cpu"], host["cores"]) for host in found.get("machines", [found])}
+            content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
+            hosts = {host["name"] for host in content["hosts"]}
+            kinds = {(host["cpu"], host["cores"]) for host in content.get("machines", [content])}
         except (Refusal, LookupError, TypeError):
             continue  # half copied, or of another form
-        if not kinds <= set(machines) or (nodes and not set(found["ranks"]) <= nodes):
+        if not kinds <= set(machines) or (nodes and not set(content["ranks"]) <= nodes):
             continue
-        if found["operations"] != results["trial"]["operations"]:
+        if content["operations"] != results["trial"]["operations"]:
             continue
-        if network and found.get("network", network) not in (network, *UNNAMED):
+        if network and content.get("network", network) not in (network, *UNNAMED):
             continue
         several = len(hosts) > 1
         if not hosts <= names or (several and hosts != names):
             continue
-        if several not in newest or found["date"] > newest[several][1]["date"]:
-            newest[several] = file.name, found
+        if several not in newest or content["date"] > newest[several][1]["date"]:
+            newest[several] = file.name, content
     return list(newest.values()) if (len(names) > 1) in newest else []

@@ -109,15 +109,15 @@ def description(results: Results) -> str:
     settings, trial = results["settings"], results["trial"]
     hosts = ", ".join(f"{name}:{host['slots']}" for name, host in settings["hosts"].items())
     machines = {host["machine"] for host in results["hosts"].values()}
-    made = " made of one machine" if len(machines) < len(results["hosts"]) else ""
+    note = " made of one machine" if len(machines) < len(results["hosts"]) else ""
     network = settings["network"] or ("loopback" if len(results["hosts"]) == 1 else _nics(results))
     measured = (
         f"{settings['epochs']} whole epochs" if settings["epochs"] else f"{trial['steps']} steps"
     )
-    changed = " ".join(settings["arguments"]) or "the default job"
+    job = " ".join(settings["arguments"]) or "the default job"
     smallest = settings["sizes"][0]
     text = (
-        f"`{changed}` ({trial['model']}) on {hosts}{made}: {hardware_of(results)}; {network}, "
+        f"`{job}` ({trial['model']}) on {hosts}{note}: {hardware_of(results)}; {network}, "
         f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
         f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
         f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
@@ -179,9 +179,9 @@ def write(results: Results, file: Path, predict: bool = True) -> str:
     from benchmarks import scaling_plot
 
     all_reduces = list(RESULTS.glob("allreduce_*.json"))
-    found, sources = predicted(results, all_reduces) if predict else ([], [])
-    if found:
-        results |= {"predicted": found, "predicted_from": sources}
+    curve, sources = predicted(results, all_reduces) if predict else ([], [])
+    if curve:
+        results |= {"predicted": curve, "predicted_from": sources}
     results.setdefault("predicted", [])
     body = f"{description(results)}\n\n{table(results)}\n"
     file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
@@ -195,17 +195,17 @@ def write(results: Results, file: Path, predict: bool = True) -> str:
 
 def newest(files: Iterable[Path]) -> Path | None:
     """The finished result that was begun last; None without any."""
-    found = {}
+    finished = {}
     for file in files:
         try:
             results = json.loads(file.read_text())
             if results["finished"]:
                 description(results)  # what the README shows of it
                 table(results)
-                found[results["date"], file.name] = file
+                finished[results["date"], file.name] = file
         except (LookupError, TypeError, AttributeError, ValueError):
             continue  # half copied, or of an older form
-    return found[max(found)] if found else None
+    return finished[max(finished)] if finished else None
 
 
 def readme_block(file: Path | None) -> str:
@@ -222,8 +222,8 @@ def readme_block(file: Path | None) -> str:
 
 def with_block(readme: str, block: str) -> str:
     """The README's text with another block between the markers."""
-    between = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.S)
-    text, count = between.subn(lambda _: f"\n{block}\n\n", readme)
+    pattern = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.S)
+    text, count = pattern.subn(lambda _: f"\n{block}\n\n", readme)
     if count != 1:
         raise SystemExit(f"error: README.md: the markers {BEGIN} and {END} must be there once")
     return text

@@ -104,16 +104,16 @@ def memory(model: dict[str, Any]) -> dict[bool, float]:
 def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> None:
     """All ways in turns, as often as asked."""
     possible = ways(results["devices"])
-    there = {(run["repeat"], run["way"]) for run in results["runs"]}
+    existing = {(run["repeat"], run["way"]) for run in results["runs"]}
     for repeat in range(results["repeats"]):
         for number, way in enumerate(possible, 1):
-            if (repeat, way.name) in there:
+            if (repeat, way.name) in existing:
                 continue
-            found = measure(way, results["batch"])
-            ms = found["step_ms"]
+            measured = measure(way, results["batch"])
+            ms = measured["step_ms"]
             results["runs"].append({"way": way.name, "repeat": repeat, "step_ms": ms})
-            done = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(possible)}"
-            print(f"{done}: {way.name}: {ms:.1f} ms a step", file=sys.stderr, flush=True)
+            progress = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(possible)}"
+            print(f"{progress}: {way.name}: {ms:.1f} ms a step", file=sys.stderr, flush=True)
             keep()
     results["finished"] = True
     keep()
@@ -128,13 +128,13 @@ def table(results: dict[str, Any]) -> str:
         if not steps:
             continue
         # Within a repeat, whose runs are neighbours in time.
-        faster = [one / ms for one, ms in zip(times[WAYS[0]], steps)]
+        speedups = [one / ms for one, ms in zip(times[WAYS[0]], steps)]
         lines.append([
             way.name, str(way.ranks * (1 + bool(way.micro_batches))),
             f"{results['memory_mib'][str(bool(way.micro_batches))]:.2f}", f"{way.idle:.0%}",
             spread(steps, 1),
             f"{1e3 * results['batch'] / statistics.median(steps):,.0f}",
-            spread(faster, 2), way.pays,
+            spread(speedups, 2), way.pays,
         ])  # fmt: skip
     head = ["", "devices", "MiB on one", "idle", "ms a step", "samples/s", "times as fast"]
     return markdown([*head, "pays if"], lines)
@@ -147,11 +147,11 @@ def device(results: dict[str, Any]) -> str:
 
 
 def description(results: dict[str, Any]) -> str:
-    same = ", where both halves compute in turns" if "cpu" in results["devices"] else ""
+    note = ", where both halves compute in turns" if "cpu" in results["devices"] else ""
     job = " ".join([EXPERIMENT, *results["arguments"]])
     return (
         f"`{job}`, global batch {results['batch']}: {device(results)}, a thread a process, devices "
-        f"{', '.join(results['devices'])}{same}. {versions(results)}; commit {results['commit']}, "
+        f"{', '.join(results['devices'])}{note}. {versions(results)}; commit {results['commit']}, "
         f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
         f"{results['steps']} steps; in brackets {spread_in_words(results['repeats'])}."
     )
@@ -174,10 +174,10 @@ def main() -> int:
     interrupt_at_signals()
     gpus = torch.cuda.device_count()
     devices = ["cuda:0", "cuda:1"] if gpus > 1 else ["cpu", "cpu"]
-    on = [] if gpus > 1 else ["trainer.accelerator=cpu"]
+    accelerator = [] if gpus > 1 else ["trainer.accelerator=cpu"]
 
     def measure(way: Way, batch: int) -> dict[str, Any]:
-        job = [EXPERIMENT, *way.overrides(devices), *on, *arguments.overrides]
+        job = [EXPERIMENT, *way.overrides(devices), *accelerator, *arguments.overrides]
         launcher = Launcher(
             [Host("localhost", way.ranks)], ["-H", f"localhost:{way.ranks}"], job, 1
         )
@@ -187,11 +187,11 @@ def main() -> int:
     try:
         refuse_ours(arguments.overrides, OURS, "make bench-split")
         model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
-        weights = {str(split): mib for split, mib in memory(model).items()}
+        memory_mib = {str(split): mib for split, mib in memory(model).items()}
         results: dict[str, Any] = {
             "benchmark": "split", **hardware(), "arguments": arguments.overrides, "runs": [],
             "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
-            "devices": devices, "memory_mib": weights,
+            "devices": devices, "memory_mib": memory_mib,
         }  # fmt: skip
         name = f"split_{slug(device(results))}"
         file, results = continued(results, arguments.out, name, "runs")

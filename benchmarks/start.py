@@ -65,32 +65,32 @@ def start(way: str, ranks: int, overrides: list[str], counts: Path | None) -> di
     """
     launcher, preload = WAYS[way]
     trace = [*STRACE, str(counts)] if counts else []
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="bench-start-") as logs:
-        one = ["trainer.max_steps=1", "trainer.max_epochs=1", "test=false", f"log_dir='{logs}'"]
-        job = [sys.executable, "template.py", *overrides, *one]
+        limits = ["trainer.max_steps=1", "trainer.max_epochs=1", "test=false", f"log_dir='{logs}'"]
+        job = [sys.executable, "template.py", *overrides, *limits]
         process = subprocess.Popen(
             [*trace, *launcher, "-np", str(ranks), "-H", f"localhost:{ranks}", *job], cwd=ROOT,
             env={**os.environ, "PRELOAD": preload}, text=True, stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
-        lines, first = [], None
+        lines, first_step = [], None
         try:
             for line in process.stdout:
                 lines.append(line)
                 if FIRST_STEP in line:
-                    first = first or time.monotonic() - began
+                    first_step = first_step or time.monotonic() - began
         except BaseException:
             os.killpg(process.pid, signal.SIGTERM)  # strace alone would leave the launcher
             process.wait()
             raise
-    if process.wait() or first is None:
+    if process.wait() or first_step is None:
         raise Failed(f"{''.join(lines[-15:])}error: {way}, {ranks} ranks: no first step")
-    now = resource.getrusage(resource.RUSAGE_CHILDREN)
-    processors = now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime
-    return {"first_step_s": first, "processors_s": processors}
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    processors = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return {"first_step_s": first_step, "processors_s": processors}
 
 
 def look_ups(way: str, ranks: int, overrides: list[str]) -> float:
@@ -100,29 +100,29 @@ def look_ups(way: str, ranks: int, overrides: list[str]) -> float:
         start(way, ranks, overrides, counts)
         # % time, seconds, usecs/call, calls, errors (empty where there are none), syscall
         rows = [line.split() for line in counts.read_text().splitlines()]
-    of_calls = [row for row in rows if len(row) > 4 and row[3].isdecimal() and row[-1] != "total"]
-    return sum(int(row[3]) for row in of_calls) / ranks
+    calls = [row for row in rows if len(row) > 4 and row[3].isdecimal() and row[-1] != "total"]
+    return sum(int(row[3]) for row in calls) / ranks
 
 
 def run(results: dict[str, Any], keep: Callable[[], None]) -> None:
     """All that is not there yet: starts in turns, then the look-ups."""
     repeats, sizes, overrides = results["repeats"], results["ranks"], results["arguments"]
     results["runs"] = whole_repeats(results["runs"], len(sizes) * len(WAYS))
-    there = {(run["repeat"], run["ranks"], run["way"]) for run in results["runs"]}
+    existing = {(run["repeat"], run["ranks"], run["way"]) for run in results["runs"]}
     ways = list(WAYS)
     planned = [
         (repeat, ranks, ways[(repeat + turn) % len(ways)])  # each repeat begins with another
         for repeat, ranks, turn in product(range(repeats), sizes, range(len(ways)))
     ]
-    planned = [turn for turn in planned if turn not in there]
+    planned = [turn for turn in planned if turn not in existing]
     if planned:
         start("ours", sizes[0], overrides, None)  # brings the files into memory
     for repeat, ranks, way in planned:
-        found = start(way, ranks, overrides, None)
-        results["runs"].append({"way": way, "ranks": ranks, "repeat": repeat, **found})
+        times = start(way, ranks, overrides, None)
+        results["runs"].append({"way": way, "ranks": ranks, "repeat": repeat, **times})
         keep()
-        said = f"{ranks} ranks, {way}: {found['first_step_s']:.2f} s"
-        print(f"repeat {repeat + 1} of {repeats}, {said}", file=sys.stderr, flush=True)
+        label = f"{ranks} ranks, {way}: {times['first_step_s']:.2f} s"
+        print(f"repeat {repeat + 1} of {repeats}, {label}", file=sys.stderr, flush=True)
     for ranks, way in product(sizes, WAYS) if shutil.which("strace") else []:
         if f"{ranks} {way}" not in results["look_ups"]:
             results["look_ups"][f"{ranks} {way}"] = look_ups(way, ranks, overrides)
@@ -142,13 +142,13 @@ def table(results: dict[str, Any]) -> str:
                 continue
             firsts = [run["first_step_s"] for run in sorted(runs, key=itemgetter("repeat"))]
             plain = plain or firsts
-            of_plain = [mine / theirs for mine, theirs in zip(firsts, plain)]
-            files = results["look_ups"].get(f"{ranks} {way}")
+            ratios = [mine / theirs for mine, theirs in zip(firsts, plain)]
+            count = results["look_ups"].get(f"{ranks} {way}")
             lines.append([
                 str(ranks), way, spread(firsts, 2),
-                spread(of_plain, 2),
+                spread(ratios, 2),
                 f"{statistics.median(run['processors_s'] for run in runs):.1f}",
-                f"{files:,.0f}" if files else "",
+                f"{count:,.0f}" if count else "",
             ])  # fmt: skip
     head = ["ranks", "", "s to the first step", "of horovodrun's", "s of processors"]
     return markdown([*head, "file look-ups a rank"], lines)

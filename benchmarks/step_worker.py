@@ -115,8 +115,8 @@ def memory(on_gpu: bool) -> dict[str, int]:
         peak, held = torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
         return {"peak_kib": peak // 1024, "resident_kib": held // 1024}
     status = Path("/proc/self/status").read_text()
-    found = [re.search(rf"{name}:\s*(\d+)", status) for name in ("VmHWM", "VmRSS")]
-    return dict(zip(("peak_kib", "resident_kib"), (int(match[1]) for match in found if match)))
+    matches = [re.search(rf"{name}:\s*(\d+)", status) for name in ("VmHWM", "VmRSS")]
+    return dict(zip(("peak_kib", "resident_kib"), (int(match[1]) for match in matches if match)))
 
 
 def one_batch(batch_size: int, height: int) -> tuple[Tensor, Tensor]:
@@ -166,29 +166,29 @@ def arrivals(
     model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]
 ) -> list[tuple[float, int]]:
     """Of gradients in turn: what share of a step is over when they are there, and their bytes."""
-    there: list[float] = []
+    moments: list[float] = []
     sizes: list[int] = []
 
     def note(parameter: nn.Parameter) -> None:
-        there.append(time.perf_counter())
+        moments.append(time.perf_counter())
         sizes.append(parameter.numel() * parameter.element_size())
 
     hooks = [p.register_post_accumulate_grad_hook(note) for p in model.parameters()]
     steps = []
     for _ in range(9):
-        there.clear()
+        moments.clear()
         sizes.clear()
         start = time.perf_counter()
         optimizer.zero_grad()
         loss(model, batch).backward()
         optimizer.step()
         seconds = time.perf_counter() - start
-        steps.append([(moment - start) / seconds for moment in there])
+        steps.append([(moment - start) / seconds for moment in moments])
     for hook in hooks:
         hook.remove()
     shares: dict[float, int] = {}
-    for of_one, size in zip(zip(*steps[2:]), sizes):
-        share = round(statistics.median(of_one), 2)
+    for fractions, size in zip(zip(*steps[2:]), sizes):
+        share = round(statistics.median(fractions), 2)
         shares[share] = shares.get(share, 0) + size
     return list(shares.items())
 
@@ -264,8 +264,8 @@ class Paced(pl.Callback):
 def fit(
     model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace, strategy: Any, **arguments: Any
 ) -> None:
-    on_gpu = {"accelerator": "gpu", "precision": "bf16-mixed"}
-    arguments |= on_gpu if pace.on_gpu else {"accelerator": "cpu"}
+    gpu_options = {"accelerator": "gpu", "precision": "bf16-mixed"}
+    arguments |= gpu_options if pace.on_gpu else {"accelerator": "cpu"}
     trainer = pl.Trainer(
         strategy=strategy, max_epochs=1, logger=False, callbacks=[Paced(pace)],
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,

@@ -38,8 +38,8 @@ class Trace:
 
     @property
     def steps(self) -> list[Event]:
-        found = [e for e in self.events if str(e.get("name", "")).startswith(STEP) and "dur" in e]
-        return sorted((e for e in found if place(e) == self.main), key=lambda e: e["ts"])
+        ranges = [e for e in self.events if str(e.get("name", "")).startswith(STEP) and "dur" in e]
+        return sorted((e for e in ranges if place(e) == self.main), key=lambda e: e["ts"])
 
 
 @dataclass
@@ -60,7 +60,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
     Raises:
         Unreadable: for a file that is missing, cut, or of another program.
     """
-    found = []
+    traces = []
     zero_ns = 0
     for rank in range(ranks):
         file = folder / f"rank-{rank}.json.gz"
@@ -81,9 +81,9 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
         for event in events:
             if "ts" in event:
                 event["ts"] += (base_ns - zero_ns) / 1e3
-        found.append(trace)
+        traces.append(trace)
     file = folder / "horovod.json.gz"
-    return found, timeline(_content(file), zero_ns) if file.exists() else Timeline()
+    return traces, timeline(_content(file), zero_ns) if file.exists() else Timeline()
 
 
 def _content(file: Path) -> Any:
@@ -107,43 +107,43 @@ def _content(file: Path) -> Any:
 def timeline(events: list[Event], zero_ns: int) -> Timeline:
     """Begins and ends of Horovod's events made ranges; those without the other are left out. But an
     operation that was going on at the end lasts as long as what is in it."""
-    found = Timeline()
+    result = Timeline()
     names: dict[int, str] = {}
-    begun: dict[int, list[Event]] = {}
+    open_events: dict[int, list[Event]] = {}
     start_us = 0.0
     for event in events:
-        told, tensor = event.get("args", {}), event.get("pid", 0)
-        if "start_time_since_epoch_in_micros" in told:
-            start_us = told["start_time_since_epoch_in_micros"] - zero_ns / 1e3
+        args, pid = event.get("args", {}), event.get("pid", 0)
+        if "start_time_since_epoch_in_micros" in args:
+            start_us = args["start_time_since_epoch_in_micros"] - zero_ns / 1e3
         elif event.get("name") == "process_name":
-            names[tensor] = told["name"]
+            names[pid] = args["name"]
         elif event["ph"] == "B":
-            begun.setdefault(tensor, []).append(event)
-        elif event["ph"] == "E" and begun.get(tensor):
-            first = begun[tensor].pop()
-            found.ranges.append({
-                "ph": "X", "name": first["name"], "tensor": names.get(tensor, "?"), "args": told,
-                "ts": first["ts"] + start_us, "dur": event["ts"] - first["ts"],
+            open_events.setdefault(pid, []).append(event)
+        elif event["ph"] == "E" and open_events.get(pid):
+            start = open_events[pid].pop()
+            result.ranges.append({
+                "ph": "X", "name": start["name"], "tensor": names.get(pid, "?"), "args": args,
+                "ts": start["ts"] + start_us, "dur": event["ts"] - start["ts"],
             })  # fmt: skip
         elif event["ph"] == "X":  # a moment: this rank's tensor is there
             name = f"rank {event['name']} is ready"
-            found.moments.append(
-                {"ph": "i", "s": "t", "name": name, "tensor": names.get(tensor, "?"),
+            result.moments.append(
+                {"ph": "i", "s": "t", "name": name, "tensor": names.get(pid, "?"),
                  "ts": event["ts"] + start_us}
             )  # fmt: skip
-    for tensor, left in begun.items():
-        for first in reversed(left):
-            begin = first["ts"] + start_us
+    for pid, left in open_events.items():
+        for start in reversed(left):
+            begin = start["ts"] + start_us
             ends = [
-                each["ts"] + each["dur"] for each in found.ranges
-                if each["tensor"] == names.get(tensor, "?") and each["ts"] >= begin
+                each["ts"] + each["dur"] for each in result.ranges
+                if each["tensor"] == names.get(pid, "?") and each["ts"] >= begin
             ]  # fmt: skip
             if ends:
-                found.ranges.append({
-                    "ph": "X", "name": first["name"], "tensor": names.get(tensor, "?"),
+                result.ranges.append({
+                    "ph": "X", "name": start["name"], "tensor": names.get(pid, "?"),
                     "args": {"end": "cut off"}, "ts": begin, "dur": max(ends) - begin,
                 })  # fmt: skip
-    return found
+    return result
 
 
 def merge(traces: list[Trace], horovod: Timeline) -> list[Event]:
@@ -181,10 +181,10 @@ def merge(traces: list[Trace], horovod: Timeline) -> list[Event]:
 
 
 def _process(number: int, name: str) -> list[Event]:
-    told = {"process_name": {"name": name}, "process_sort_index": {"sort_index": number}}
+    metadata = {"process_name": {"name": name}, "process_sort_index": {"sort_index": number}}
     return [
         {"ph": "M", "name": what, "pid": number, "tid": 0, "args": args}
-        for what, args in told.items()
+        for what, args in metadata.items()
     ]
 
 

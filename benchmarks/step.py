@@ -276,8 +276,8 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
 
     That is the time that the frames of a ring of all ranks need on it, over the step time without
     what nothing can overlap: the least step, in which each gradient goes to the wire when it is
-    there, in turn, less the time on the wire. Nothing is said of other networks, nor of models without
-    the variant `alone`.
+    there, in turn, less the time on the wire. Empty where `network` is no rate in mbit; without the
+    models that lack the variant `alone`.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     if not megabits:

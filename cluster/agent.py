@@ -91,20 +91,22 @@ class Agent:
     def _environment(self, job: dict[str, Any]) -> dict[str, str]:
         """What all ranks of this host see: of ssh, forwarded, and the network interface."""
         nic = job["nic"] or interface_towards(job["launcher"])
-        there = [name for _, name in socket.if_nameindex()]
-        if nic not in there:
-            told = ", ".join(there)
-            raise ValueError(f"no network interface {nic}; there are {told}: mend nic in HOSTFILE")
+        nics = [name for _, name in socket.if_nameindex()]
+        if nic not in nics:
+            options = ", ".join(nics)
+            raise ValueError(
+                f"no network interface {nic}; there are {options}: mend nic in HOSTFILE"
+            )
         names = ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
         interface = dict.fromkeys(names, nic) | {"NCCL_SOCKET_IFNAME": f"={nic}"}  # not its prefix
         # The numbers of GPUs are those of nvidia-smi; CUDA's own are by speed.
         by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         environment = {**by_bus, **interface, **os.environ, **job["environment"]}
         environment |= interface if job["nic"] else {}
-        given = environment["HOROVOD_GLOO_IFACE"]
-        if given not in there:
+        gloo_nic = environment["HOROVOD_GLOO_IFACE"]
+        if gloo_nic not in nics:
             raise ValueError(
-                f"HOROVOD_GLOO_IFACE={given} in the environment: there are {', '.join(there)}: "
+                f"HOROVOD_GLOO_IFACE={gloo_nic} in the environment: there are {', '.join(nics)}: "
                 "unset it, or give nic in HOSTFILE"
             )
         return environment
@@ -114,8 +116,8 @@ class Agent:
         count = len(job["ranks"])
         gpus = job["gpus"]
         if gpus is None and visible is not None:
-            there = any(Path("/dev").glob("nvidia[0-9]*"))
-            gpus = [gpu for gpu in visible.split(",") if there and NAMED.fullmatch(gpu)][:count]
+            has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
+            gpus = [gpu for gpu in visible.split(",") if has_gpus and NAMED.fullmatch(gpu)][:count]
         elif gpus is None:  # those that HorovodStrategy takes by local rank
             gpus = [gpu for gpu in range(count) if Path(f"/dev/nvidia{gpu}").exists()]
         for gpu in gpus:
@@ -156,8 +158,8 @@ class Agent:
     ) -> None:
         """All ranks from one process that has made their imports: cluster/preload.py."""
         python, *script = job["command"]
-        own = [set(variables.items()) for variables in job["ranks"].values()]
-        environment = environment | dict(set.intersection(*own))  # HOSTFILE's, before imports
+        by_rank = [set(variables.items()) for variables in job["ranks"].values()]
+        environment = environment | dict(set.intersection(*by_rank))  # HOSTFILE's, before imports
         outputs: dict[str, list[int]] = {}
         for rank in job["ranks"]:
             outputs[rank] = []
@@ -205,21 +207,21 @@ class Agent:
 
     def _watch(self, selector: selectors.BaseSelector) -> None:
         """Pass on what ranks print, and tell their ends, until none is left."""
-        told_life = 0.0
+        last_sign = 0.0
         while self._ranks or self._preloading:
             for key, _ in selector.select(timeout=0.2):
                 self._pass_on(key, selector)
-            if time.monotonic() - told_life > LIFE_SECONDS:
-                told_life = time.monotonic()
+            if time.monotonic() - last_sign > LIFE_SECONDS:
+                last_sign = time.monotonic()
                 self._say()
             self._reap(selector)
 
     def _pass_on(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> bool:
         """What there is to read on a stream; False at its end."""
-        rank, stream, begun = key.data
+        rank, stream, fragment = key.data
         data = os.read(key.fd, 1 << 16)
         # Horovod: a progress bar ends its lines with \r alone, and is passed on as it moves.
-        lines = (begun + data).splitlines(keepends=True)
+        lines = (fragment + data).splitlines(keepends=True)
         rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
         if rest and (not data or len(rest) > LONGEST_LINE):
             lines, rest = [*lines, rest], b""
@@ -259,12 +261,12 @@ class Agent:
         """Signs of life and signals of the launcher; when they stop, or are no such, all ends."""
         waiting = selectors.DefaultSelector()
         waiting.register(0, selectors.EVENT_READ)
-        begun = b""
+        fragment = b""
         try:
             while waiting.select(timeout=silence):
                 if not (data := os.read(0, 1 << 16)):
                     return
-                *lines, begun = (begun + data).split(b"\n")
+                *lines, fragment = (fragment + data).split(b"\n")
                 for line in lines:
                     self._obey(json.loads(line))
             # Not waited for: this too may be a write that nobody reads.
@@ -293,14 +295,14 @@ class Agent:
     def _end_all(self, grace: float) -> None:
         """Tell all descendants to end, and kill those that have not after `grace` seconds."""
         with self._ending:
-            told = time.monotonic()
+            start = time.monotonic()
             number = signal.SIGTERM if grace else signal.SIGKILL
             while alive := descendants():
                 for pid in alive:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
                 if number == signal.SIGTERM:
-                    while descendants() and time.monotonic() - told < grace:
+                    while descendants() and time.monotonic() - start < grace:
                         time.sleep(0.05)
                     number = signal.SIGKILL
                 else:
@@ -369,18 +371,18 @@ def descendants() -> list[int]:
                 )
                 if state not in "ZX":
                     children.setdefault(int(parent), []).append(int(entry))
-    found = list(children.get(os.getpid(), []))
-    for pid in found:  # grows while it is walked
-        found += children.get(pid, [])
-    return found
+    pids = list(children.get(os.getpid(), []))
+    for pid in pids:  # grows while it is walked
+        pids += children.get(pid, [])
+    return pids
 
 
 def address_of(interface: str) -> str | None:
     """The IPv4 address of a network interface of this host; None without."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("256s", interface.encode()[:15])
         try:
-            return socket.inet_ntoa(fcntl.ioctl(asking.fileno(), SIOCGIFADDR, request)[20:24])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24])
         except OSError:
             return None
 

@@ -87,9 +87,9 @@ class Probe:
         self.host = host
         self.facts: dict[str, Any] | None = None
         self.trouble: Finding | None = None
-        asked = {**_asked(quick), "nic": host.nic}
+        request = {**_asked(quick), "nic": host.nic}
         try:
-            asked["launcher"] = launcher or own_address(host.address)
+            request["launcher"] = launcher or own_address(host.address)
         except Refusal as error:
             self._fail(
                 str(error).partition(": ")[2], "write the name that ssh and the other hosts know"
@@ -100,7 +100,7 @@ class Probe:
             return
         # The host's own python3, which may be an old one, only where the environment's is not.
         python = f"p={shlex.quote(sys.executable)}; \"$p\" -c '' 2>/dev/null || p=python3"
-        ask = f'exec "$p" -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(asked))}'
+        ask = f'exec "$p" -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(request))}'
         # We are in, told below what a login shell may say; what follows may take longer.
         script = f"echo; echo '{{}}'; {python}; {ask}"
         limit = SSH_SECONDS + 2  # after ssh's own, which says more
@@ -117,14 +117,14 @@ class Probe:
             answer = self._line(limit)
         self.answered_at = time.time()
         if answer is None:
-            said = self.process.communicate()[1]
+            errors = self.process.communicate()[1]
             if self.process.returncode == -9:
                 look = f"look there: ssh {host.destination} uptime"
                 self._fail(f"no answer within {limit} s", look)
-            elif "python3: not found" in said or self.process.returncode == 127:
+            elif "python3: not found" in errors or self.process.returncode == 127:
                 self._fail("there is no python3", f"on {host.name}: sudo apt-get install python3")
             else:
-                trouble = diagnose(host, self.process.returncode, said)
+                trouble = diagnose(host, self.process.returncode, errors)
                 self._fail(trouble.what, trouble.mend)
             return
         self.facts = answer
@@ -171,16 +171,16 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
     pool = ThreadPoolExecutor(max_workers=max(1, len(hosts)))
     try:
         # A name of this host may lead to its loopback: it is the one that the others reach.
-        reached: dict[Host, str] = {}
+        own_addresses: dict[Host, str] = {}
         with contextlib.suppress(Refusal):
-            reached = addresses(hosts)
-        probes = list(pool.map(lambda host: Probe(host, reached.get(host), quick), hosts))
+            own_addresses = addresses(hosts)
+        probes = list(pool.map(lambda host: Probe(host, own_addresses.get(host), quick), hosts))
         try:
             findings = [probe.trouble for probe in probes if probe.trouble]
-            found = {p.host: p.facts for p in probes if p.facts}
+            answers = {p.host: p.facts for p in probes if p.facts}
             clocks = {p.host: _clock(p) for p in probes if p.facts}
             here = _here(quick)
-            for host, facts in found.items():
+            for host, facts in answers.items():
                 findings += checkout(host, facts, here) + packages(host, facts, here)
                 findings += gpus(host, facts) + interface(host, facts)
                 if not quick:
@@ -199,13 +199,13 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
 
 def _here(quick: bool) -> dict[str, Any]:
     """The same facts of this host, which the others are compared with."""
-    asked = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
-    done = subprocess.run(
-        [sys.executable, "-c", PROBE, asked], capture_output=True, text=True, input=""
+    request = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE, request], capture_output=True, text=True, input=""
     )
-    if done.returncode:
-        raise Refusal(f"this host cannot be looked at: {done.stderr.strip().splitlines()[-1]}")
-    facts = json.loads(done.stdout.splitlines()[-1])
+    if result.returncode:
+        raise Refusal(f"this host cannot be looked at: {result.stderr.strip().splitlines()[-1]}")
+    facts = json.loads(result.stdout.splitlines()[-1])
     facts["synced"] = synced() or facts["code"].keys()
     facts["tracked"] = tracked()
     return facts
@@ -224,8 +224,8 @@ def _asked(quick: bool) -> dict[str, Any]:
 def _clock(probe: Probe) -> float:
     """Seconds by which the host's clock must at least be ahead of ours, or behind."""
     assert probe.facts is not None
-    there = probe.facts["time"]
-    return max(there - probe.answered_at, 0.0) + min(there - probe.asked_at, 0.0)
+    host_time = probe.facts["time"]
+    return max(host_time - probe.answered_at, 0.0) + min(host_time - probe.asked_at, 0.0)
 
 
 def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]:
@@ -259,28 +259,28 @@ def _exchanges(hosts: list[Host]) -> list[Finding]:
     while pairs:
         # Pairs that share no host, so that none shares its link.
         busy: set[str] = set()
-        now = []
+        current = []
         for pair in pairs:
             if not busy & {host.name for host in pair}:
                 busy |= {host.name for host in pair}
-                now.append(pair)
-        pairs = [pair for pair in pairs if pair not in now]
+                current.append(pair)
+        pairs = [pair for pair in pairs if pair not in current]
         with ThreadPoolExecutor(max_workers=4) as pool:  # two ssh each: see cluster/ssh.py
-            findings += pool.map(_exchange, now)
+            findings += pool.map(_exchange, current)
     return findings
 
 
 def _exchange(pair: tuple[Host, Host]) -> Finding:
     first, second = pair
     name = first.name if first == second else f"{first.name}-{second.name}"
-    of = {host.name: {"slots": 2 if first == second else 1} for host in pair}
+    entries = {host.name: {"slots": 2 if first == second else 1} for host in pair}
     for host in pair:
         if first == second and first.slots < 2:
             return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
-        of[host.name] = entry(host) | of[host.name]
+        entries[host.name] = entry(host) | entries[host.name]
     # Without a name: it may hold variables that are nobody's business, and is gone when we are.
     with tempfile.TemporaryFile("w") as file:
-        file.write(yaml.safe_dump({"hosts": of}))
+        file.write(yaml.safe_dump({"hosts": entries}))
         file.flush()
         path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
         command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", path]
@@ -291,24 +291,24 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
             env={**os.environ, "HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
         )  # fmt: skip
         try:
-            printed, said_last = process.communicate(timeout=PAIR_SECONDS)
+            output, errors = process.communicate(timeout=PAIR_SECONDS)
         except subprocess.TimeoutExpired:
             process.terminate()
-            printed, said_last = process.communicate()
-            said_last = f"no end within {PAIR_SECONDS} s"
-    results = [line for line in printed.splitlines() if line.startswith("[0]<stdout>:{")]
+            output, errors = process.communicate()
+            errors = f"no end within {PAIR_SECONDS} s"
+    results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
-        reason = " ".join(said_last.strip().splitlines()[-1:])[:200]
+        reason = " ".join(errors.strip().splitlines()[-1:])[:200]
         if reason.startswith("error: "):  # the launcher's, which says what to do
             return Finding("FAIL", "all-reduce", name, reason.removeprefix("error: "))
-        names = ",".join(f"{host}:{said['slots']}" for host, said in of.items())
+        names = ",".join(f"{host}:{settings['slots']}" for host, settings in entries.items())
         look = make(f"hello {first.given() if first.file else f'HOSTS={names}'}")
         mend = f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug {look}"
         return Finding("FAIL", "all-reduce", name, reason, mend)
     result = json.loads(results[0].partition(":")[2])
-    told = f"{result['operations']}, latency {result['latency_us']:,} µs, "
-    told += f"bus bandwidth {result['bus_bandwidth_mb_s']:,} MB/s"
-    return Finding("ok", "all-reduce", name, told)
+    summary = f"{result['operations']}, latency {result['latency_us']:,} µs, "
+    summary += f"bus bandwidth {result['bus_bandwidth_mb_s']:,} MB/s"
+    return Finding("ok", "all-reduce", name, summary)
 
 
 def table(findings: list[Finding]) -> str:
@@ -331,10 +331,10 @@ def quick(hosts: list[Host]) -> None:
     """
     if len(hosts) == 1 and hosts[0].is_here:
         return
-    wrong = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
-    if wrong:
-        told = (f"{f.host}: {f.check}: {f.text} (mend: {f.mend})" for f in joined(wrong))
-        raise Refusal("; ".join(told))
+    failures = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
+    if failures:
+        messages = (f"{f.host}: {f.check}: {f.text} (mend: {f.mend})" for f in joined(failures))
+        raise Refusal("; ".join(messages))
 
 
 def leave() -> NoReturn:
@@ -367,11 +367,11 @@ def main() -> int:
         leave()
     fit = not any(finding.level == "FAIL" for finding in findings)
     if arguments.json:
-        told = json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1)
+        output = json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
-        told = f"{table(findings)}\n{'fit' if fit else 'not fit: mend what is marked FAIL'}"
+        output = f"{table(findings)}\n{'fit' if fit else 'not fit: mend what is marked FAIL'}"
     try:
-        print(told, flush=True)
+        print(output, flush=True)
     except BrokenPipeError:  # make doctor | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return int(not fit)

@@ -55,19 +55,19 @@ def make_environment(folder: Path) -> None:
     """A virtual environment of this interpreter, or else of the first on the PATH that fits."""
     candidates = [sys.executable, "python3", *(f"python{version}" for version in PYTHONS)]
     for name in candidates:
-        found = shutil.which(name)
+        python = shutil.which(name)
         with contextlib.suppress(InstallError):  # one that does not run, as pyenv's may
-            if found and probe(found)["python"].rsplit(".", 1)[0] in PYTHONS:
+            if python and probe(python)["python"].rsplit(".", 1)[0] in PYTHONS:
                 break
     else:
         raise InstallError(
             "no Python from 3.10 to 3.13 on the PATH: sudo apt-get install python3 python3-venv; "
             "where that is newer, uv python install 3.13 (docs.astral.sh/uv)"
         )
-    assert found
+    assert python
     made_here = not folder.exists()
     try:
-        result = subprocess.run([found, "-m", "venv", str(folder)], capture_output=True, text=True)
+        result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True)
     except KeyboardInterrupt:
         if made_here:
             shutil.rmtree(folder, ignore_errors=True)
@@ -75,13 +75,13 @@ def make_environment(folder: Path) -> None:
     if result.returncode != 0:
         if made_here:
             shutil.rmtree(folder, ignore_errors=True)
-        version = probe(found)["python"].rsplit(".", 1)[0]
+        version = probe(python)["python"].rsplit(".", 1)[0]
         if "ensurepip" in result.stdout + result.stderr:
             raise InstallError(
-                f"{found} cannot make virtual environments: "
+                f"{python} cannot make virtual environments: "
                 f"sudo apt-get install python3-venv (or python{version}-venv)"
             )
-        raise InstallError(f"{found} -m venv {folder}: {last_line(result.stderr)}")
+        raise InstallError(f"{python} -m venv {folder}: {last_line(result.stderr)}")
 
 
 def probe(python: str) -> dict:
@@ -96,7 +96,7 @@ def probe(python: str) -> dict:
 
 
 @contextlib.contextmanager
-def locked(file: Path, told: str) -> Iterator[None]:
+def locked(file: Path, message: str) -> Iterator[None]:
     """One at a time: a second one waits, which it tells, and then finds the work done."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as handle:
@@ -104,7 +104,7 @@ def locked(file: Path, told: str) -> Iterator[None]:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                print(told, flush=True)
+                print(message, flush=True)
                 fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 

@@ -53,11 +53,11 @@ def seconds(count: int, repetitions: int, device: str) -> float:
     numbers = torch.ones(count, device=device)
     times = []
     for _ in range(repetitions + 1):
-        begun = time.perf_counter()
+        start = time.perf_counter()
         total = wait(hvd.allreduce_async(numbers, op=hvd.Sum, name=f"sum.{count}"))
         if device != "cpu":
             torch.cuda.synchronize()
-        times.append(time.perf_counter() - begun)
+        times.append(time.perf_counter() - start)
         assert float(total[0]) == float(total[-1]) == hvd.size()
     return statistics.median(times[1:])
 
@@ -74,14 +74,14 @@ def send(numbers: torch.Tensor, source: int, target: int) -> int:
 def messages(device: str) -> str:
     """From rank 0 to the last: a small one that is waited for, a large one that is not."""
     last = hvd.size() - 1
-    came, _ = hvd.synchronize(send(torch.full((4,), 7.0, device=device), 0, last))
-    assert came.tolist() == ([7.0] * 4 if hvd.rank() == last else [])
+    received, _ = hvd.synchronize(send(torch.full((4,), 7.0, device=device), 0, last))
+    assert received.tolist() == ([7.0] * 4 if hvd.rank() == last else [])
     handle, turns = send(torch.full((LARGE_BYTES // 4,), 8.0, device=device), 0, last), 0
     while not hvd.poll(handle):
         time.sleep(1e-5)  # anything else that there is to do
         turns += 1
-    came, _ = hvd.synchronize(handle)
-    assert came.sum() == (8 * LARGE_BYTES // 4 if hvd.rank() == last else 0)
+    received, _ = hvd.synchronize(handle)
+    assert received.sum() == (8 * LARGE_BYTES // 4 if hvd.rank() == last else 0)
     return (
         f"blocking     16 bytes from rank 0 to rank {last}, which waited for them\n"
         f"non-blocking {LARGE_BYTES >> 20} MiB from rank 0 to rank {last}, while which rank 0 had "
@@ -91,9 +91,9 @@ def messages(device: str) -> str:
 
 def shares_gpu(device: str) -> str:
     """Which ranks have the same GPU, which NCCL would refuse without naming them; empty if none."""
-    mine = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
+    uuid = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
     first: dict[tuple[str, str], int] = {}
-    ranks = hvd.allgather_object((os.uname().nodename, mine), name="gpus")
+    ranks = hvd.allgather_object((os.uname().nodename, uuid), name="gpus")
     for rank, (host, gpu) in enumerate(ranks):
         other = first.setdefault((host, gpu), rank)
         if gpu and other != rank:
@@ -109,9 +109,9 @@ def main() -> None:
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
     device = device_of_rank()
-    on = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    device_name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     print(
-        f"rank {rank} of {size} is rank {hvd.local_rank()} on {os.uname().nodename}: {on}",
+        f"rank {rank} of {size} is rank {hvd.local_rank()} on {os.uname().nodename}: {device_name}",
         flush=True,
     )
     if shared := shares_gpu(device):
@@ -126,21 +126,21 @@ def main() -> None:
     answers = hvd.allgather_object([rank, os.uname().nodename, message["from"]], name="answers")
     assert [answer[0] for answer in answers] == list(range(size))
     assert {answer[2] for answer in answers} == {answers[0][1]}
-    told_of = messages(device)
+    report = messages(device)
     small, large = seconds(1, SMALL, device), seconds(LARGE_BYTES // 4, LARGE, device)
     if rank == 0:
-        told = {
+        results = {
             "operations": operations(device),
             "latency_us": round(small * 1e6),
             "bus_bandwidth_mb_s": round(LARGE_BYTES * 2 * (size - 1) / size / large / 1e6),
             "hosts": [answer[1] for answer in answers],
         }
-        print(told_of)
+        print(report)
         print(
-            f"all-reduce   {told['operations']}: the sum over {size} ranks is right; latency "
-            f"{told['latency_us']:,} µs, bus bandwidth {told['bus_bandwidth_mb_s']:,} MB/s"
+            f"all-reduce   {results['operations']}: the sum over {size} ranks is right; latency "
+            f"{results['latency_us']:,} µs, bus bandwidth {results['bus_bandwidth_mb_s']:,} MB/s"
         )
-        print(json.dumps(told), flush=True)
+        print(json.dumps(results), flush=True)
     hvd.shutdown()
 
 

@@ -40,17 +40,17 @@ class Finding:
 
 def joined(findings: list[Finding]) -> list[Finding]:
     """Hosts that say the same as one; a `make sync HOSTS=` that mends them names them all."""
-    same: dict[tuple[str, ...], list[Finding]] = {}
+    groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         mend = ONE_HOST.sub("HOSTS=", finding.mend)
         key = (finding.level, finding.check, finding.text, mend)
-        same.setdefault(key, []).append(finding)
-    found = []
-    for (level, check, text, mend), of in same.items():
-        given = ",".join(host for f in of for host in ONE_HOST.findall(f.mend))
-        mend = mend.replace("HOSTS=", f"HOSTS={given}", 1) if given else mend
-        found.append(Finding(level, check, ",".join(f.host for f in of), text, mend))
-    return found
+        groups.setdefault(key, []).append(finding)
+    merged = []
+    for (level, check, text, mend), group in groups.items():
+        hosts = ",".join(host for f in group for host in ONE_HOST.findall(f.mend))
+        mend = mend.replace("HOSTS=", f"HOSTS={hosts}", 1) if hosts else mend
+        merged.append(Finding(level, check, ",".join(f.host for f in group), text, mend))
+    return merged
 
 
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
@@ -64,100 +64,100 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
         for name in here["code"].keys() & here["synced"]
         if name.endswith(CODE) or name in here["tracked"]
     }
-    other = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
-    if other:
-        told = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
-        return [Finding("FAIL", "code", host.name, f"other than here: {told}", sync)]
+    stale = sorted(name for name in names if facts["code"].get(name) != here["code"].get(name))
+    if stale:
+        summary = ", ".join(stale[:3]) + (f" and {len(stale) - 3} more" if len(stale) > 3 else "")
+        return [Finding("FAIL", "code", host.name, f"other than here: {summary}", sync)]
     theirs = {name for name in facts["code"] if name.endswith(CODE)}
-    if gone := sorted(theirs - here["code"].keys()):
-        text = f"has what is not here: {', '.join(gone[:3])}"
+    if extra := sorted(theirs - here["code"].keys()):
+        text = f"has what is not here: {', '.join(extra[:3])}"
         return [Finding("warn", "code", host.name, text, f"if it is to go: {sync}")]
     shared = facts["identity"] == here["identity"]
-    told = "the same file system" if shared else "a copy, the same"
-    return [Finding("ok", "code", host.name, told)]
+    text = "the same file system" if shared else "a copy, the same"
+    return [Finding("ok", "code", host.name, text)]
 
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    bring = make(f"sync ENV=1 {host.given()}")
+    mend = make(f"sync ENV=1 {host.given()}")
     if Path(sys.prefix).parent != ROOT:
-        bring = f"on {host.name}: make install PYTHON={sys.executable}"
+        mend = f"on {host.name}: make install PYTHON={sys.executable}"
     theirs, ours = facts["versions"], here["versions"]
     if isinstance(theirs, str):
         text = f"{sys.executable} does not run there: {theirs}"
-        return [Finding("FAIL", "packages", host.name, text, bring)]
+        return [Finding("FAIL", "packages", host.name, text, mend)]
     for name, version in ours.items():
         if theirs.get(name) != version:
             text = f"{name} {theirs.get(name) or 'is missing'}, here {version}"
-            return [Finding("FAIL", "packages", host.name, text, bring)]
+            return [Finding("FAIL", "packages", host.name, text, mend)]
     build = facts.get("build")
     if isinstance(build, str):
         text = f"Horovod does not run there: {build}"
-        return [Finding("FAIL", "packages", host.name, text, bring)]
-    told = f"Python {ours['python']}, torch {ours['torch']}, Horovod {ours['horovod']}"
+        return [Finding("FAIL", "packages", host.name, text, mend)]
+    versions = f"Python {ours['python']}, torch {ours['torch']}, Horovod {ours['horovod']}"
     if build is None:
-        return [Finding("ok", "packages", host.name, told)]
+        return [Finding("ok", "packages", host.name, versions)]
     kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
     if build["gpus"] and not build["nccl"]:
         text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
-        return [Finding("FAIL", "packages", host.name, text, f"{make('install')}, then {bring}")]
+        return [Finding("FAIL", "packages", host.name, text, f"{make('install')}, then {mend}")]
     names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
-    told += f" with {', '.join(names[kind] for kind in kinds)}"
-    return [Finding("ok", "packages", host.name, told)]
+    versions += f" with {', '.join(names[kind] for kind in kinds)}"
+    return [Finding("ok", "packages", host.name, versions)]
 
 
 def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
-    gpus, findings = facts["gpus"], []
-    there = {gpu["index"]: gpu for gpu in gpus["there"]}
+    answer, findings = facts["gpus"], []
+    by_index = {gpu["index"]: gpu for gpu in answer["devices"]}
     look = f"ssh {host.destination} nvidia-smi"
     # From all ranks, as it goes to them; -1 is a common way to name none.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
-    if hidden and host.gpus is None and (there or gpus["error"]):
+    if hidden and host.gpus is None and (by_index or answer["error"]):
         return [Finding("ok", "GPUs", host.name, "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
-    if gpus["error"]:
-        return [Finding("FAIL", "GPUs", host.name, gpus["error"][:150], look)]
-    if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in there]):
+    if answer["error"]:
+        return [Finding("FAIL", "GPUs", host.name, answer["error"][:150], look)]
+    if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in by_index]):
         text = f"GPU {', '.join(map(str, missing))} of the host file is not there; there "
-        text += f"are {', '.join(map(str, there))}" if there else "is none"
+        text += f"are {', '.join(map(str, by_index))}" if by_index else "is none"
         return [Finding("FAIL", "GPUs", host.name, text, "mend gpus in the host file")]
-    if not there:
+    if not by_index:
         return [Finding("ok", "GPUs", host.name, "none: it trains on CPUs")]
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
-    visible = tuple(int(gpu) for gpu in listed if gpu.isdecimal() and int(gpu) in there)
-    wanted = host.gpus or visible or tuple(sorted(there))
+    visible = tuple(int(gpu) for gpu in listed if gpu.isdecimal() and int(gpu) in by_index)
+    wanted = host.gpus or visible or tuple(sorted(by_index))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
         mend = f"{host.given(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
         return [Finding("FAIL", "GPUs", host.name, text, mend)]
     for number in wanted[: host.slots]:
-        gpu = there[number]
-        others = [p for p in gpus["processes"] if p["gpu"] == number]
+        gpu = by_index[number]
+        others = [p for p in answer["processes"] if p["gpu"] == number]
         if others:
-            told = ", ".join(f"{p['pid']} of user {p['uid']}" for p in others)
-            text = f"GPU {number} has processes of others: {told}"
+            owners = ", ".join(f"{p['pid']} of user {p['uid']}" for p in others)
+            text = f"GPU {number} has processes of others: {owners}"
             findings.append(Finding("warn", "GPUs", host.name, text, look))
         elif gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
             text = f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
             findings.append(Finding("warn", "GPUs", host.name, text, look))
-    names = sorted({there[number]["name"] for number in wanted[: host.slots]})
-    driver = there[wanted[0]]["driver"]
-    told = f"{host.slots} x {' and '.join(names)}, driver {driver}"
+    names = sorted({by_index[number]["name"] for number in wanted[: host.slots]})
+    driver = by_index[wanted[0]]["driver"]
+    summary = f"{host.slots} x {' and '.join(names)}, driver {driver}"
     build = facts.get("build")
     if isinstance(build, dict) and not build["gpus"]:
         text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
         mend = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
         return [*findings, Finding("FAIL", "GPUs", host.name, text, mend)]
-    return findings or [Finding("ok", "GPUs", host.name, told)]
+    return findings or [Finding("ok", "GPUs", host.name, summary)]
 
 
 def interface(host: Host, facts: dict[str, Any]) -> list[Finding]:
-    there = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
+    addresses = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
     nic = host.nic or facts["towards"]
     if nic is None:
-        text = f"no interface leads to this host; there are {there}"
+        text = f"no interface leads to this host; there are {addresses}"
         return [Finding("FAIL", "network", host.name, text, "give nic in the host file")]
     if nic not in facts["interfaces"]:
-        text = f"no interface {nic} with an address; there are {there}"
+        text = f"no interface {nic} with an address; there are {addresses}"
         return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
     return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
 
@@ -171,8 +171,8 @@ def room(host: Host, facts: dict[str, Any]) -> list[Finding]:
             mend = f"ssh {host.destination} du -xh -d1 {path} | sort -h"
             findings.append(Finding("FAIL", "disk", host.name, text, mend))
     if not findings:
-        told = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
-        findings.append(Finding("ok", "disk", host.name, told))
+        summary = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
+        findings.append(Finding("ok", "disk", host.name, summary))
     available, wanted = facts["memory"], FREE_MEMORY_MIB * host.slots
     if available < wanted:
         text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
@@ -180,7 +180,7 @@ def room(host: Host, facts: dict[str, Any]) -> list[Finding]:
         findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
-    if not facts["gpus"]["there"] and facts["cores"] < host.slots:
+    if not facts["gpus"]["devices"] and facts["cores"] < host.slots:
         text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
         mend = host.given(facts["cores"])
         findings.append(Finding("warn", "cores", host.name, text, mend))

@@ -128,8 +128,8 @@ class Connection:
                     self._events.put((self, event))
             self.listening_since = time.monotonic()
         self._hearing_ssh.join(timeout=2)
-        said = self._words.decode(errors="replace")
-        self._events.put((self, {"gone": self.process.wait(), "said": said}))
+        errors = self._words.decode(errors="replace")
+        self._events.put((self, {"gone": self.process.wait(), "said": errors}))
 
     def _hear_ssh(self) -> None:
         assert self.process.stderr is not None
@@ -168,9 +168,9 @@ class Job:
         """The exit status: 0, that of the first process that failed, or 128 + a signal."""
         hosts = list(dict.fromkeys(member.host for member in self.members))
         refuse_one_twice(hosts)
-        reached = addresses(hosts)
+        own_addresses = addresses(hosts)
         allow_files()  # a connection to each rank that waits for others
-        rendezvous = self._rendezvous = Rendezvous(sorted(set(reached.values())))
+        rendezvous = self._rendezvous = Rendezvous(sorted(set(own_addresses.values())))
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._on_signal)
@@ -180,15 +180,15 @@ class Job:
         threading.Thread(target=self._give_life, daemon=True).start()
         try:
             for host in hosts:
-                here = [member for member in self.members if member.host == host]
+                members = [member for member in self.members if member.host == host]
                 turn = self._wait_for_turn()
                 if self._ends():
-                    self._running -= {member.rank for member in here}
+                    self._running -= {member.rank for member in members}
                     continue
-                environment = self._environment(host) | rendezvous.environment(reached[host])
-                order = self._order(host, here, environment, reached[host])
+                environment = self._environment(host) | rendezvous.environment(own_addresses[host])
+                order = self._order(host, members, environment, own_addresses[host])
                 # Its first line is the order: no sign of life or signal may come before.
-                self.connections.append(Connection(host, here, self._events, turn, order))
+                self.connections.append(Connection(host, members, self._events, turn, order))
             self.record.update(state="running")
             while self._running or any(c.process.poll() is None for c in self.connections):
                 self._step()
@@ -205,16 +205,16 @@ class Job:
         return self._finish()
 
     def _order(
-        self, host: Host, here: list[Rank], environment: dict[str, str], address: str
+        self, host: Host, members: list[Rank], environment: dict[str, str], address: str
     ) -> dict[str, Any]:
         """What the agent is to start."""
         on_cpu = "trainer.accelerator=cpu" in self.command
-        gpus = None if host.gpus is None else host.gpus[: len(here)]
+        gpus = None if host.gpus is None else host.gpus[: len(members)]
         return {
             "run": self.record.id,
             "command": self.command,
             "environment": environment,
-            "ranks": {m.rank: m.environment(len(self.members)) for m in here},
+            "ranks": {m.rank: m.environment(len(self.members)) for m in members},
             "nic": host.nic,
             "launcher": address,
             "gpus": [] if on_cpu else gpus,
@@ -238,16 +238,16 @@ class Job:
         """The line that started us, to be typed again: without what cluster/jobs.py adds."""
         typed = list(sys.orig_argv)
         if "--record" in typed[: len(typed) - len(self.command)]:
-            at = typed.index("--record")
-            del typed[at : at + 2]
+            index = typed.index("--record")
+            del typed[index : index + 2]
         return typed
 
     def _wait_for_turn(self) -> bool:
         """Whether we got one to connect. Not deaf meanwhile: logins of many hosts may hang."""
-        given_up = time.monotonic() + SSH_SECONDS + 2
+        deadline = time.monotonic() + SSH_SECONDS + 2
         while True:
             self._step(wait=0)
-            if self._ends() or time.monotonic() > given_up:
+            if self._ends() or time.monotonic() > deadline:
                 return False
             if connecting.acquire(timeout=0.1):
                 return True
@@ -310,11 +310,11 @@ class Job:
     def _late(self, rank: int) -> str:
         """Ranks for which this one has waited in hvd.init(); empty when it had not come to it."""
         assert self._rendezvous is not None
-        come = list(self._rendezvous.store)  # in one go: another thread adds to it
-        waited = f"global/{rank}" in come
-        late = [m for m in self.members if waited and f"global/{m.rank}" not in come]
-        told = [f"rank {member.rank} on {member.host.name}" for member in late[:3]]
-        return ", ".join(told) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
+        keys = list(self._rendezvous.store)  # in one go: another thread adds to it
+        waited = f"global/{rank}" in keys
+        late = [m for m in self.members if waited and f"global/{m.rank}" not in keys]
+        names = [f"rank {member.rank} on {member.host.name}" for member in late[:3]]
+        return ", ".join(names) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
 
     def _fail(self, weight: int, cause: str, code: int) -> None:
         """Take note why, and end the others soon. A process that was killed tells more than those
@@ -381,16 +381,16 @@ class Job:
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
     """What of `environment` may leave this host."""
     names = environment.get("FORWARD", "").replace(",", " ")
-    asked = tuple(names.split())
-    found = {
+    prefixes = tuple(names.split())
+    variables = {
         name: value
         for name, value in environment.items()
-        if name.startswith(asked)
+        if name.startswith(prefixes)
         or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
     }
-    if "SLURM_JOB_ID" in environment and found.get("CUDA_VISIBLE_DEVICES"):
-        del found["CUDA_VISIBLE_DEVICES"]  # Slurm's for this node; others have their own
-    return found
+    if "SLURM_JOB_ID" in environment and variables.get("CUDA_VISIBLE_DEVICES"):
+        del variables["CUDA_VISIBLE_DEVICES"]  # Slurm's for this node; others have their own
+    return variables
 
 
 def addresses(hosts: list[Host]) -> dict[Host, str]:
@@ -398,16 +398,16 @@ def addresses(hosts: list[Host]) -> dict[Host, str]:
 
     This host itself may have a name that leads to its loopback only; it gets that for the others.
     """
-    if named := next((host.nic for host in hosts if host.is_here and host.nic), None):
-        if (address := address_of(named)) is None:
-            raise Refusal(f"this host has no network interface {named} with an address: mend nic")
+    if nic := next((host.nic for host in hosts if host.is_here and host.nic), None):
+        if (address := address_of(nic)) is None:
+            raise Refusal(f"this host has no network interface {nic} with an address: mend nic")
         return dict.fromkeys(hosts, address)
     try:
         towards = {host: own_address(host.address) for host in hosts if not host.is_here}
     except OSError as error:
         raise Refusal(f"no route to a host: {error.strerror}") from None
-    here = next(iter(towards.values()), "127.0.0.1")
-    return {host: towards.get(host, here) for host in hosts}
+    default = next(iter(towards.values()), "127.0.0.1")
+    return {host: towards.get(host, default) for host in hosts}
 
 
 def _told(code: int) -> str:
@@ -450,9 +450,9 @@ def main() -> int:
         parser.error("the command is missing, as python template.py")
     try:
         members = ranks(chosen(arguments), arguments.np)
-        given = arguments.stop_seconds
-        with Record(arguments.record, members, arguments.command, given) as record:
-            return Job(members, arguments.command, record, given).run()
+        stop_seconds = arguments.stop_seconds
+        with Record(arguments.record, members, arguments.command, stop_seconds) as record:
+            return Job(members, arguments.command, record, stop_seconds).run()
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if arguments.record:

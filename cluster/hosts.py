@@ -85,12 +85,12 @@ class Host:
         name, port = self.name, 22
         with contextlib.suppress(FileNotFoundError):  # this host alone needs no ssh
             # ssh -G only prints what it would do.
-            asked = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
-            said = asked.stdout.decode(errors="replace")
-            if found := re.search(r"^hostname (.+)$", said, re.MULTILINE):
-                name = found.group(1).strip()
-            if found := re.search(r"^port (\d+)$", said, re.MULTILINE):
-                port = int(found.group(1))
+            result = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
+            output = result.stdout.decode(errors="replace")
+            if match := re.search(r"^hostname (.+)$", output, re.MULTILINE):
+                name = match.group(1).strip()
+            if match := re.search(r"^port (\d+)$", output, re.MULTILINE):
+                port = int(match.group(1))
         return name, port
 
     @functools.cached_property
@@ -101,8 +101,8 @@ class Host:
             Refusal: when the name is unknown.
         """
         try:
-            found = socket.getaddrinfo(self._known_to_ssh[0], 22, socket.AF_INET)
-            return str(found[0][4][0])
+            results = socket.getaddrinfo(self._known_to_ssh[0], 22, socket.AF_INET)
+            return str(results[0][4][0])
         except (OSError, UnicodeError):  # the latter for a..b
             where = "DNS, /etc/hosts or ~/.ssh/config"
             raise Refusal(f"{self.name}: no such host: no IPv4 address for it in {where}") from None
@@ -160,9 +160,9 @@ class Host:
             srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self.name}"]
             # A job's GPUs for each task would be those of our one task, and its GPUs on all nodes
             # would be asked of this one: a slot's GPU each instead.
-            asked = {name: os.environ[name] for name in JOB_GPUS if name in os.environ}
-            if "gpu" in str(asked).lower():  # SLURM_TRES_PER_TASK may name CPUs alone
-                unset = [word for name in asked for word in ("-u", name)]
+            requested = {name: os.environ[name] for name in JOB_GPUS if name in os.environ}
+            if "gpu" in str(requested).lower():  # SLURM_TRES_PER_TASK may name CPUs alone
+                unset = [word for name in requested for word in ("-u", name)]
                 srun = ["env", *unset, *srun, f"--gpus-per-node={self.slots}"]
             return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
         if shutil.which("ssh") is None:
@@ -181,13 +181,13 @@ def make(what: str) -> str:
 
 def own_addresses() -> set[str]:
     """IPv4 addresses of this host's network interfaces."""
-    entry, most = 40, 1024  # bytes of a struct ifreq, and how many we have room for
-    buffer = array.array("B", bytes(entry * most))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    entry_size, most = 40, 1024  # bytes of a struct ifreq, and how many we have room for
+    buffer = array.array("B", bytes(entry_size * most))
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
         # To bind to an address proves nothing where net.ipv4.ip_nonlocal_bind is set.
-        size, _ = struct.unpack("iL", fcntl.ioctl(asking.fileno(), SIOCGIFCONF, request))
-    return {socket.inet_ntoa(buffer[at + 20 : at + 24]) for at in range(0, size, entry)}
+        size, _ = struct.unpack("iL", fcntl.ioctl(probe.fileno(), SIOCGIFCONF, request))
+    return {socket.inet_ntoa(buffer[at + 20 : at + 24]) for at in range(0, size, entry_size)}
 
 
 def parse(text: str) -> list[Host]:
@@ -197,11 +197,11 @@ def parse(text: str) -> list[Host]:
         Refusal: when it is malformed, or names a host twice.
     """
     hosts = []
-    for entry in text.split(","):
-        name, colon, slots = entry.strip().partition(":")
+    for item in text.split(","):
+        name, colon, slots = item.strip().partition(":")
         if not NAME.fullmatch(name) or (colon and not re.fullmatch("[1-9][0-9]{0,4}", slots)):
             raise Refusal(
-                f"HOSTS={text}: '{entry}' is no host: write name:slots, as node1:4,node2:4"
+                f"HOSTS={text}: '{item}' is no host: write name:slots, as node1:4,node2:4"
             )
         hosts.append(Host(name, int(slots or 1)))
     return _checked(hosts, f"HOSTS={text}")
@@ -234,11 +234,11 @@ def read(file: Path) -> list[Host]:
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
-    if beside := [key for key in content if key in KINDS]:  # others may be what is merged
-        raise Refusal(f"{where}: '{beside[0]}' stands beside hosts: it belongs to each of them")
+    if misplaced := [key for key in content if key in KINDS]:  # others may be what is merged
+        raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
     _refuse_twice(file, where)
-    found = zip(hosts.values(), written["hosts"].items())
-    return _checked([_host(name, of, words, file) for of, (name, words) in found], where)
+    pairs = zip(hosts.values(), written["hosts"].items())
+    return _checked([_host(name, values, words, file) for values, (name, words) in pairs], where)
 
 
 def _refuse_twice(file: Path, where: str) -> None:
@@ -248,8 +248,8 @@ def _refuse_twice(file: Path, where: str) -> None:
         if key.value == "hosts" and isinstance(value, yaml.MappingNode):
             if twice := _repeated(value):
                 raise Refusal(f"{where}: {twice} is there twice: add up its slots")
-            for name, of in value.value:
-                if isinstance(of, yaml.MappingNode) and (twice := _repeated(of)):
+            for name, node in value.value:
+                if isinstance(node, yaml.MappingNode) and (twice := _repeated(node)):
                     raise Refusal(f"{where}: {name.value}: {twice} is there twice")
 
 
@@ -259,35 +259,35 @@ def _repeated(mapping: yaml.MappingNode) -> str:
     return next((name for name in names if names.count(name) > 1), "")
 
 
-def _host(name: str, of: Any, words: Any, file: Path) -> Host:
+def _host(name: str, content: Any, words: Any, file: Path) -> Host:
     """Of an entry as YAML reads it; `words` is the same as it is written."""
     where = f"HOSTFILE={file}: {name}"
-    if isinstance(of, int) and not isinstance(of, bool):
-        of = {"slots": of}
-    if not isinstance(of, dict) or "slots" not in of:
+    if isinstance(content, int) and not isinstance(content, bool):
+        content = {"slots": content}
+    if not isinstance(content, dict) or "slots" not in content:
         raise Refusal(f"{where}: it needs its slots, as {{slots: 4}}")
     if not NAME.fullmatch(name):
         raise Refusal(f"{where}: this is no name of a host")
-    for key, value in of.items():
+    for key, value in content.items():
         if key not in KINDS:
             raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(KINDS)}")
         if not isinstance(value, KINDS[key]) or isinstance(value, bool):
             raise Refusal(f"{where}: {key}={value} is no {KINDS[key].__name__}")
-    slots, gpus, env = of["slots"], of.get("gpus"), of.get("env", {})
+    slots, gpus, env = content["slots"], content.get("gpus"), content.get("env", {})
     if not 0 < slots < 100_000:
         raise Refusal(f"{where}: slots={slots}: write how many processes it may run")
-    if "port" in of and not 0 < of["port"] < 65536:
-        raise Refusal(f"{where}: port={of['port']} is no port: 1 to 65535")
+    if "port" in content and not 0 < content["port"] < 65536:
+        raise Refusal(f"{where}: port={content['port']} is no port: 1 to 65535")
     if gpus is not None:
-        numbers = all(type(gpu) is int and gpu >= 0 for gpu in gpus)  # True is an int too
-        if not numbers or len({*gpus}) < len(gpus):
+        valid = all(type(gpu) is int and gpu >= 0 for gpu in gpus)  # True is an int too
+        if not valid or len({*gpus}) < len(gpus):
             raise Refusal(f"{where}: gpus={gpus}: write their numbers, each once, as [0, 1]")
         if slots > len(gpus):
             raise Refusal(
                 f"{where}: {slots} slots and {len(gpus)} gpus: a process needs its own; "
                 "take fewer slots or leave gpus out"
             )
-    for option in of.get("ssh", []):
+    for option in content.get("ssh", []):
         if not isinstance(option, str) or not re.fullmatch(r"\w+[= ].+", option):
             raise Refusal(f"{where}: ssh: '{option}' is no option: write as ProxyJump=login")
     for variable, value in env.items():
@@ -296,7 +296,9 @@ def _host(name: str, of: Any, words: Any, file: Path) -> Host:
         env[variable] = words.get("env", {}).get(variable, value)
         if not isinstance(env[variable], str):
             raise Refusal(f"{where}: env: {variable}={value} is no text: put it in quotes")
-    said: dict[str, Any] = of | {key: tuple(of[key]) for key in ("gpus", "ssh") if key in of}
+    said: dict[str, Any] = content | {
+        key: tuple(content[key]) for key in ("gpus", "ssh") if key in content
+    }
     return Host(name, file=file, **said)
 
 
@@ -314,13 +316,13 @@ def refuse_one_twice(hosts: list[Host]) -> None:
     Raises:
         Refusal: where two names lead to one host; one that leads nowhere is passed over.
     """
-    known: dict[object, Host] = {}
+    by_place: dict[object, Host] = {}
     for host in hosts:
         try:
             place = host.is_here or (host.address, host.ssh_port)
         except Refusal:
             continue
-        if (first := known.setdefault(place, host)) is not host:
+        if (first := by_place.setdefault(place, host)) is not host:
             slots = f"{first.name}:{first.slots + host.slots}"
             raise Refusal(f"{host.name} is {first.name}: name it once, as {slots}")
 
@@ -361,19 +363,19 @@ def ranks(hosts: list[Host], size: int | None = None) -> list[Rank]:
     slots = sum(host.slots for host in hosts)
     size = slots if size is None else size
     if not 1 <= size <= slots:
-        told = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise Refusal(f"NP={size} processes on {slots} slots ({told}): take 1 to {slots}")
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise Refusal(f"NP={size} processes on {slots} slots ({listed}): take 1 to {slots}")
     local_sizes, left = [], size
     for host in hosts:
         local_sizes.append(min(host.slots, left))
         left -= local_sizes[-1]
-    found: list[Rank] = []
+    members: list[Rank] = []
     for index, (host, local_size) in enumerate(zip(hosts, local_sizes)):
         for local_rank in range(local_size):
             cross = [other > local_rank for other in local_sizes]
             places = (local_rank, local_size, sum(cross[:index]), sum(cross))
-            found.append(Rank(host, len(found), *places))
-    return found
+            members.append(Rank(host, len(members), *places))
+    return members
 
 
 def used(hosts: list[Host], size: int | None) -> list[Host]:

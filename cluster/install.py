@@ -75,13 +75,13 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
                 f"requirements.txt: write {name}==VERSION, as Horovod is built for one torch"
             )
 
-    ours = ROOT / ".venv"
-    interpreter = python or str(ours / "bin" / "python")
+    venv = ROOT / ".venv"
+    interpreter = python or str(venv / "bin" / "python")
     if (python or Path(interpreter).exists()) and not unmet(probe(interpreter), pins, mpi):
         return
     with locked(LOG.with_suffix(".lock"), "another installation runs here; waiting for it"):
         if not Path(interpreter).exists() and not python:
-            make_environment(ours)
+            make_environment(venv)
         info = probe(interpreter)
         if not unmet(info, pins, mpi):
             return
@@ -93,7 +93,7 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
             if python:
                 raise InstallError(f"{info['prefix']} has no pip: {python} -m ensurepip")
             # It was interrupted when it was made; made again, it gets what it lacks.
-            run_logged(None, [info["base"], "-m", "venv", str(ours)])
+            run_logged(None, [info["base"], "-m", "venv", str(venv)])
         install_packages(interpreter, info, pins, requirements, mpi)
         print(f"Ready in {time.monotonic() - started:.0f} s: {info['prefix']}", flush=True)
 

@@ -116,7 +116,7 @@ def _start(at: str) -> datetime.datetime | None:
 
 def runs() -> list[dict[str, Any]]:
     """All that are known, the oldest first; one whose launcher was killed is lost."""
-    found = []
+    states = []
     for file in sorted(FOLDER.glob("*/run.json")):
         try:
             state = json.loads(file.read_text())
@@ -131,20 +131,23 @@ def runs() -> list[dict[str, Any]]:
         if gone:
             why = "it ended without a word: its launcher was killed (at logout? docs/hosts.md), "
             why += "or the disk is full"
-            last = max(path.stat().st_mtime for path in file.parent.iterdir())
+            try:
+                last = max(path.stat().st_mtime for path in file.parent.iterdir())
+            except (OSError, ValueError):
+                continue  # gone just now
             ended = datetime.datetime.fromtimestamp(last).isoformat(timespec="seconds")
             state |= {"state": "lost", "reason": why, "ended": ended}
             with contextlib.suppress(OSError):  # for hosts that share this folder
                 write(file.parent, state)
-        found.append(state)
-    return found
+        states.append(state)
+    return states
 
 
 def status(arguments: argparse.Namespace) -> int:
     """A line a run: running ones, and the last ten that ended."""
-    known = runs()
-    alive = [state for state in known if state["state"] in ALIVE]
-    shown = [state for state in known if state not in alive][-10:] + alive
+    states = runs()
+    alive = [state for state in states if state["state"] in ALIVE]
+    shown = [state for state in states if state not in alive][-10:] + alive
     if arguments.json:
         print(json.dumps(shown, indent=1))
         return 0
@@ -176,20 +179,20 @@ def _named(name: str | None, alive: bool = False, logged: bool = False) -> dict[
     Raises:
         Refusal: when there is none, or several could be meant.
     """
-    known = [state for state in runs() if not alive or state["state"] in ALIVE]
+    states = [state for state in runs() if not alive or state["state"] in ALIVE]
     kind = "running run" if alive else "run"
     if name:
-        for state in known:
+        for state in states:
             if state["id"] == name:
                 return state
         raise Refusal(f"RUN={name}: no such {kind}; make status shows those there are")
-    known = [state for state in known if state["detached"] or not logged]
-    if not known:
+    states = [state for state in states if state["detached"] or not logged]
+    if not states:
         raise Refusal(f"there is no {kind}; make status shows what was")
-    if alive and len(known) > 1:
-        names = ", ".join(state["id"] for state in known)
+    if alive and len(states) > 1:
+        names = ", ".join(state["id"] for state in states)
         raise Refusal(f"several runs are running: RUN= one of {names}")
-    return known[-1]
+    return states[-1]
 
 
 def logs(arguments: argparse.Namespace) -> int:
@@ -207,18 +210,18 @@ def logs(arguments: argparse.Namespace) -> int:
         )
     file = folder / f"{name}.log"
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
-    place, told = 0, False
+    offset, announced = 0, False
     while True:
         ended = _named(state["id"])["state"] not in ALIVE
         if file.exists():
             with open(file, encoding="utf-8", errors="replace", newline="") as log:
-                log.seek(place)
+                log.seek(offset)
                 while text := log.read(1 << 20):
                     sys.stdout.write(text)
-                place = log.tell()
+                offset = log.tell()
             sys.stdout.flush()
-        if not place and not told:  # of ranks other than 0 mostly; said at once
-            told = True
+        if not offset and not announced:  # of ranks other than 0 mostly; said at once
+            announced = True
             print(f"{name} has printed nothing{'' if ended else ' yet'}", file=sys.stderr)
         if ended or not arguments.follow:
             break
@@ -237,7 +240,7 @@ def stop(arguments: argparse.Namespace) -> int:
             f"run {state['id']} was launched on {state['launcher']}: stop it there, "
             f"or, if that host is gone, rm -r {os.path.relpath(FOLDER)}/{state['id']}"
         )
-    pid, told = state["pid"], time.monotonic()
+    pid, start = state["pid"], time.monotonic()
     if birth(pid) == state["birth"]:
         try:
             os.kill(pid, signal.SIGTERM)
@@ -251,7 +254,7 @@ def stop(arguments: argparse.Namespace) -> int:
             print(f"stopping {state['id']}: up to {state['stop_seconds']:g} s for a checkpoint")
             sys.stdout.flush()
     while birth(pid) == state["birth"]:
-        if time.monotonic() - told > state["stop_seconds"] + END_SECONDS:
+        if time.monotonic() - start > state["stop_seconds"] + END_SECONDS:
             # Its agents then end what runs on their hosts.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -262,7 +265,7 @@ def stop(arguments: argparse.Namespace) -> int:
         state = json.loads(file.read_text())
         if state["state"] in ALIVE:
             write(file.parent, state | {"state": "stopped", "reason": "stopped before it ended"})
-    print(f"stopped {state['id']} after {time.monotonic() - told:.0f} s")
+    print(f"stopped {state['id']} after {time.monotonic() - start:.0f} s")
     return 0
 
 

@@ -22,26 +22,26 @@ from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
 def line(members: list[Rank], command: list[str]) -> list[str]:
     """mpirun's command line for these processes."""
     hosts = list(dict.fromkeys(member.host for member in members))
-    found = ["mpirun", "--tag-output", "--bind-to", "none", "--map-by", "slot"]
-    found += ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]  # as horovodrun --mpi does
+    argv = ["mpirun", "--tag-output", "--bind-to", "none", "--map-by", "slot"]
+    argv += ["--mca", "pml", "ob1", "--mca", "btl", "^openib"]  # as horovodrun --mpi does
     if os.geteuid() == 0:
-        found.append("--allow-run-as-root")
+        argv.append("--allow-run-as-root")
     if nics := sorted({host.nic for host in hosts if host.nic}):
         for transport in ("btl_tcp_if_include", "oob_tcp_if_include"):
-            found += ["--mca", transport, ",".join(nics)]
+            argv += ["--mca", transport, ",".join(nics)]
     options = {" ".join(host.ssh_options()) for host in hosts if not host.is_here}
     if any(" " in option for host in hosts for option in host.ssh):
         raise Refusal("LAUNCHER=mpi: ssh options with spaces: put them in ~/.ssh/config")
     if len(options) > 1:
         raise Refusal("LAUNCHER=mpi: mpirun takes one user, port and ssh options for all hosts")
     if options:
-        found += ["--mca", "plm_rsh_agent", options.pop()]
+        argv += ["--mca", "plm_rsh_agent", options.pop()]
     for index, host in enumerate(hosts):
         count = sum(member.host == host for member in members)
-        found += [":"] if index else []
-        found += ["-np", str(count), "-H", f"{host.name}:{count}"]
+        argv += [":"] if index else []
+        argv += ["-np", str(count), "-H", f"{host.name}:{count}"]
         for name in sorted(forwarded(dict(os.environ))):
-            found += ["-x", name]  # its value travels between mpirun and its daemons
+            argv += ["-x", name]  # its value travels between mpirun and its daemons
         for name in host.env:
             if any(word in name for word in SECRET):
                 raise Refusal(f"{host.name}: env: {name}: mpirun would show it on its command line")
@@ -52,9 +52,9 @@ def line(members: list[Rank], command: list[str]) -> list[str]:
         if host.nic:
             variables["NCCL_SOCKET_IFNAME"] = f"={host.nic}"
         for name, value in variables.items():
-            found += ["-x", f"{name}={value}"]
-        found += command
-    return found
+            argv += ["-x", f"{name}={value}"]
+        argv += command
+    return argv
 
 
 def main() -> int:
@@ -68,7 +68,7 @@ def main() -> int:
     os.environ |= {"HOROVOD_CONTROLLER": "mpi", "HOROVOD_CPU_OPERATIONS": "mpi"}
     os.environ["HOROVOD_LAUNCHED"] = shlex.join(sys.orig_argv)  # runs/run.py says how to go on
     try:
-        found = line(ranks(chosen(arguments), arguments.np), arguments.command)
+        argv = line(ranks(chosen(arguments), arguments.np), arguments.command)
         if shutil.which("mpirun") is None:
             raise Refusal("mpirun is missing: sudo apt-get install libopenmpi-dev openmpi-bin")
         from horovod.torch import mpi_built
@@ -78,8 +78,8 @@ def main() -> int:
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print(shlex.join(found), flush=True)
-    os.execvp(found[0], found)
+    print(shlex.join(argv), flush=True)
+    os.execvp(argv[0], argv)
 
 
 if __name__ == "__main__":

@@ -107,9 +107,9 @@ def main() -> None:
         del sys.modules[name]
     pids = os.dup(1)
     os.dup2(2, 1)  # what an import prints
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(devnull, 0)
+    os.close(devnull)
     run_head(script, source)
     threads, parent, agent = threading.active_count(), os.getpid(), os.getppid()
     outputs = [descriptor for pair in job["outputs"].values() for descriptor in pair]

@@ -42,19 +42,19 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus,
 
 def code(root: str, kinds: "tuple[str, ...]") -> "dict[str, str]":
     """A digest of each file in the checkout whose name has one of these ends."""
-    found = {}
+    digests = {}
     for folder, folders, files in os.walk(root):
-        here = os.path.relpath(folder, root)
+        relative = os.path.relpath(folder, root)
         folders[:] = [
             name for name in folders
             if not name.startswith(".") and name not in ("__pycache__", "node_modules")
-            and not (here == "." and name in ("logs", "data"))
+            and not (relative == "." and name in ("logs", "data"))
         ]  # fmt: skip
         for name in files:
             path = os.path.join(folder, name)
             if name.endswith(kinds) and not name.startswith(".") and os.path.isfile(path):
-                found[os.path.normpath(os.path.join(here, name))] = digest(path)
-    return found
+                digests[os.path.normpath(os.path.join(relative, name))] = digest(path)
+    return digests
 
 
 def digest(path: str) -> str:
@@ -77,9 +77,9 @@ def identity(root: str) -> "list[int]":
 def run(command: "list[str]", seconds: int) -> "tuple[int, str, str]":
     """Status and what it prints."""
     pipe = subprocess.PIPE
-    done = subprocess.run(command, stdout=pipe, stderr=pipe, timeout=seconds)
-    out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
-    return done.returncode, out, err
+    result = subprocess.run(command, stdout=pipe, stderr=pipe, timeout=seconds)
+    out, err = (text.decode(errors="replace") for text in (result.stdout, result.stderr))
+    return result.returncode, out, err
 
 
 def ask(python: str, script: str) -> "dict | str":
@@ -102,18 +102,18 @@ def mib(text: str) -> int:
 def gpus() -> dict:
     """What nvidia-smi tells of each GPU, and whose processes are on them."""
     if shutil.which("nvidia-smi") is None:
-        return {"there": [], "error": None, "processes": []}
+        return {"devices": [], "error": None, "processes": []}
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
-    line = ["nvidia-smi", "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", "--format=csv,noheader,nounits"]
     try:
-        status, out, err = run([*line, "--query-gpu=" + fields], 20)
-        _, apps, _ = run([*line, "--query-compute-apps=pid,gpu_uuid"], 20)
+        status, out, err = run([*command, "--query-gpu=" + fields], 20)
+        _, apps, _ = run([*command, "--query-compute-apps=pid,gpu_uuid"], 20)
     except subprocess.TimeoutExpired:
-        return {"there": [], "error": "nvidia-smi does not answer", "processes": []}
+        return {"devices": [], "error": "nvidia-smi does not answer", "processes": []}
     if status:
-        return {"there": [], "error": out.strip() or err.strip(), "processes": []}
+        return {"devices": [], "error": out.strip() or err.strip(), "processes": []}
     rows = [[cell.strip() for cell in row.split(",")] for row in out.splitlines()]
-    there = [
+    devices = [
         {
             "index": int(index),
             "name": name,
@@ -123,7 +123,7 @@ def gpus() -> dict:
         }
         for index, _, name, driver, total, free in rows
     ]
-    number = {row[1]: int(row[0]) for row in rows}
+    indices = {row[1]: int(row[0]) for row in rows}
     processes = []
     for row in apps.splitlines():
         pid, _, uuid = (cell.strip() for cell in row.partition(","))
@@ -133,23 +133,23 @@ def gpus() -> dict:
             owner = os.stat("/proc/" + pid).st_uid
         except OSError:
             continue
-        processes.append({"pid": int(pid), "gpu": number.get(uuid), "uid": owner})
-    return {"there": there, "error": None, "processes": processes}
+        processes.append({"pid": int(pid), "gpu": indices.get(uuid), "uid": owner})
+    return {"devices": devices, "error": None, "processes": processes}
 
 
 def interfaces() -> "dict[str, str]":
     """IPv4 address by interface."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+    addresses = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             try:
                 # SIOCGIFADDR of netdevice(7)
-                answer = fcntl.ioctl(asking.fileno(), 0x8915, request)
+                answer = fcntl.ioctl(probe.fileno(), 0x8915, request)
             except OSError:
                 continue
-            found[name] = socket.inet_ntoa(answer[20:24])
-    return found
+            addresses[name] = socket.inet_ntoa(answer[20:24])
+    return addresses
 
 
 def address_towards(host: str) -> "str | None":
@@ -175,22 +175,22 @@ def free(path: str) -> int:
     return shutil.disk_usage(path).free >> 20
 
 
-def facts(asked: dict) -> dict:
-    root, python = asked["root"], asked["python"]
+def facts(request: dict) -> dict:
+    root, python = request["root"], request["python"]
     checkout = os.path.isfile(os.path.join(root, "template.py"))
     if os.path.isdir(root):
         os.chdir(root)
-    own = address_towards(asked["launcher"])
-    there = interfaces()
-    found = {
+    own = address_towards(request["launcher"])
+    addresses = interfaces()
+    answer = {
         "time": time.time(),
         "root": os.path.isdir(root),
-        "code": code(root, tuple(asked["kinds"])) if checkout else None,
+        "code": code(root, tuple(request["kinds"])) if checkout else None,
         "identity": identity(root) if checkout else None,
-        "versions": ask(python, VERSIONS % (asked["packages"],)),
+        "versions": ask(python, VERSIONS % (request["packages"],)),
         "gpus": gpus(),
-        "interfaces": there,
-        "towards": next((name for name, address in there.items() if address == own), None),
+        "interfaces": addresses,
+        "towards": next((name for name, address in addresses.items() if address == own), None),
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
@@ -198,35 +198,35 @@ def facts(asked: dict) -> dict:
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/sys/class/infiniband"),
     }
-    if not asked["quick"]:
-        found["build"] = ask(python, BUILD)
-    return found
+    if not request["quick"]:
+        answer["build"] = ask(python, BUILD)
+    return answer
 
 
 def reach(peers: list) -> "dict[str, str | None]":
     """Why each of the others is not reached; None where it is."""
-    found: dict[str, str | None] = {}
+    problems: dict[str, str | None] = {}
     for name, address, port in peers:
         try:
             socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
-            found[name] = None
+            problems[name] = None
         except OSError as error:
-            found[name] = str(error)
-    return found
+            problems[name] = str(error)
+    return problems
 
 
 def main() -> None:
-    asked = json.loads(sys.argv[1])
-    found = facts(asked)
-    nic = asked["nic"] or found["towards"]
-    if not asked["quick"] and nic in found["interfaces"]:
+    request = json.loads(sys.argv[1])
+    answer = facts(request)
+    nic = request["nic"] or answer["towards"]
+    if not request["quick"] and nic in answer["interfaces"]:
         # The kernel lets others connect; nobody has to accept them to be reached.
         listener = socket.socket()
-        listener.bind((found["interfaces"][nic], 0))
+        listener.bind((answer["interfaces"][nic], 0))
         listener.listen(1024)
-        found["listens"] = listener.getsockname()
-    print(json.dumps(found), flush=True)
-    if not asked["quick"]:
+        answer["listens"] = listener.getsockname()
+    print(json.dumps(answer), flush=True)
+    if not request["quick"]:
         for line in sys.stdin:
             print(json.dumps(reach(json.loads(line))), flush=True)
 

@@ -43,10 +43,10 @@ def new_folder() -> Path:
             folder.mkdir()
             return folder
         except FileExistsError as error:
-            if (there := Path(error.filename)) != folder:
-                what = f"a link to {os.readlink(there)}" if there.is_symlink() else "no folder"
-                mend = "make that folder" if there.is_symlink() else "move it away"
-                raise Refusal(f"{there} is {what}: {mend}") from None
+            if (path := Path(error.filename)) != folder:
+                what = f"a link to {os.readlink(path)}" if path.is_symlink() else "no folder"
+                mend = "make that folder" if path.is_symlink() else "move it away"
+                raise Refusal(f"{path} is {what}: {mend}") from None
         except OSError as error:
             raise Refusal(f"{error.filename}: {error.strerror}: runs are noted there") from None
     raise AssertionError("unreachable")

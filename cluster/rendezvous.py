@@ -148,9 +148,9 @@ class _Connection(asyncio.Protocol):
         asker = self._transport.get_extra_info("peername")[0]
         if asker not in self._rendezvous.refused:
             self._rendezvous.refused.add(asker)
-            told = f"refused a request of {asker}: not of this job\n"
+            message = f"refused a request of {asker}: not of this job\n"
             # Not here: a terminal may be stopped, and all ranks wait for this thread.
-            threading.Thread(target=sys.stderr.write, args=[told], daemon=True).start()
+            threading.Thread(target=sys.stderr.write, args=[message], daemon=True).start()
         self.answer(HTTPStatus.FORBIDDEN)
 
     def answer(self, status: HTTPStatus, value: bytes = b"") -> None:

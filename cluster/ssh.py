@@ -29,24 +29,24 @@ class Trouble:
         return f"{self.what}: {self.mend}"
 
 
-def diagnose(host: Host, status: int, said: str) -> Trouble:
-    """What the end of an ssh to `host` means; `said` is what came on its stderr."""
+def diagnose(host: Host, status: int, stderr: str) -> Trouble:
+    """What the end of an ssh to `host` means, from its status and what came on stderr."""
     login = f"ssh {host.destination}"
-    last = " ".join(said.strip().splitlines()[-1:])[:200]
+    last = " ".join(stderr.strip().splitlines()[-1:])[:200]
     if status == NO_FOLDER:
         return Trouble(f"there is no folder {os.getcwd()}", make(f"sync {host.given()}"))
     if status in (126, 127):
         python = os.path.relpath(sys.executable)
         return Trouble(f"{python} does not run there", make(f"sync ENV=1 {host.given()}"))
-    if "No module named cluster" in said:
+    if "No module named cluster" in stderr:
         return Trouble(f"{os.getcwd()} is no checkout of this", make(f"sync {host.given()}"))
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
-    if "UNKNOWN port" in said:  # so ssh calls what it meets behind a proxy
-        lines = [line for line in said.strip().splitlines() if not BEHIND_PROXY.search(line)]
+    if "UNKNOWN port" in stderr:  # so ssh calls what it meets behind a proxy
+        lines = [line for line in stderr.strip().splitlines() if not BEHIND_PROXY.search(line)]
         why = " ".join(lines[-1:])[:200] or "the connection was closed"
         return Trouble(f"ProxyJump or ProxyCommand does not lead to it: {why}", f"{login} to look")
-    known = {
+    troubles = {
         "REMOTE HOST IDENTIFICATION HAS CHANGED": Trouble(
             "its host key is another than the known one",
             f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}",
@@ -70,14 +70,14 @@ def diagnose(host: Host, status: int, said: str) -> Trouble:
         ),
         "timed out": Trouble(f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}"),
     }
-    for words, trouble in known.items():
-        if words in said:
+    for words, trouble in troubles.items():
+        if words in stderr:
             return trouble
     return Trouble(f"ssh failed: {last or 'without a word'}", f"{login} to look")
 
 
-def explain(host: Host, status: int, said: str) -> str:
+def explain(host: Host, status: int, stderr: str) -> str:
     """In one line, for the end of a job."""
-    if status not in (NO_FOLDER, 126, 127) and not said.strip():
+    if status not in (NO_FOLDER, 126, 127) and not stderr.strip():
         return "the connection to it was lost"
-    return str(diagnose(host, status, said))
+    return str(diagnose(host, status, stderr))

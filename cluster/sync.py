@@ -62,8 +62,8 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
         return ["this host"]
     with tempfile.NamedTemporaryFile(dir=ROOT, prefix=_mark()) as mark:
         script = LOOK.format(root=shlex.quote(str(ROOT)), mark=Path(mark.name).name)
-        looked = _run(host.command(script), host, LOOK_SECONDS)
-    words = looked.split()
+        output = _run(host.command(script), host, LOOK_SECONDS)
+    words = output.split()
     state = next((word for word in reversed(words) if word != "no-rsync"), "")
     if state == "shared":
         return ["shares this file system: nothing to copy"]
@@ -77,13 +77,13 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
         look = f"ssh {host.destination} echo hello"
         raise Refusal(f"{host.name}: does not run what it is told to: {look}")
     # By content: an edit may leave the size as it was.
-    options, given = rules()
-    changes = _rsync(host, ROOT, [*options, "--checksum"], dry_run, given)
-    counted = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
-    told = (["would be: "] if dry_run and counted else [""])[0] + (", ".join(counted) or "the same")
-    lines = [told + (f" (there was no {ROOT})" if state == "missing" else "")]
-    named = [f"  {sign} {name}" for sign, names in changes.items() for name in names]
-    lines += named[:SHOWN] + ([f"  and {len(named) - SHOWN} more"] if len(named) > SHOWN else [])
+    options, filters = rules()
+    changes = _rsync(host, ROOT, [*options, "--checksum"], dry_run, filters)
+    counts = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
+    total = (["would be: "] if dry_run and counts else [""])[0] + (", ".join(counts) or "the same")
+    lines = [total + (f" (there was no {ROOT})" if state == "missing" else "")]
+    items = [f"  {sign} {name}" for sign, names in changes.items() for name in names]
+    lines += items[:SHOWN] + ([f"  and {len(items) - SHOWN} more"] if len(items) > SHOWN else [])
     return lines + (_environment(host, dry_run) if env else [])
 
 
@@ -106,20 +106,20 @@ def rules() -> tuple[list[str], str]:
     stays = ["--exclude=/.sync-*", "--exclude-from=.syncignore"]
     # Our patterns protect files of the other side before it has them.
     ignored = [f"--filter=.- {file}" for file in _patterns()] + ["--filter=:- .gitignore"]
-    found = _listed([*stays, *ignored])
-    lost = (_known_to_git("--cached", "--others") & _listed(stays)) - found
+    copied = _listed([*stays, *ignored])
+    lost = (_known_to_git("--cached", "--others") & _listed(stays)) - copied
     folders = _folders(lost)
     kept = [f"+ /{_literally(name)}" for name in sorted(lost | folders)]
     # Of a folder that is ignored as a whole nothing else.
-    kept += [f"- /{_literally(name)}*" for name in sorted(folders - found)]
+    kept += [f"- /{_literally(name)}*" for name in sorted(folders - copied)]
     # By the input: they may be too many for a command line.
     return [*stays, "--filter=. -", *ignored], "".join(f"{rule}\n" for rule in kept)
 
 
-def _listed(options: list[str], given: str = "") -> set[str]:
+def _listed(options: list[str], filters: str = "") -> set[str]:
     """The files here that rsync would copy, and their folders, with a slash behind them."""
     done = subprocess.run(
-        ["rsync", "-r8", "--list-only", *options, "./"], input=given,
+        ["rsync", "-r8", "--list-only", *options, "./"], input=filters,
         cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
     )  # fmt: skip
     # permissions, size, date, time, name
@@ -206,38 +206,38 @@ def _environment(host: Host, dry_run: bool) -> list[str]:
 
 
 def _rsync(
-    host: Host, folder: Path, options: list[str], dry_run: bool, given: str = ""
+    host: Host, folder: Path, options: list[str], dry_run: bool, filters: str = ""
 ) -> dict[str, list[str]]:
     """What changed, by its kind; the folder is made if it is missing."""
     target = f"{host.user}@{host.name}" if host.user else host.name
     ssh = shlex.join(host.ssh_options())
     path = shlex.quote(str(folder))
-    there = "rsync" if dry_run else f"mkdir -p {path} && rsync"
+    remote_rsync = "rsync" if dry_run else f"mkdir -p {path} && rsync"
     # -s: rsync before 3.2.4 has the path split at its blanks there, and deletes in a part of it.
-    done = _run([
+    output = _run([
         "rsync", "-azs", "--delete", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
-        f"--rsync-path={there}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
+        f"--rsync-path={remote_rsync}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
         f"{folder}/", f"{target}:{folder}/",
-    ], host, given=given)  # fmt: skip
+    ], host, stdin=filters)  # fmt: skip
     changes: dict[str, list[str]] = {"+": [], "*": [], "-": []}
-    for line in done.splitlines():
-        what, _, name = line.partition(" ")
-        if name.endswith("/") and not what.startswith("*deleting"):
+    for line in output.splitlines():
+        flags, _, name = line.partition(" ")
+        if name.endswith("/") and not flags.startswith("*deleting"):
             continue  # a folder, told by what is in it
-        if what.startswith("*deleting"):
+        if flags.startswith("*deleting"):
             changes["-"].append(name.strip())
-        elif what.startswith("<f+"):
+        elif flags.startswith("<f+"):
             changes["+"].append(name)
-        elif re.match(r"[<c][fL].*[sc+]|[<c]L", what):
+        elif re.match(r"[<c][fL].*[sc+]|[<c]L", flags):
             changes["*"].append(name)  # not where only times differ
     return changes
 
 
-def _run(command: list[str], host: Host, seconds: float | None = None, given: str = "") -> str:
+def _run(command: list[str], host: Host, seconds: float | None = None, stdin: str = "") -> str:
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=seconds, input=given,
+            timeout=seconds, input=stdin,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Refusal(

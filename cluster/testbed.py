@@ -118,8 +118,8 @@ class Testbed:
         addresses = {name: f"10.77.0.{index}" for index, name in enumerate(self.names, start=1)}
         names = "".join(f"{address} {name}\n" for name, address in addresses.items())
         public = " ".join((self._folder / "key.pub").read_text().split()[:2])
-        known = "".join(f"{name},{address} {public}\n" for name, address in addresses.items())
-        (self._folder / "known_hosts").write_text(known)
+        known_hosts = "".join(f"{name},{address} {public}\n" for name, address in addresses.items())
+        (self._folder / "known_hosts").write_text(known_hosts)
         for (name, address), nic in zip(addresses.items(), self.interfaces):
             self.hosts.append(self._make_host(name, address, nic, f"127.0.0.1 localhost\n{names}"))
         deadline = time.monotonic() + 20
@@ -127,8 +127,8 @@ class Testbed:
             probe = self.hosts[0].command("ssh", host.name, "true")
             while subprocess.run(probe, capture_output=True).returncode:
                 if time.monotonic() > deadline:
-                    said = (self._folder / f"{host.name}.log").read_text().strip()
-                    raise RuntimeError(f"sshd of {host.name} does not answer: {said[-300:]}")
+                    log = (self._folder / f"{host.name}.log").read_text().strip()
+                    raise RuntimeError(f"sshd of {host.name} does not answer: {log[-300:]}")
                 time.sleep(0.1)
 
     def _make_host(self, name: str, address: str, nic: str, names: str) -> Host:
@@ -169,8 +169,8 @@ class Testbed:
     def _remove(self) -> None:
         for namespace in [*(f"{self.prefix}-{name}" for name in self.names), self.switch]:
             for _ in range(50):
-                found = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True)
-                pids = [int(pid) for pid in found.stdout.split()]
+                result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True)
+                pids = [int(pid) for pid in result.stdout.split()]
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
@@ -188,9 +188,9 @@ class Testbed:
 
 
 def _run(*command: str | Path) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(map(str, command))}: {done.stderr.strip()}")
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode:
+        raise RuntimeError(f"{' '.join(map(str, command))}: {result.stderr.strip()}")
 
 
 @contextlib.contextmanager

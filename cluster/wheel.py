@@ -176,9 +176,9 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
             "requirements.txt"
         )
     jobs = build_jobs()
-    other = "  another installation builds Horovod; waiting for it"
+    message = "  another installation builds Horovod; waiting for it"
     temporary_folder = tempfile.TemporaryDirectory(prefix="horovod-")
-    with locked(folder / ".lock", other), temporary_folder as temporary:
+    with locked(folder / ".lock", message), temporary_folder as temporary:
         if wheel := find_wheel(info, horovod, mpi):
             return wheel
         build = Path(temporary)

@@ -89,7 +89,9 @@ class Cifar10(LightningDataModule):
 
     def setup(self, stage: str) -> None:
         if not self.splits:
-            train, test = (InMemory([self.folder / name for name in of]) for of in (TRAIN, TEST))
+            train, test = (
+                InMemory([self.folder / name for name in files]) for files in (TRAIN, TEST)
+            )
             kept = len(train) - len(train) // 10
             self.splits = [
                 Subset(train, range(kept)),
@@ -101,7 +103,7 @@ class Cifar10(LightningDataModule):
         """On the device: bytes of a batch to what the model sees."""
         images, labels = batch
         images = images.float()
-        mean, deviation = (channels(of, images.device) for of in (MEAN, DEVIATION))
+        mean, deviation = (channels(values, images.device) for values in (MEAN, DEVIATION))
         images = (images - mean) / deviation
         training = self.trainer is not None and self.trainer.training
         overfit = getattr(self.trainer, "overfit_batches", 0)  # which are to stay the same

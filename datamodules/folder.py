@@ -114,8 +114,8 @@ class Folder(LightningDataModule):
             return ImageFolder(str(folder), loader=read)
         except FileNotFoundError as error:
             reason = "it holds no images" if folder.is_dir() else "there is no such folder"
-            if found := re.search("Found no valid file for the classes (.+?)[.] ", str(error)):
-                reason = f"it holds no images of {found[1]}"
+            if match := re.search("Found no valid file for the classes (.+?)[.] ", str(error)):
+                reason = f"it holds no images of {match[1]}"
             raise FileNotFoundError(
                 f"data.folder={folder}: {reason}; images are expected as "
                 f"{folder}/<class>/<name>.png or .jpg, with at least one image in each class"
@@ -154,7 +154,7 @@ def _holds_folders(folder: Path) -> bool:
 def _digest(folder: Path, *images: ImageFolder) -> str:
     """Of the names in the folder, in their order."""
     digest, start = hashlib.sha256(), len(str(folder))
-    for path, _ in chain(*(of.samples for of in images)):
+    for path, _ in chain(*(dataset.samples for dataset in images)):
         digest.update(os.fsencode(path[start:]) + b"\0")
     return digest.hexdigest()
 

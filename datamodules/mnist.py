@@ -72,8 +72,8 @@ class Mnist(LightningDataModule):
         )
         generator = torch.Generator().manual_seed(self.hparams["split_seed"])
         held_out = len(train) // 12
-        kept = random_split(train, [len(train) - held_out, held_out], generator)
-        self.splits = [*kept, test]
+        parts = random_split(train, [len(train) - held_out, held_out], generator)
+        self.splits = [*parts, test]
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(0, shuffle=True)

@@ -34,9 +34,9 @@ def refuse_other_files(trainer: Trainer | None, where: str, files: Any) -> None:
     same = strategy.broadcast(files) == files
     if strategy.reduce_boolean_decision(same):
         return
-    found = [strategy.broadcast((host, same), src=rank) for rank in range(trainer.world_size)]
-    others = ", ".join(sorted({host for host, same in found if not same}))
-    raise ValueError(f"{where}: the files on {others} are not those of rank 0 on {found[0][0]}")
+    answers = [strategy.broadcast((host, same), src=rank) for rank in range(trainer.world_size)]
+    others = ", ".join(sorted({host for host, same in answers if not same}))
+    raise ValueError(f"{where}: the files on {others} are not those of rank 0 on {answers[0][0]}")
 
 
 def workers_of_rank(trainer: Trainer | None) -> int:

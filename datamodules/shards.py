@@ -193,8 +193,8 @@ class Shards(LightningDataModule):
                 stacklevel=2,
             )
         # overfit_batches: the same batch again and again
-        again = self.trainer.overfit_batches  # type: ignore[attr-defined]
-        return 0 if again else self.trainer.current_epoch, trained
+        overfit = self.trainer.overfit_batches  # type: ignore[attr-defined]
+        return 0 if overfit else self.trainer.current_epoch, trained
 
     def _settings(self) -> dict[str, Any]:
         """What must be equal to go on within an epoch."""
@@ -213,13 +213,13 @@ class Shards(LightningDataModule):
         self.resumed = {name: state_dict.get(name) for name in self._settings()}
         if self.trainer is None or self.trainer.state.fn != TrainerFn.FITTING:
             return
-        mine = self.state_dict()["shards"]
-        then = state_dict.get("shards", mine)
-        if then != mine:
+        current = self.state_dict()["shards"]
+        saved = state_dict.get("shards", current)
+        if saved != current:
             warnings.warn(
                 f"data.train={self.hparams['train']}: the checkpoint is of other shards: of "
-                f"{len(then)} with {sum(then.values())} samples, these are {len(mine)} with "
-                f"{sum(mine.values())}",
+                f"{len(saved)} with {sum(saved.values())} samples, these are {len(current)} with "
+                f"{sum(current.values())}",
                 stacklevel=2,
             )
         # Before Lightning's loops take it from there, for which the epoch might have ended.

@@ -101,13 +101,13 @@ class Share(IterableDataset):
             passed += held
             if skip >= stop:
                 continue
-            found = 0
+            count = 0
             with shard.open("rb") as stream:
                 files = tar_file_expander([{"url": str(shard), "stream": stream}])
                 for sample in islice(group_by_keys(files), skip, stop):
-                    found += 1
+                    count += 1
                     yield sample
-            if found < stop - skip:
+            if count < stop - skip:
                 raise RuntimeError(f"{shard}: fewer than the {held} samples in index.json")
 
     def _decode(self, sample: dict[str, Any]) -> Sample:
@@ -142,20 +142,20 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
         )
     index = where.parent / "index.json"
     try:
-        known = json.loads(index.read_text())
+        entries = json.loads(index.read_text())
     except (OSError, ValueError):
-        known = {}
-    counted = {}
+        entries = {}
+    changed = False
     for shard in shards:
         size, modified = shard.stat().st_size, shard.stat().st_mtime_ns
-        before = known.get(shard.name, {})  # a tar file's size goes up in steps of 10 KiB
-        if (before.get("bytes"), before.get("modified_ns")) != (size, modified):
-            known[shard.name] = {"bytes": size, "modified_ns": modified, "samples": _count(shard)}
-            counted[shard] = size
-    if counted:
+        entry = entries.get(shard.name, {})  # a tar file's size goes up in steps of 10 KiB
+        if (entry.get("bytes"), entry.get("modified_ns")) != (size, modified):
+            entries[shard.name] = {"bytes": size, "modified_ns": modified, "samples": _count(shard)}
+            changed = True
+    if changed:
         unfinished = index.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
         try:
-            unfinished.write_text(json.dumps(known, indent=1) + "\n")
+            unfinished.write_text(json.dumps(entries, indent=1) + "\n")
             unfinished.rename(index)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
                 f"({error.strerror}): each process counts the samples anew",
                 stacklevel=2,
             )
-    return {shard: known[shard.name]["samples"] for shard in shards}
+    return {shard: entries[shard.name]["samples"] for shard in shards}
 
 
 def _count(shard: Path) -> int:

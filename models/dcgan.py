@@ -84,18 +84,18 @@ class DCGAN(LightningModule):
     def setup(self, stage: str) -> None:
         if stage != "fit":
             return
-        batches, seen = [], 0
+        batches, count = [], 0
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         for batch in data.train_dataloader():
             batch = data.on_before_batch_transfer(batch, 0)
             images, labels = data.on_after_batch_transfer(batch, 0)
             batches.append((images, labels))
-            seen += len(images)
-            if seen >= JUDGED:
+            count += len(images)
+            if count >= JUDGED:
                 break
         images, labels = (torch.cat(parts)[:JUDGED] for parts in zip(*batches))
-        wanted = tuple(self.hparams[key] for key in ("channels", "size", "size"))
-        if images.shape[1:] != wanted or labels.max() >= self.hparams["classes"]:
+        expected = tuple(self.hparams[key] for key in ("channels", "size", "size"))
+        if images.shape[1:] != expected or labels.max() >= self.hparams["classes"]:
             channels, *size = images.shape[1:]
             raise ValueError(
                 f"the images have {channels} channels, {size} pixels and labels to {labels.max()}: "
@@ -126,8 +126,8 @@ class DCGAN(LightningModule):
         samples = self(self.latents(len(images), self.draws))
 
         with self.toggled_optimizer(of_discriminator):
-            real, made = self.opinion(images), self.opinion(samples.detach())
-            loss = against(real, 1) + against(made, 0)
+            real, fake = self.opinion(images), self.opinion(samples.detach())
+            loss = against(real, 1) + against(fake, 0)
             of_discriminator.zero_grad()
             self.manual_backward(loss)
             of_discriminator.step()
@@ -154,11 +154,11 @@ class DCGAN(LightningModule):
         """As many samples as images; each time from the same latents, on each rank from its own."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
         samples = self(self.latents(len(images), torch.Generator().manual_seed(seed)))
-        for of_images, real, score in (
+        for pictures, real, score in (
             (images, True, self.score_real),
             (samples, False, self.score),
         ):
-            features, logits = self.judge(of_images)
+            features, logits = self.judge(pictures)
             self.distance.update(features, real=real)
             score.update(logits)
         self.log(f"{stage}/loss", self.distance)
@@ -175,8 +175,8 @@ class DCGAN(LightningModule):
         if not self.trainer.is_global_zero:
             return
         samples = self(self.latents(SHOWN, torch.Generator().manual_seed(0))).float().cpu()
-        larger = -(-32 // self.hparams["size"])  # so that small ones can be seen
-        grid = make_grid(samples.repeat_interleave(larger, 2).repeat_interleave(larger, 3))
+        factor = -(-32 // self.hparams["size"])  # so that small ones can be seen
+        grid = make_grid(samples.repeat_interleave(factor, 2).repeat_interleave(factor, 3))
         save_image(grid, Path(self.trainer.default_root_dir) / "samples.png")
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):

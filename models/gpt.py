@@ -55,8 +55,8 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         q, k = turn(q, cos, sin), turn(k, cos, sin)
-        heard = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(heard.transpose(1, 2).reshape(batch, length, width))
+        attended = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
@@ -227,20 +227,20 @@ class GPT(LightningModule):
         self._stop_clock()
         if not self._tokens:
             return
-        mine = self._tokens / self._seconds
-        used = mine * self.flop_per_token(self._length) / peak(self.device, self._dtype)[0]
-        self.log("train/tokens_per_second", mine, sync_dist=True, reduce_fx="sum")
-        self.log("train/mfu", used, sync_dist=True)  # the mean over ranks
+        rate = self._tokens / self._seconds
+        utilisation = rate * self.flop_per_token(self._length) / peak(self.device, self._dtype)[0]
+        self.log("train/tokens_per_second", rate, sync_dist=True, reduce_fx="sum")
+        self.log("train/mfu", utilisation, sync_dist=True)  # the mean over ranks
 
     def on_train_end(self) -> None:
-        found = self.trainer.callback_metrics
-        if not self.trainer.is_global_zero or "train/mfu" not in found:
+        metrics = self.trainer.callback_metrics
+        if not self.trainer.is_global_zero or "train/mfu" not in metrics:
             return
-        most, how = peak(self.device, self._dtype)
+        flops, source = peak(self.device, self._dtype)
         print(
-            f"tokens  {float(found['train/tokens_per_second']):,.0f} tokens/s in the last epoch; "
-            f"model FLOPs utilisation {float(found['train/mfu']):.1%} of "
-            f"{self.trainer.world_size} x {most / 1e12:.3g} TFLOP/s ({how})",
+            f"tokens  {float(metrics['train/tokens_per_second']):,.0f} tokens/s in the last epoch; "
+            f"model FLOPs utilisation {float(metrics['train/mfu']):.1%} of "
+            f"{self.trainer.world_size} x {flops / 1e12:.3g} TFLOP/s ({source})",
             flush=True,
         )
 

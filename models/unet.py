@@ -41,9 +41,9 @@ class UNet(nn.Module):
             fine.append(images)
         fine.pop()
         for block in reversed(self.up):
-            beside = fine.pop()
-            images = interpolate(images, size=beside.shape[-2:], mode="bilinear")
-            images = block(torch.cat([beside, images], dim=1))
+            skip = fine.pop()
+            images = interpolate(images, size=skip.shape[-2:], mode="bilinear")
+            images = block(torch.cat([skip, images], dim=1))
         return self.last(images)
 
 

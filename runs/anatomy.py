@@ -70,8 +70,8 @@ class Anatomy(Callback):
         self._device = trainer.strategy.root_device
         self._take_exchanges = getattr(trainer.strategy, "take_exchanges", list)
         cores = sum(1 << core for core in sorted(os.sched_getaffinity(0))[: usable_cores()])
-        told = gather_texts(trainer.strategy, f"{socket.gethostname()} {cores:x}")
-        ranks = [(host, int(usable, 16)) for host, usable in map(str.split, told)]
+        texts = gather_texts(trainer.strategy, f"{socket.gethostname()} {cores:x}")
+        ranks = [(host, int(usable, 16)) for host, usable in map(str.split, texts)]
         self._hosts = [host for host, _ in ranks]
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
@@ -158,8 +158,8 @@ class Anatomy(Callback):
         self._steps.append(list(spent.values()))
         self._total += sum(spent.values())
         self._weight += 1
-        of_all = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end)) for e in exchanges]
-        self._wire.append([sum(values) for values in zip(*of_all)])
+        figures = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end)) for e in exchanges]
+        self._wire.append([sum(values) for values in zip(*figures)])
 
     # ---------------------------------------------------------------- telling
 
@@ -169,15 +169,15 @@ class Anatomy(Callback):
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         """This rank's phases since the last time, to the loggers; those of rank 0 write."""
-        since, self._logged = self._count - self._logged, self._count
-        steps = list(self._steps)[-since:] if since else []
+        count, self._logged = self._count - self._logged, self._count
+        steps = list(self._steps)[-count:] if count else []
         if not steps or not trainer.loggers:
             return
-        mine = 1e3 * torch.tensor(steps).mean(0)
-        told = {f"time/{phase}_ms": float(mean) for phase, mean in zip(PHASES, mine)}
-        told["time/step_ms"] = float(mine.sum())
+        means = 1e3 * torch.tensor(steps).mean(0)
+        metrics = {f"time/{phase}_ms": float(mean) for phase, mean in zip(PHASES, means)}
+        metrics["time/step_ms"] = float(means.sum())
         for logger in trainer.loggers:
-            logger.log_metrics(told, step=step)
+            logger.log_metrics(metrics, step=step)
 
     def _gather(self, strategy: Strategy, last: int) -> Tensor:
         """Shape (ranks, steps, phases), in seconds: the last steps of all ranks."""
@@ -247,10 +247,10 @@ class Anatomy(Callback):
         rates = columns[:, 2] / columns[:, 3]
         rate = strategy.sent_bytes(float(strategy.reduce(rates.median(), reduce_op="max")))
         calls, size, _, busy = columns.median(0).values.tolist()
-        known = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
+        benchmarked = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
         return {
             "calls": calls, "payload_bytes": size, "bytes": strategy.sent_bytes(size),
             "busy_ms": round(1e3 * busy, 4),
-            "bus_bandwidth_mb_s": round(rate / 1e6, 3), "allreduce_mb_s": known,
+            "bus_bandwidth_mb_s": round(rate / 1e6, 3), "allreduce_mb_s": benchmarked,
             "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
         }  # fmt: skip

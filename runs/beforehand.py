@@ -53,9 +53,9 @@ def refuse_shares(
         )
     tested = test and trainer.limit_test_batches and is_overridden("test_dataloader", data)
     if tested and ranks > 1:
-        later = copy.copy(data)  # as it may hold the data of one stage at a time
-        later.setup("test")
-        _check_held_out(later.test_dataloader(), ranks, choice, "test", "test=false")
+        test_data = copy.copy(data)  # as it may hold the data of one stage at a time
+        test_data.setup("test")
+        _check_held_out(test_data.test_dataloader(), ranks, choice, "test", "test=false")
     if not is_sized(loader):
         return
     samples = len(loader.dataset)

@@ -29,16 +29,16 @@ def phases(steps: Tensor) -> dict[str, Tensor]:
     Args:
         steps: seconds, of shape (ranks, steps, phases).
     """
-    found = dict(zip(PHASES, steps.mean(0).unbind(1)))
-    found["all_reduce"] = steps[:, :, ALL_REDUCE].min(0).values
-    found["straggler"] = steps[:, :, ALL_REDUCE].mean(0) - found["all_reduce"]
-    return found
+    seconds = dict(zip(PHASES, steps.mean(0).unbind(1)))
+    seconds["all_reduce"] = steps[:, :, ALL_REDUCE].min(0).values
+    seconds["straggler"] = steps[:, :, ALL_REDUCE].mean(0) - seconds["all_reduce"]
+    return seconds
 
 
 def shares(steps: Tensor) -> dict[str, float]:
     """Of the whole time of all steps; they add up to 1. Of means, as a loader's waits are rare."""
-    found = {phase: float(spent.sum()) for phase, spent in phases(steps).items()}
-    return {phase: spent / sum(found.values()) for phase, spent in found.items()}
+    totals = {phase: float(spent.sum()) for phase, spent in phases(steps).items()}
+    return {phase: spent / sum(totals.values()) for phase, spent in totals.items()}
 
 
 def straggler(steps: Tensor) -> dict[str, Any] | None:
@@ -52,13 +52,13 @@ def straggler(steps: Tensor) -> dict[str, Any] | None:
     work = steps.sum(2) - steps[:, :, ALL_REDUCE]
     slow = int(work.median(1).values.argmax())
     others = [rank for rank in range(len(steps)) if rank != slow]
-    times = work[slow] / work[others].quantile(0.5, dim=0)
-    if (times > SLOWER).float().mean() < PERSISTENT:
+    ratios = work[slow] / work[others].quantile(0.5, dim=0)
+    if (ratios > SLOWER).float().mean() < PERSISTENT:
         return None
-    more = (steps[slow] - steps[others].mean(0)).median(0).values
-    more[ALL_REDUCE] = -math.inf
-    phase = PHASES[int(more.argmax())]
-    return {"rank": slow, "times": round(float(times.median()), 2), "phase": phase}
+    excess = (steps[slow] - steps[others].mean(0)).median(0).values
+    excess[ALL_REDUCE] = -math.inf
+    phase = PHASES[int(excess.argmax())]
+    return {"rank": slow, "times": round(float(ratios.median()), 2), "phase": phase}
 
 
 def named(slow: dict[str, Any], hosts: list[str]) -> str:
@@ -82,9 +82,9 @@ def verdict(
         precision: the Trainer's.
         crowd: the host with too few cores, in words.
     """
-    much = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
-    name = max(much, key=lambda phase: much[phase], default="compute")
-    part = f"{much.get(name, share['forward'] + share['backward']):.0%} of the step"
+    costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
+    name = max(costly, key=lambda phase: costly[phase], default="compute")
+    part = f"{costly.get(name, share['forward'] + share['backward']):.0%} of the step"
     if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
         return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
     if name == "compute":
@@ -112,15 +112,15 @@ def verdict(
             f"overhead: {part} of {step_ms:.1f} ms is hooks and logging: try a larger "
             "data.batch_size, a larger trainer.log_every_n_steps"
         )
-    rate, less = "", ""
+    rate, advice = "", ""
     if wire:
         large = wire["payload_bytes"] > LATENCY_BOUND
-        known, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
-        of = f", {reached / known:.0%} of what bench-allreduce measured" if known and large else ""
-        rate = f" at {reached:,.0f} MB/s{of}" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
-        less = "strategy.compression=bf16, " if large and wire["compressible"] else ""
+        best, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
+        note = f", {reached / best:.0%} of what bench-allreduce measured" if best and large else ""
+        rate = f" at {reached:,.0f} MB/s{note}" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
+        advice = "strategy.compression=bf16, " if large and wire["compressible"] else ""
     return (
-        f"network: {part} is all-reduce{rate} that backward does not hide: try {less}a larger "
+        f"network: {part} is all-reduce{rate} that backward does not hide: try {advice}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"
     )
 
@@ -147,16 +147,16 @@ def measured(hosts: list[str], operations: str, size: float) -> float | None:
     Of this machine, not of another that has its name; where a result tells its machines.
     """
     newest, bandwidth = "", None
-    here = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    cpu = here[1] if here else platform.machine()  # as benchmarks/hardware.py has it
+    match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    cpu = match[1] if match else platform.machine()  # as benchmarks/hardware.py has it
     for file in (ROOT / "benchmarks" / "results").glob("allreduce_*.json"):
         try:
-            found = json.loads(file.read_text())
-            same = found["ranks"] == hosts and found["operations"] == operations
-            same &= found.get("cpu", cpu) == cpu
-            if same and found["date"] > newest:
-                nearest = min(found["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
-                newest, bandwidth = found["date"], float(nearest["bus_mb_s"])
+            result = json.loads(file.read_text())
+            same = result["ranks"] == hosts and result["operations"] == operations
+            same &= result.get("cpu", cpu) == cpu
+            if same and result["date"] > newest:
+                nearest = min(result["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
+                newest, bandwidth = result["date"], float(nearest["bus_mb_s"])
         except (OSError, ValueError, KeyError, TypeError):
             continue  # half copied, or a forker's own: no reason to lose a training's summary
     return bandwidth

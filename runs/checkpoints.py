@@ -77,9 +77,9 @@ def best(runs: Path) -> Path | None:
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{file} is no summary of a run: mend it or delete it") from None
         if kept:
-            told = Path(kept)
-            here = file.parent / "checkpoints" / told.name  # also where the folder was moved to
-            return here if here.is_file() else told
+            recorded = Path(kept)
+            here = file.parent / "checkpoints" / recorded.name  # also where the folder was moved to
+            return here if here.is_file() else recorded
     return None
 
 
@@ -91,13 +91,13 @@ NAMED = {
 
 def _files(runs: Path, name: str) -> list[Path]:
     """Those of all runs but the ones with debug= and of `make profile`."""
-    found = []
+    files = []
     for file in runs.glob(f"*/{name}"):
         overrides = runs / file.relative_to(runs).parts[0] / ".hydra" / "overrides.yaml"
-        asked = overrides.read_text() if overrides.is_file() else ""
-        if "- debug=" not in asked and "- profiler=trace" not in asked:
-            found.append(file)
-    return found
+        text = overrides.read_text() if overrides.is_file() else ""
+        if "- debug=" not in text and "- profiler=trace" not in text:
+            files.append(file)
+    return files
 
 
 def _written(file: Path) -> int:

@@ -64,9 +64,9 @@ def check(arguments: list[str]) -> None:
         for override in groups:
             _check_group(override)
         for group in recipes.RECIPES:  # of other groups the last counts, as Hydra has it
-            given = [str(o.input_line) for o in groups if o.key_or_group == group]
-            if len(given) > 1:
-                raise Refusal(f"{' '.join(given)}: give one of them")
+            chosen = [str(o.input_line) for o in groups if o.key_or_group == group]
+            if len(chosen) > 1:
+                raise Refusal(f"{' '.join(chosen)}: give one of them")
         with initialize_config_dir(str(CONF), version_base="1.3"):
             config = compose("config", [o.input_line for o in groups if o.input_line])
             for override in overrides:
@@ -144,9 +144,9 @@ def _check_recipe(override: Override, groups: list[Override]) -> None:
     if group not in recipes.RECIPES or override.is_delete():
         return
     lines = [o.input_line for o in groups if o.input_line]
-    made = compose("config", lines, return_hydra_config=True).hydra.runtime.choices
+    choices = compose("config", lines, return_hydra_config=True).hydra.runtime.choices
     others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
-    chosen = [f"{name}={made[name]}" for name in others if made.get(name)]
+    chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
     keys = recipes.read(CONF, group, str(override.value()))
     try:
         _check_keys("", keys, compose("config", chosen))
@@ -166,22 +166,22 @@ def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
             elif node is not None:  # else a hint says what fits, for which torch is imported
                 _check_value(key, name, value, config)
         elif target and not str(name).startswith("_"):
-            known = arguments(target)
-            if known is not None and name not in known:
-                raise Refusal(f"{key}: {_no_key(group, name, known)}")
+            accepted = arguments(target)
+            if accepted is not None and name not in accepted:
+                raise Refusal(f"{key}: {_no_key(group, name, accepted)}")
 
 
-def _no_key(where: str, name: str, known: list[str]) -> str:
-    told = f"{', '.join(known) or 'none'}{guess(name, known)}"
-    return f"{where or 'the configuration'} has no key {name!r}; it has: {told}"
+def _no_key(where: str, name: str, names: list[str]) -> str:
+    options = f"{', '.join(names) or 'none'}{guess(name, names)}"
+    return f"{where or 'the configuration'} has no key {name!r}; it has: {options}"
 
 
 def _meant(override: Override, name: str, parent: Any) -> str | None:
     """What to write for a key that conf/ has not: that of a group, or one that only code has."""
     line, key = override.input_line, override.key_or_group
     if key == name:
-        found = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
-        return f"{line}: write {' or '.join(found)}, with its group" if found else None
+        keys = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
+        return f"{line}: write {' or '.join(keys)}, with its group" if keys else None
     # A misspelling is told without importing what takes seconds.
     if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
         return None
@@ -207,8 +207,8 @@ def _check_change(override: Override, config: DictConfig) -> None:
             if not part.isdecimal() or int(part) >= len(parent):
                 raise Refusal(f"{key}: {where} is a list of {len(parent)}, counted from 0")
         elif not isinstance(parent, DictConfig) or part not in parent:
-            told = _no_key(where, part, sorted(_keys(parent)))
-            raise Refusal(_meant(override, part, parent) or f"{key}: {told}")
+            problem = _no_key(where, part, sorted(_keys(parent)))
+            raise Refusal(_meant(override, part, parent) or f"{key}: {problem}")
         if depth < len(parents):
             name = int(part) if isinstance(parent, ListConfig) else part
             member = parent._get_node(name)
@@ -265,10 +265,10 @@ def _check_packages(config: DictConfig) -> None:
 
 def _check_monitors(overrides: list[Override]) -> None:
     """A metric to watch comes with what is better, lest the worst be kept as the best."""
-    given = {override.key_or_group for override in overrides}
+    keys = {override.key_or_group for override in overrides}
     for override in overrides:
         name, _, last = override.key_or_group.rpartition(".")
-        if name.startswith("callbacks.") and last == "monitor" and f"{name}.mode" not in given:
+        if name.startswith("callbacks.") and last == "monitor" and f"{name}.mode" not in keys:
             raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
 
 

@@ -26,13 +26,13 @@ class Curves(Callback):
         if not optimizer.param_groups:  # Lightning's, in place of none
             return
         index = trainer.optimizers.index(optimizer)
-        which = f"_{index}" if index else ""
+        suffix = f"_{index}" if index else ""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
-        told: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if (rate := optimizer.param_groups[0].get("lr")) is not None:
-            told[f"lr{which}"] = rate
+            metrics[f"lr{suffix}"] = rate
         if not any(gradient.is_sparse for gradient in gradients):
-            told[f"grad_norm{which}"] = float(torch.nn.utils.get_total_norm(gradients))
+            metrics[f"grad_norm{suffix}"] = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:
-            logger.log_metrics(told, step=step)
+            logger.log_metrics(metrics, step=step)

@@ -114,12 +114,12 @@ def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
         with torch.no_grad():
             model(*example)
     except Exception as error:
-        given = " and ".join(str(tuple(each.shape)) for each in example)
-        whose = "the first tensor of a batch: give the model an example_input_array"
+        shapes = " and ".join(str(tuple(each.shape)) for each in example)
+        advice = "the first tensor of a batch: give the model an example_input_array"
         if model.example_input_array is not None:
-            whose = "its example_input_array: mend that"
+            advice = "its example_input_array: mend that"
         raise Refusal(
-            f"{type(model).__name__}.forward does not take {given}, {whose} ({str(error)[:150]})"
+            f"{type(model).__name__}.forward does not take {shapes}, {advice} ({str(error)[:150]})"
         ) from error
     sizes = tuple(
         {0: Dim.AUTO, 1: Dim.AUTO} if _is_sequence(each) else {0: Dim.AUTO} for each in example
@@ -131,21 +131,22 @@ def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
         raise Refusal(f"{type(model).__name__}.forward cannot be traced: {reason}") from error
 
 
-def compare(model: LightningModule, made: Callable[..., Any], batch: Inputs) -> None:
-    """Raises Refusal when what was made gives something else than the model."""
+def compare(model: LightningModule, exported: Callable[..., Any], batch: Inputs) -> None:
+    """Raises Refusal when what was exported gives something else than the model."""
     with torch.no_grad():
-        wanted = _tensors(model(*batch))
+        expected = _tensors(model(*batch))
+    outputs = _tensors(exported(*batch))
     try:
-        torch.testing.assert_close(_tensors(made(*batch)), wanted, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(outputs, expected, rtol=TOLERANCE, atol=TOLERANCE)
     except AssertionError as error:
         reason = " ".join(str(error).split())
         raise Refusal(f"what was exported computes something else: {reason[:250]}") from error
 
 
-def takes(model: LightningModule, made: Callable[..., Any], batch: Inputs) -> bool:
+def takes(model: LightningModule, exported: Callable[..., Any], batch: Inputs) -> bool:
     """Whether a batch of other sizes works too; raises Refusal as `compare`."""
     try:
-        compare(model, made, batch)
+        compare(model, exported, batch)
     except Refusal:
         raise
     except Exception:
@@ -176,14 +177,14 @@ def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
     import onnxruntime
 
     try:
-        made = torch.onnx.export(program, dynamo=True, verbose=False)
+        converted = torch.onnx.export(program, dynamo=True, verbose=False)
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise Refusal(f"torch.onnx cannot convert it: {reason}; format pt2 may do") from error
-    assert made is not None
-    content = made.model_proto.SerializeToString()
+    assert converted is not None
+    content = converted.model_proto.SerializeToString()
     session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    names = [given.name for given in session.get_inputs()]
+    names = [node.name for node in session.get_inputs()]
     return content, lambda *batch: list(
         map(torch.from_numpy, session.run(None, dict(zip(names, (x.numpy() for x in batch)))))
     )
@@ -202,11 +203,11 @@ def export(checkpoint: Path, kind: str) -> str:
             "checkpoint stays good"
         )
     example = of_several(model, example)
-    content, made = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
-    compare(model, made, example)
-    any_batch = takes(model, made, tuple(each[:-1] for each in example))
+    content, exported = {"pt2": as_pt2, "onnx": as_onnx}[kind](trace(model, example))
+    compare(model, exported, example)
+    any_batch = takes(model, exported, tuple(each[:-1] for each in example))
     shorter = tuple(each[:, :-1] if _is_sequence(each) else each for each in example)
-    any_length = takes(model, made, shorter)
+    any_length = takes(model, exported, shorter)
     file = checkpoint.with_suffix(f".{kind}")
     unfinished = file.with_suffix(".part")
     unfinished.write_bytes(content)

@@ -70,10 +70,10 @@ class Predictions(BasePredictionWriter):
             # A copy is set up, as a data module may hold the data of one stage at a time.
             data = copy.copy(data)
             data.setup("test" if self._of_test_set else "predict")
-        made = data.test_dataloader if self._of_test_set else data.predict_dataloader
+        factory = data.test_dataloader if self._of_test_set else data.predict_dataloader
         # Made anew as Lightning will, which it cannot where batch_size was given by position.
         with _replace_dunder_methods(DataLoader, "dataset"):
-            loader = made()
+            loader = factory()
         _check_loader(loader, trainer.world_size)
         _update_dataloader(loader, loader.sampler, RunningStage.PREDICTING)
 
@@ -85,18 +85,18 @@ class Predictions(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         batches = batch_indices[0]
-        for said, batch in zip(predictions, batches):
-            _check(said, len(batch))
+        for prediction, batch in zip(predictions, batches):
+            _check(prediction, len(batch))
         structure = tree_flatten(predictions[0])[1]
         columns = [torch.cat(parts) for parts in zip(*(tree_flatten(p)[0] for p in predictions))]
         indices = torch.tensor([index for batch in batches for index in batch])
         order = gather_rows(trainer.strategy, indices).argsort()
-        found = [gather_rows(trainer.strategy, column)[order] for column in columns]
+        gathered = [gather_rows(trainer.strategy, column)[order] for column in columns]
         self.samples = len(order)
         self.file = Path(trainer.default_root_dir) / "predictions.pt"
         if trainer.is_global_zero:
             unfinished = self.file.with_suffix(".part")
-            torch.save(tree_unflatten(found, structure), unfinished)
+            torch.save(tree_unflatten(gathered, structure), unfinished)
             unfinished.rename(self.file)
 
 
@@ -118,8 +118,8 @@ def _check_loader(loader: Any, ranks: int) -> None:
         )
 
 
-def _check(said: Any, samples: int) -> None:
-    leaves = tree_flatten(said)[0]
+def _check(prediction: Any, samples: int) -> None:
+    leaves = tree_flatten(prediction)[0]
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != samples:
             what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r:.40}"

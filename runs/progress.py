@@ -40,13 +40,13 @@ class Progress(ProgressBar):
         if not any(isinstance(callback, EpochEnd) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks = [*trainer.callbacks, EpochEnd(self)]  # type: ignore[attr-defined]
 
-    def on_train_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        super().on_train_start(trainer, *_)
+    def on_train_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        super().on_train_start(trainer, *arguments)
         # on_train_epoch_start is left out when a run resumes within an epoch.
         self._epoch_began = self._last_line = time.monotonic()
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-        super().on_train_epoch_start(trainer, *_)
+    def on_train_epoch_start(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        super().on_train_epoch_start(trainer, *arguments)
         self._epoch_began = self._last_line = time.monotonic()
         self._validated = False
 
@@ -69,12 +69,12 @@ class Progress(ProgressBar):
     def _line(self, trainer: pl.Trainer, where: str) -> str:
         # On all ranks: reading a metric may reduce it over them.
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-        told = "  ".join(
+        metrics = "  ".join(
             f"{name} {float(value):.4g}"
             for name, value in trainer.callback_metrics.items()
             if self._validated or not name.startswith("val/")  # of an earlier epoch
         )
-        return f"epoch {trainer.current_epoch + 1}{last}  {where}  {told}"
+        return f"epoch {trainer.current_epoch + 1}{last}  {where}  {metrics}"
 
     def _print(self, line: str, end: str = "\n") -> None:
         self._last_line = time.monotonic()

@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_leaves
 
 def gather_texts(strategy: Strategy, text: str) -> list[str]:
     """The text of every rank, in order, under any strategy. All ranks must call it."""
-    ended = torch.tensor(list(text.encode() + b"\0"), dtype=torch.uint8)
-    return bytes(gather_rows(strategy, ended).tolist()).decode().split("\0")[:-1]
+    encoded = torch.tensor(list(text.encode() + b"\0"), dtype=torch.uint8)
+    return bytes(gather_rows(strategy, encoded).tolist()).decode().split("\0")[:-1]
 
 
 def gather_rows(strategy: Strategy, mine: Tensor) -> Tensor:

@@ -41,15 +41,15 @@ def _check_choice(conf: Path, where: str, key: str, choice: Any) -> None:
     group = key.split()[-1].lstrip("/")
     if group in groups(conf) and key.split() != ["override", f"/{group}"]:
         raise Refusal(f"{where}: write `override /{group}: {choice}` in its defaults, not `{key}:`")
-    known = (conf / group).is_dir() and isinstance(choice, str) and "${" not in choice
-    if known and (problem := missing(conf, group, choice)):
+    checkable = (conf / group).is_dir() and isinstance(choice, str) and "${" not in choice
+    if checkable and (problem := missing(conf, group, choice)):
         raise Refusal(f"{where}: {key}: {choice}: {problem}")
 
 
 def groups(conf: Path) -> list[str]:
     """Those that conf/config.yaml chooses from."""
-    chosen = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
-    return [str(group) for entry in chosen if isinstance(entry, dict) for group in entry]
+    defaults = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
+    return [str(group) for entry in defaults if isinstance(entry, dict) for group in entry]
 
 
 def missing(conf: Path, group: str, choice: Any) -> str | None:
@@ -59,8 +59,8 @@ def missing(conf: Path, group: str, choice: Any) -> str | None:
     if choice in options:
         return None
     choice = str(choice).lower() if isinstance(choice, bool) else choice
-    told = f"there are: {', '.join(options)}{guess(choice, options)}"
+    hint = f"there are: {', '.join(options)}{guess(choice, options)}"
     others = [other for other in groups(conf) if (conf / other / f"{choice}.yaml").is_file()]
     if len(others) == 1:  # "none" and "default" are in many
-        told += f"; or did you mean {others[0]}={choice}?"
-    return f"there is no conf/{group}/{choice}.yaml; {told}"
+        hint += f"; or did you mean {others[0]}={choice}?"
+    return f"there is no conf/{group}/{choice}.yaml; {hint}"

@@ -98,14 +98,14 @@ class Report(pl.Callback):
         """Warn of a metric whose lack would end the run an epoch later; some are not logged yet."""
         logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
         # What a sanity check logs of each of several loaders Lightning keeps to itself.
-        of_loaders = trainer.fit_loop.epoch_loop.val_loop._results.values()
-        logged += [_name_of(result.meta) for result in of_loaders]
+        results = trainer.fit_loop.epoch_loop.val_loop._results.values()
+        logged += [_name_of(result.meta) for result in results]
         callbacks = self.config.get("callbacks") or {}
         members = [member for member in callbacks.values() if isinstance(member, DictConfig)]
         for metric in dict.fromkeys(str(member.get("monitor")) for member in members):
             if metric.startswith("val") and metric not in logged and trainer.is_global_zero:
-                told = no_metric(metric, logged, callbacks)
-                print(f"warning {told}; without it the first epoch ends the run", flush=True)
+                problem = no_metric(metric, logged, callbacks)
+                print(f"warning {problem}; without it the first epoch ends the run", flush=True)
 
     def _announce(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.hosts:
@@ -219,19 +219,19 @@ class Report(pl.Callback):
         self.metrics |= _plain(trainer.callback_metrics)
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]
         unlogged = self.steps // every == self.first_step // every if every else False
-        kept = trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if trainer.is_global_zero and kept and self.started and unlogged:
+        has_loggers = trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
+        if trainer.is_global_zero and has_loggers and self.started and unlogged:
             trained = self.steps - self.first_step
-            told = f"{_counted(trained, 'step')}, and trainer.log_every_n_steps is {every}; give a "
-            told += "smaller one"
+            hint = f"{_counted(trained, 'step')}, and trainer.log_every_n_steps is {every}; give a "
+            hint += "smaller one"
             if not trained:
-                told = "no step was made; is each batch of the training loader None?"
-            print(f"curves  have no step of training: {told}", flush=True)
+                hint = "no step was made; is each batch of the training loader None?"
+            print(f"curves  have no step of training: {hint}", flush=True)
         if trainer.is_global_zero and trainer.should_stop:
             for callback in trainer.early_stopping_callbacks:
                 if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
-                    told = _why_stopped(callback)
-                    print(f"stopped early: {callback.monitor} {told}", flush=True)
+                    reason = _why_stopped(callback)
+                    print(f"stopped early: {callback.monitor} {reason}", flush=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.started or not trainer.is_global_zero:
@@ -347,8 +347,8 @@ def _why_stopped(callback: EarlyStopping) -> str:
 
 def _name_of(logged: _Metadata) -> str:
     """What callbacks call it."""
-    of_one = logged.dataloader_idx is not None and logged.add_dataloader_idx
-    return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if of_one else logged.name
+    indexed = logged.dataloader_idx is not None and logged.add_dataloader_idx
+    return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if indexed else logged.name
 
 
 def _lr(module: pl.LightningModule) -> str:
@@ -397,10 +397,10 @@ def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
         for name, member in callbacks.items()
         if isinstance(member, DictConfig) and member.get("monitor") == metric
     ]
-    there = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
+    names = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
     of_loader = f"{metric}/dataloader_idx_0"  # of several, each of which has its own
-    close = f" (did you mean {of_loader}?)" if of_loader in there else guess(metric, there)
+    close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, names)
     return (
         f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
-        f"{', '.join(there) or 'none'}{close}"
+        f"{', '.join(names) or 'none'}{close}"
     )

@@ -32,12 +32,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
-        gone = [file for file in state.get("best_k_models", ()) if not Path(file).is_file()]
-        if gone := trainer.strategy.broadcast(gone):
+        missing = [file for file in state.get("best_k_models", ()) if not Path(file).is_file()]
+        if missing := trainer.strategy.broadcast(missing):
             del checkpoint["callbacks"][self.state_key]
             if self.monitor:
                 rank_zero_warn(
-                    f"the best of before is gone ({gone[0]}): best is now that of the epochs "
+                    f"the best of before is gone ({missing[0]}): best is now that of the epochs "
                     "from here on"
                 )
         else:
@@ -74,24 +74,24 @@ class EvaluatesAverages(callbacks.Callback):
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
     """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first that is a
     Checkpoint to Lightning, as ours are that only want a turn behind all others."""
-    kept = (c for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint))
-    return next(kept, None)
+    keepers = (c for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint))
+    return next(keepers, None)
 
 
 def save_average(trainer: pl.Trainer) -> str | None:
     """Write averaged.ckpt with the weights that StochasticWeightAveraging leaves, which no
     checkpoint has; None without it, and where training ended before the average was made."""
-    keeps = keeping(trainer)
+    checkpointer = keeping(trainer)
     averaging = [
         callback
         for callback in trainer.callbacks  # type: ignore[attr-defined]
         if isinstance(callback, callbacks.StochasticWeightAveraging)
     ]
-    if not averaging or not keeps or not keeps.dirpath:
+    if not averaging or not checkpointer or not checkpointer.dirpath:
         return None
     if trainer.current_epoch <= averaging[0].swa_end:
         return None
-    file = Path(keeps.dirpath) / "averaged.ckpt"
+    file = Path(checkpointer.dirpath) / "averaged.ckpt"
     trainer.save_checkpoint(file, weights_only=True)
     return str(file)
 
@@ -99,20 +99,20 @@ def save_average(trainer: pl.Trainer) -> str | None:
 def settings(trainer: pl.Trainer) -> dict[str, list[Any]]:
     """What optimizers and schedulers were made with and keep in checkpoints, as {"SGD.momentum":
     [0.9]}: a value for each group of parameters."""
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     for optimizer in trainer.optimizers:
         for group in optimizer.param_groups:
             scheduled = ("betas", "momentum") if "max_momentum" in group else ()  # OneCycleLR's
             for key, value in group.items():
                 if key not in (*NO_SETTINGS, *scheduled, "max_momentum", "base_momentum"):
-                    found.setdefault(f"{type(optimizer).__name__}.{key}", []).append(value)
+                    by_name.setdefault(f"{type(optimizer).__name__}.{key}", []).append(value)
     for config in trainer.lr_scheduler_configs:
         scheduler = config.scheduler
         takes = inspect.signature(type(scheduler)).parameters.keys() - {"last_epoch", "optimizer"}
         for key, value in scheduler.state_dict().items():
             if key in takes:
-                found.setdefault(f"{type(scheduler).__name__}.{key}", []).append(value)
-    return found
+                by_name.setdefault(f"{type(scheduler).__name__}.{key}", []).append(value)
+    return by_name
 
 
 def kept_settings(trainer: pl.Trainer, asked: dict[str, list[Any]]) -> str:
@@ -130,11 +130,11 @@ def kept_settings(trainer: pl.Trainer, asked: dict[str, list[Any]]) -> str:
                     f"{type(optimizer).__name__}: it has no {', '.join(missing)}; go on with the "
                     "one that it was trained with"
                 )
-    now = settings(trainer)
+    current = settings(trainer)
     return ", ".join(
-        f"{name} {_told(now[name])} (not {_told(values)})"
+        f"{name} {_told(current[name])} (not {_told(values)})"
         for name, values in asked.items()
-        if name in now and _told(now[name]) != _told(values)
+        if name in current and _told(current[name]) != _told(values)
     )
 
 

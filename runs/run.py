@@ -40,7 +40,7 @@ from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell,
 from runs.report import Report, no_metric
 from runs.resuming import EvaluatesAverages, keeping, save_average
 from runs.stopping import Stopped
-from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, told
+from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
@@ -119,33 +119,33 @@ class Run:
                 "finished training with one, or a path, as ckpt_path=logs/.../last.ckpt"
             )
         # Rank 0 looks and writes; the others hear where, or why not.
-        asked = ROOT / Path(str(config.run_dir)).expanduser() if config.run_dir else None
-        config.run_dir = str(asked or runs)
-        problem = self._make_folder(runs, asked) if launched_rank() == 0 else None
+        requested = ROOT / Path(str(config.run_dir)).expanduser() if config.run_dir else None
+        config.run_dir = str(requested or runs)
+        problem = self._make_folder(runs, requested) if launched_rank() == 0 else None
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
         config.run_dir, config.ckpt_path = strategy.broadcast([config.run_dir, config.ckpt_path])
         return Path(config.run_dir)
 
-    def _make_folder(self, runs: Path, asked: Path | None) -> str | None:
+    def _make_folder(self, runs: Path, requested: Path | None) -> str | None:
         """The run's folder with what was asked for in it; what stands against it, if anything."""
         config, hydra = self.config, HydraConfig.get()
         if config.ckpt_path in NAMED:
             find, what = NAMED[config.ckpt_path]
             try:
-                found = find(runs)
+                checkpoint = find(runs)
             except ValueError as error:
                 return f"ckpt_path={config.ckpt_path}: {error}"
-            if found is None:
+            if checkpoint is None:
                 return f"ckpt_path={config.ckpt_path}: no run in {shown(runs)} has {what}"
-            config.ckpt_path = str(found)
+            config.ckpt_path = str(checkpoint)
         if config.ckpt_path and (problem := unreadable(Path(config.ckpt_path), config.train)):
             return problem
         try:
-            if asked:
-                asked.mkdir(parents=True)
-            folder = self.folder = asked or new_folder(runs)
-            self._parents = [] if asked else [runs, runs.parent]
+            if requested:
+                requested.mkdir(parents=True)
+            folder = self.folder = requested or new_folder(runs)
+            self._parents = [] if requested else [runs, runs.parent]
             config.run_dir = str(folder)
             (folder / ".hydra").mkdir()
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
@@ -154,7 +154,7 @@ class Run:
         except FileExistsError:
             return f"run_dir={config.run_dir}: it exists already; give another, or none"
         except OSError as error:
-            key = "run_dir" if asked else "log_dir"
+            key = "run_dir" if requested else "log_dir"
             return (
                 f"{key}={config[key]}: the run's folder cannot be written: "
                 f"{error.strerror} ({error.filename or 'writing'}); give another"
@@ -174,27 +174,27 @@ class Run:
             if config and group in MADE and (problem := misfit(config)):
                 raise Refusal(problem)
             # all: a list of the configuration arrives as a list, which checkpoints can hold
-            made = instantiate(config, _convert_="all", **arguments) if config else None
-            if of_other_lightning(made):
-                raise Refusal(f"{type(made).__name__}: {OTHER_LIGHTNING}")
+            instance = instantiate(config, _convert_="all", **arguments) if config else None
+            if of_other_lightning(instance):
+                raise Refusal(f"{type(instance).__name__}: {OTHER_LIGHTNING}")
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
-            what = told(str(cause or error), config)
+            what = with_advice(str(cause or error), config)
             raise Refusal(f"{group}={self.choices.get(group, '')}: {what}") from error
-        if not isinstance(made, MADE.get(group, object)):
+        if not isinstance(instance, MADE.get(group, object)):
             if (choice := self.choices.get(group)) is None:
                 raise Refusal(f"{group}: a run needs one; leave ~{group} out")
             raise Refusal(
                 f"{group}={choice}: _target_ in conf/{group}/{choice}.yaml has to name a "
                 f"{MADE[group].__name__}"
             )
-        return made
+        return instance
 
     def _members(self, group: str, config: DictConfig) -> list[DictConfig]:
-        made = {str(name): member for name, member in config.items() if member}
+        members = {str(name): member for name, member in config.items() if member}
         bare = [
             name
-            for name, member in made.items()
+            for name, member in members.items()
             if not isinstance(member, DictConfig) or "_target_" not in member
         ]
         # An experiment's change of a callback that another choice, as of debug=, has taken out.
@@ -202,7 +202,7 @@ class Run:
             raise Refusal(
                 f"{group}.{bare[0]}: there is no such member of it, and no _target_ for one"
             )
-        return [member for name, member in made.items() if name not in bare]
+        return [member for name, member in members.items() if name not in bare]
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a strategy that leaves out some of the launched processes: each would be alone."""
@@ -233,8 +233,8 @@ class Run:
             return self.config.ckpt_path
         if average := save_average(trainer):
             return average
-        keeps = keeping(trainer)
-        return (keeps and keeps.best_model_path) or None
+        checkpointer = keeping(trainer)
+        return (checkpointer and checkpointer.best_model_path) or None
 
     def __exit__(
         self,
@@ -291,12 +291,12 @@ class Run:
     def _tell_warnings_of_other_ranks(self) -> None:
         if self.strategy is None:
             return
-        told = set(self._warnings)
+        printed = set(self._warnings)
         for rank, texts in enumerate(gather_texts(self.strategy, "\n".join(self._warnings))):
             for text in filter(None, texts.split("\n")):
-                if text not in told and launched_rank() == 0:
+                if text not in printed and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
-                told.add(text)
+                printed.add(text)
 
 
 def to_go_on(checkpoint: Path) -> str:
@@ -306,7 +306,7 @@ def to_go_on(checkpoint: Path) -> str:
     """
     here = Path.cwd()
     path = checkpoint.relative_to(here) if checkpoint.is_relative_to(here) else checkpoint
-    asked = [
+    changes = [
         change
         for change in HydraConfig.get().overrides.task
         if change.partition("=")[0] not in ("ckpt_path", "run_dir")  # run_dir has to be a new one
@@ -316,7 +316,7 @@ def to_go_on(checkpoint: Path) -> str:
         typed = shlex.split(os.environ.get("HOROVOD_LAUNCHED", ""))  # by cluster/horovodrun.py
         ours = sys.argv[0] in typed
         launcher = shlex.join(typed[: typed.index(sys.argv[0])]) if ours else "..."
-    changes = [sys.argv[0], *asked, f"ckpt_path={quoted(path)}"]
+    changes = [sys.argv[0], *changes, f"ckpt_path={quoted(path)}"]
     return f"{launcher} {' '.join(map(_for_the_shell, changes))}"
 
 
@@ -330,8 +330,8 @@ def _mistake(
     error: BaseException, started: bool, callbacks: DictConfig | None = None
 ) -> str | None:
     """One line for an error that the user can mend in the configuration; None for any other."""
-    if found := NO_METRIC.match(str(error)):
-        return no_metric(found[1], re.findall(r"[`'](.+?)[`']", found[2]), callbacks or {})
+    if match := NO_METRIC.match(str(error)):
+        return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
     if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
         return (
             "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "

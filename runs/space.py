@@ -103,15 +103,15 @@ class Space:
                 optuna.trial.create_trial(params=drawn, distributions=space, value=value)
             )
         drawn = study.ask(space).params
-        found = [
+        proposal = [
             self._write(key, drawn[key]) if key in drawn else self.values[key][0]
             for key in self.values
         ]
-        before = [changes for changes, _ in tried]
-        if found in before and not self.intervals:
-            left = [changes for changes in self.grid() if changes not in before]
+        earlier = [changes for changes, _ in tried]
+        if proposal in earlier and not self.intervals:
+            left = [changes for changes in self.grid() if changes not in earlier]
             return random.Random(number).choice(left)
-        return found
+        return proposal
 
     def _distributions(self) -> dict[str, Any]:
         import optuna
@@ -120,8 +120,8 @@ class Space:
         for key in self.swept:
             if interval := self.intervals.get(key):
                 kind = "Int" if isinstance(interval.start, int) else "Float"
-                made = getattr(optuna.distributions, f"{kind}Distribution")
-                space[key] = made(interval.start, interval.end, log="log" in interval.tags)
+                distribution = getattr(optuna.distributions, f"{kind}Distribution")
+                space[key] = distribution(interval.start, interval.end, log="log" in interval.tags)
             else:
                 space[key] = optuna.distributions.CategoricalDistribution(self.values[key])
         return space
@@ -170,12 +170,12 @@ def _values(override: Override) -> list[str]:
         return [str(override.input_line)]
     value = override.value()
     if isinstance(value, IntervalSweep):
-        found = [str(value.start), str(value.end)]
+        values = [str(value.start), str(value.end)]
     else:
         try:
-            found = list(override.sweep_string_iterator())
+            values = list(override.sweep_string_iterator())
         except HydraException as error:
             raise Refusal(f"{override.input_line}: {str(error).splitlines()[0]}") from None
-    if not found:
+    if not values:
         raise Refusal(f"{override.input_line}: no value fits")
-    return [f"{_key(override)}={each}" for each in dict.fromkeys(found)]
+    return [f"{_key(override)}={each}" for each in dict.fromkeys(values)]

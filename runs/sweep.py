@@ -155,10 +155,10 @@ class Sweep:
     def _find(self, sweeps: Path) -> Path | None:
         """The newest sweep of the same command, when something of it is left to do."""
         for file in sorted(sweeps.glob("*/sweep.json"), reverse=True):
-            kept = json.loads(file.read_text())
-            if {key: kept.get(key) for key in self._key} != self._key:
+            content = json.loads(file.read_text())
+            if {key: content.get(key) for key in self._key} != self._key:
                 continue
-            trials = [Trial(**trial) for trial in kept["tried"]]
+            trials = [Trial(**trial) for trial in content["tried"]]
             if len(trials) == self.count and all(trial.state == "done" for trial in trials):
                 return None
             self.trials = trials
@@ -196,8 +196,8 @@ class Sweep:
         done = sum(trial.state == "done" for trial in self.trials)
         print(f"sweep   {shown(self.folder)}: {self.count} trials by {self.mode} {self.metric}")
         if self.resumed:
-            told = f"{done} of {self.count} are done: the others are run"
-            print(f"        begun before, {told} (remove the folder to begin anew)")
+            progress = f"{done} of {self.count} are done: the others are run"
+            print(f"        begun before, {progress} (remove the folder to begin anew)")
         sys.stdout.flush()
 
     def _tell_trial(self, trial: Trial, output: Path) -> None:
@@ -207,12 +207,12 @@ class Sweep:
                 print(f"  | {line}")
         value = "" if trial.value is None else f"  {self.metric} {trial.value:.4g}"
         best = best_of(self.trials, self.mode)
-        told = f"  best {best.value:.4g} (trial {best.number})" if best else ""
+        outlook = f"  best {best.value:.4g} (trial {best.number})" if best else ""
         ended = [t.seconds for t in self.trials if t.seconds and t.state in ("done", "failed")]
         left = self.count - sum(t.state in ("done", "failed") for t in self.trials)
         if left and ended:
-            told += f"  about {timedelta(seconds=round(left * sum(ended) / len(ended)))} left"
-        print(f"  {trial.state:<7} {took}{value}{told}", flush=True)
+            outlook += f"  about {timedelta(seconds=round(left * sum(ended) / len(ended)))} left"
+        print(f"  {trial.state:<7} {took}{value}{outlook}", flush=True)
 
     def _tell_end(self, stopped: int) -> None:
         counts = {s: sum(t.state == s for t in self.trials) for s in ("done", "failed")}
@@ -253,16 +253,16 @@ def main() -> int:
     parser.add_argument("--metric", default="", help="what trials are compared by (val/loss)")
     parser.add_argument("--mode", default="", help="min or max")
     parser.add_argument("command", nargs="+", help="the command of a training, behind --")
-    asked = parser.parse_args()
+    flags = parser.parse_args()
     try:
-        if asked.trials and not (asked.trials.isdecimal() and int(asked.trials)):
-            raise Refusal(f"TRIALS={asked.trials}: write how many, as TRIALS=20")
-        metric = asked.metric or "val/loss"
-        mode = asked.mode or ("min" if metric.endswith("loss") else "")
+        if flags.trials and not (flags.trials.isdecimal() and int(flags.trials)):
+            raise Refusal(f"TRIALS={flags.trials}: write how many, as TRIALS=20")
+        metric = flags.metric or "val/loss"
+        mode = flags.mode or ("min" if metric.endswith("loss") else "")
         if mode not in ("min", "max"):
             raise Refusal(f"METRIC={metric}: say what is best of it, MODE=max or MODE=min")
-        count = int(asked.trials) if asked.trials else None
-        return Sweep(asked.command, _words(asked.arguments), count, metric, mode).run(Launcher())
+        count = int(flags.trials) if flags.trials else None
+        return Sweep(flags.command, _words(flags.arguments), count, metric, mode).run(Launcher())
     except Refusal as refusal:
         refuse(str(refusal), a_rank=False)
     except OSError as error:

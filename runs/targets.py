@@ -29,27 +29,27 @@ OTHER_LIGHTNING = (
 )
 
 
-def of_other_lightning(made: object) -> bool:
+def of_other_lightning(instance: object) -> bool:
     """Whether it is a module that the Trainer here does not take as one; callbacks it would."""
-    return any(base.__module__.split(".")[0] == "lightning" for base in type(made).__mro__)
+    return any(base.__module__.split(".")[0] == "lightning" for base in type(instance).__mro__)
 
 
 def arguments(target: str) -> list[str] | None:
     """The names; None where it takes any, or cannot be looked at: making it will tell."""
     try:
-        found = inspect.signature(get_object(target)).parameters.values()
+        parameters = inspect.signature(get_object(target)).parameters.values()
     except Exception:  # no such class, or what importing it raises
         return None
-    if any(argument.kind == argument.VAR_KEYWORD for argument in found):
+    if any(argument.kind == argument.VAR_KEYWORD for argument in parameters):
         return None
-    return [argument.name for argument in found]
+    return [argument.name for argument in parameters]
 
 
 def hint(target: str | None, argument: str) -> Any:
     """The type hint of an argument; None without one."""
     try:
-        made = get_object(target) if target else object
-        hints = typing.get_type_hints(made.__init__ if inspect.isclass(made) else made)
+        factory = get_object(target) if target else object
+        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
     except Exception:  # no such class, or hints that cannot be read: making it will tell
         return None
     return hints.get(argument)
@@ -80,26 +80,26 @@ def misfit(config: DictConfig) -> str:
     return ""
 
 
-def told(error: str, config: DictConfig) -> str:
+def with_advice(error: str, config: DictConfig) -> str:
     """An error of making what the configuration names, with advice where there is some."""
-    found = MISSING.search(error)
-    if found and importlib.util.find_spec(found[2]) is None:
+    match = MISSING.search(error)
+    if match and importlib.util.find_spec(match[2]) is None:
         advice = "if that is a package, add it to requirements.txt: the next make installs it"
-        if found[2] == "lightning":
+        if match[2] == "lightning":
             advice = OTHER_LIGHTNING
-        close = guess(found[2], (path.name for path in ROOT.iterdir()))
-        return f"{found[1]} cannot be loaded: no module named {found[2]!r}{close}; {advice}"
+        close = guess(match[2], (path.name for path in ROOT.iterdir()))
+        return f"{match[1]} cannot be loaded: no module named {match[2]!r}{close}; {advice}"
     return f"{error}{_advice(error, config)}"
 
 
 def _advice(error: str, config: DictConfig) -> str:
-    if found := NOWHERE.search(error):
-        return guess(found[1], _members(found[2]))
-    if found := UNKNOWN.search(error):
-        known = arguments(str(config.get("_target_"))) or []
+    if match := NOWHERE.search(error):
+        return guess(match[1], _members(match[2]))
+    if match := UNKNOWN.search(error):
+        names = arguments(str(config.get("_target_"))) or []
         # Else it is of what the constructor makes itself.
-        ours = known and found[1] in config and found[1] not in known
-        return f"; it takes: {', '.join(known)}{guess(found[1], known)}" if ours else ""
+        ours = names and match[1] in config and match[1] not in names
+        return f"; it takes: {', '.join(names)}{guess(match[1], names)}" if ours else ""
     if "before Module.__init__() call" in error:
         return "; an __init__ has to begin with super().__init__()"
     if "enable_progress_bar=False" in error:

@@ -112,13 +112,13 @@ class StepTrace(Profiler):
         assert self._profile is not None
         strategy = self._trainer.strategy
         ahead, uncertainty = clock(strategy)
-        told = {
+        metadata = {
             "rank": self._trainer.global_rank,
             "host": os.environ.get("HOROVOD_HOSTNAME", os.uname().nodename),
             "clock_ahead_ns": ahead,
             "clock_uncertainty_ns": uncertainty,
         }
-        self._profile.add_metadata_json("rank", json.dumps(told))
+        self._profile.add_metadata_json("rank", json.dumps(metadata))
 
     def _write(self, recorded: profile) -> None:
         self._timeline(start=False)
@@ -158,14 +158,14 @@ def clock(strategy: Strategy) -> tuple[int, int]:
     if len(set(hosts)) == 1:
         return 0, 0
     rank = strategy.global_rank  # type: ignore[attr-defined]
-    noted = []
+    times = []
     for number in range(ROUNDS):
         if (rank == 0) == (number % 2 == 0):
             time.sleep(LATE_SECONDS)
         begun = time.time_ns()
         strategy.barrier()
-        noted.append([begun, time.time_ns()])
-    mine = torch.tensor(noted, device=strategy.root_device)
+        times.append([begun, time.time_ns()])
+    mine = torch.tensor(times, device=strategy.root_device)
     first = strategy.all_gather(mine)[0]
     return (0, 0) if hosts[rank] == hosts[0] else difference(mine, first)
 

@@ -58,19 +58,19 @@ def judge(trial: Trial, metric: str, mode: str) -> None:
         ) from None
     # Where a value is no number the summary has null.
     numbers = {name: v for name, v in summary["metrics"].items() if v is not None}
-    found = {name: [numbers[name]] if name in numbers else [] for name in summary["metrics"]}
+    values = {name: [numbers[name]] if name in numbers else [] for name in summary["metrics"]}
     if (folder / "metrics.csv").exists():
         with (folder / "metrics.csv").open(newline="") as file:
             for row in csv.DictReader(file):
                 for name, value in row.items():
                     if value:
-                        found.setdefault(name, []).append(float(value))
-    if metric not in found:
+                        values.setdefault(name, []).append(float(value))
+    if metric not in values:
         raise Refusal(
-            f"METRIC={metric}: trial {trial.number} has none; it has {', '.join(sorted(found))}"
-            f"{guess(metric, found)}; the same command with another METRIC goes on here"
+            f"METRIC={metric}: trial {trial.number} has none; it has {', '.join(sorted(values))}"
+            f"{guess(metric, values)}; the same command with another METRIC goes on here"
         )
-    finite = [value for value in found[metric] if math.isfinite(value)]
+    finite = [value for value in values[metric] if math.isfinite(value)]
     trial.tests = {k: v for k, v in numbers.items() if k.startswith("test/")}
     trial.value = (min if mode == "min" else max)(finite) if finite else None
     trial.reason = "" if finite else f"{metric} was never a finite number"

@@ -77,8 +77,8 @@ class _Normalize(torch.autograd.Function):
             variance = mean = values.new_zeros(x.shape[1])
         mine = torch.cat([mean, variance, mean.new_tensor([values.numel() / x.shape[1]])])
         handle = hvd.allgather_async(mine.unsqueeze(0), f"{name}.forward", world.process_set)
-        all_ = wait(handle)
-        means, variances, counts = all_.split([x.shape[1], x.shape[1], 1], dim=1)
+        gathered = wait(handle)
+        means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
         count = float(counts.sum())
         if count < 2:
             raise ValueError(f"batch normalization needs more than 1 value a channel: {x.shape}")
@@ -100,24 +100,24 @@ class _Normalize(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         normalized, inverse, weight, bias = ctx.saved_tensors
         gradient = gradients[0].to(normalized.dtype)
-        of_bias = gradient.sum(ctx.inner)
-        of_weight = (gradient * normalized).sum(ctx.inner)
+        grad_bias = gradient.sum(ctx.inner)
+        grad_weight = (gradient * normalized).sum(ctx.inner)
         # The statistics hang on the values of all ranks, so on their gradients too. Those of weight
         # and bias stay this rank's: they are averaged with all others.
-        sums = torch.stack([of_bias, of_weight])
+        sums = torch.stack([grad_bias, grad_weight])
         wait(
             hvd.allreduce_async_(
                 sums, name=f"{ctx.name}.backward", op=hvd.Sum, process_set=ctx.world.process_set
             )
         )
         sums /= ctx.count
-        of_input = gradient - sums[0].view(ctx.shape) - normalized * sums[1].view(ctx.shape)
+        grad_input = gradient - sums[0].view(ctx.shape) - normalized * sums[1].view(ctx.shape)
         scale = inverse if weight is None else inverse * weight.to(inverse.dtype)
-        of_input = of_input * scale.view(ctx.shape)
+        grad_input = grad_input * scale.view(ctx.shape)
         return (
-            of_input.to(gradients[0].dtype),
-            None if weight is None else of_weight.to(weight.dtype),
-            None if bias is None else of_bias.to(bias.dtype),
+            grad_input.to(gradients[0].dtype),
+            None if weight is None else grad_weight.to(weight.dtype),
+            None if bias is None else grad_bias.to(bias.dtype),
             None, None, None,
         )  # fmt: skip
 

@@ -91,7 +91,7 @@ class GradientBuckets:
     Attributes:
         exchanges: the last ones; who wants to count all takes them from here in time.
         known: all parameters of the module.
-        by_itself: parameters that got a gradient without `prepare`, on this rank alone.
+        unprepared: parameters that got a gradient without `prepare`, on this rank alone.
         in_backward: whether a backward was prepared and is not over.
     """
 
@@ -122,7 +122,7 @@ class GradientBuckets:
         self._reduced: set[Tensor] = set()
         self._hooks: dict[Parameter, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         self.in_backward = False
-        self.by_itself: set[Parameter] = set()
+        self.unprepared: set[Parameter] = set()
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
         self._gathered: list[tuple[Parameter, str]] = []  # sparse ones that are trained
@@ -145,7 +145,7 @@ class GradientBuckets:
                 "under way on other ranks: end the run, or go on with a new Trainer"
             )
         self.in_backward = True
-        self.by_itself = {p for p in self.by_itself if self.is_by_itself(p)}
+        self.unprepared = {p for p in self.unprepared if self.is_unprepared(p)}
         # Gradients that an earlier backward left are equal on all ranks by now: added up again they
         # would count once a rank, so they are scaled down first. Those of an optimizer that is
         # toggled off stay as they are: this backward does not touch them.
@@ -175,12 +175,12 @@ class GradientBuckets:
     def leave(self) -> None:
         """After a backward without `start`, whose gradients stay local for now."""
         self.in_backward = False
-        before = self._local or [False] * len(self.parameters)
-        self._local = [p.requires_grad or one for p, one in zip(self.parameters, before)]
+        local = self._local or [False] * len(self.parameters)
+        self._local = [p.requires_grad or trained for p, trained in zip(self.parameters, local)]
 
-    def is_by_itself(self, parameter: Parameter) -> bool:
+    def is_unprepared(self, parameter: Parameter) -> bool:
         """Is there still something of such a gradient?"""
-        if parameter not in self.by_itself or (gradient := parameter.grad) is None:
+        if parameter not in self.unprepared or (gradient := parameter.grad) is None:
             return False
         return gradient.is_sparse or bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
 
@@ -225,13 +225,13 @@ class GradientBuckets:
         """
         self._trained = trained
         self._watch()
-        of = dict(zip(self.parameters, trained))
-        cut = any(len({of[p] for p in bucket.parameters}) > 1 for bucket in self.buckets)
+        is_trained = dict(zip(self.parameters, trained))
+        cut = any(len({is_trained[p] for p in bucket.parameters}) > 1 for bucket in self.buckets)
         if not self.buckets or cut:
             self._make_buckets(trained)
         for bucket in self.buckets:
-            bucket.trained = of[bucket.parameters[0]]
-        self._gathered = [(p, name) for p, name in self.sparse.items() if of[p]]
+            bucket.trained = is_trained[bucket.parameters[0]]
+        self._gathered = [(p, name) for p, name in self.sparse.items() if is_trained[p]]
 
     def _make_buckets(self, trained: list[bool]) -> None:
         self._together = [f"{past}{int(now)}" for past, now in zip(self._together, trained)]
@@ -260,7 +260,7 @@ class GradientBuckets:
         if not parameter.requires_grad:
             return  # frozen since forward: autograd comes here all the same, and has added nothing
         if not self._active and not self.in_backward:
-            self.by_itself.add(parameter)
+            self.unprepared.add(parameter)
         if not self._active or parameter in self.sparse:
             return
         if parameter in self._seen:
@@ -345,12 +345,12 @@ class GradientBuckets:
             gradient = gradient.to_sparse(1) if dense else gradient
             rows, values = gradient._indices()[0], gradient._values()
         with torch.no_grad():
-            sets = {"process_set": self.world.process_set}
-            where = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **sets)
+            options = {"process_set": self.world.process_set}
+            row_handle = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **options)
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
             scaled = (values.to(wide) * (self.before * self.after)).contiguous()
-            what = hvd.allgather_async(scaled, f"values.{name}", **sets)
-            rows, values = wait(where), wait(what).to(parameter.dtype)
+            value_handle = hvd.allgather_async(scaled, f"values.{name}", **options)
+            rows, values = wait(row_handle), wait(value_handle).to(parameter.dtype)
         if len(rows) or gradient is not None:
             whole = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
             parameter.grad = whole.to_dense() if dense else whole

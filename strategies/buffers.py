@@ -25,8 +25,8 @@ def shared_buffers(module: nn.Module, world: World) -> list[Tensor]:
     if smallest == -largest:
         return list(buffers.values())
     ranks = world.gather_objects(mine)
-    alike = sorted(name for name in mine if all(of.get(name) == mine[name] for of in ranks))
-    others = sorted({name for of in ranks for name in of} - set(alike))
+    alike = sorted(name for name in mine if all(theirs.get(name) == mine[name] for theirs in ranks))
+    others = sorted({name for theirs in ranks for name in theirs} - set(alike))
     rank_zero_warn(
         f"the buffers {', '.join(others)} are there on some ranks only, or in other shapes: each "
         "rank evaluates with its own, and checkpoints have rank 0's"

@@ -135,8 +135,8 @@ class World:
                 memory_format=torch.contiguous_format, copy=True,
             )  # fmt: skip
             op = OPERATIONS[operation]
-            sets = {"process_set": self.process_set}
-            reduced = wait(hvd.allreduce_async_(value, name="reduce", op=op, **sets))
+            options = {"process_set": self.process_set}
+            reduced = wait(hvd.allreduce_async_(value, name="reduce", op=op, **options))
             if operation in ("mean", "avg"):
                 reduced = reduced / self.size
             mean_of_integers = reduced.is_floating_point() and not tensor.is_floating_point()
@@ -160,13 +160,13 @@ class World:
             sizes = [torch.Size(shape).numel() * dtype.itemsize for dtype, shape in kinds]
 
             mine = tensor.reshape(-1).view(torch.uint8)
-            each = max(1, MOST_BYTES // self.size)
+            share = max(1, MOST_BYTES // self.size)
             parts: list[list[Tensor]] = [[] for _ in sizes]
-            for start in range(0, max(*sizes, 1), each):
-                piece = self._allgather(mine[start : start + each], "gather.bytes")
-                counts = [min(each, max(0, size - start)) for size in sizes]
-                for part, of_rank in zip(parts, piece.split(counts)):
-                    part.append(of_rank)
+            for start in range(0, max(*sizes, 1), share):
+                piece = self._allgather(mine[start : start + share], "gather.bytes")
+                counts = [min(share, max(0, size - start)) for size in sizes]
+                for part, chunk in zip(parts, piece.split(counts)):
+                    part.append(chunk)
 
             filled = next(((dtype, shape) for dtype, shape in kinds if 0 not in shape), None)
             gathered = []
@@ -203,7 +203,7 @@ class World:
     def broadcast(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""
         self._together()
-        sets = {"process_set": self.process_set}
+        options = {"process_set": self.process_set}
         # Horovod: roots are counted among all that were launched.
         root = self.process_set.ranks[root]
         sent = []
@@ -214,7 +214,7 @@ class World:
             raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             pieces = raw.split(MOST_BYTES) if len(raw) else ()
             handles = [
-                hvd.broadcast_async_(piece, root, f"state.{index}.{number}", **sets)
+                hvd.broadcast_async_(piece, root, f"state.{index}.{number}", **options)
                 for number, piece in enumerate(pieces)
             ]
             sent.append((tensor, raw, handles))

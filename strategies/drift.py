@@ -54,11 +54,11 @@ def _first_apart(mine: Mapping[str, object], world: World) -> str:
 def _sums(module: nn.Module) -> list[int]:
     """Of the bits of each parameter, as whole numbers."""
     with torch.no_grad():
-        found = [
+        tensors = [
             torch.view_as_real(p) if p.is_complex() else p.detach() for p in module.parameters()
         ]
-        sums = [_sum(p.view(WHOLE[p.element_size()]).reshape(-1)) for p in found]
-        return torch.stack([one.cpu() for one in sums]).tolist() if sums else []
+        sums = [_sum(p.view(WHOLE[p.element_size()]).reshape(-1)) for p in tensors]
+        return torch.stack([total.cpu() for total in sums]).tolist() if sums else []
 
 
 def _sum(numbers: Tensor) -> Tensor:

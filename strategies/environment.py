@@ -58,7 +58,7 @@ def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
             if not sets:
                 raise
             raise MisconfigurationException(
-                f"process_sets={[of.ranks for of in sets]}: Horovod does not start with these: "
+                f"process_sets={[s.ranks for s in sets]}: Horovod does not start with these: "
                 "each of the launched ranks must be in exactly one"
             ) from error
     if not sets:
@@ -74,11 +74,11 @@ def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
 
 def _find(process_set: hvd.ProcessSet) -> None:
     """Give a set the number by which Horovod, already running, knows its ranks."""
-    known = {
+    numbers = {
         tuple(ranks): number
         for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()
     }
-    number = known.get(tuple(process_set.ranks))
+    number = numbers.get(tuple(process_set.ranks))
     if number is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
         raise MisconfigurationException(
             f"process_sets: Horovod runs already and knows no set {process_set.ranks}; make this "

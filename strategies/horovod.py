@@ -198,17 +198,17 @@ class HorovodStrategy(ParallelStrategy):
         """What combining gradients took, in each backward since this was last asked."""
         if self._buckets is None:
             return []
-        taken = list(self._buckets.exchanges)
+        exchanges = list(self._buckets.exchanges)
         self._buckets.exchanges.clear()
-        return taken
+        return exchanges
 
     def sent_bytes(self, size: int) -> float:
         """What each rank sends to combine `size` bytes of gradients."""
         ranks = self.world.size
         if self.op == "adasum":
             return size * (ranks.bit_length() - 1)
-        halved = 1 if self.compression == "none" else 2
-        return 2 * (ranks - 1) / ranks * size / halved
+        divisor = 1 if self.compression == "none" else 2
+        return 2 * (ranks - 1) / ranks * size / divisor
 
     @override
     def setup_environment(self) -> None:
@@ -221,8 +221,8 @@ class HorovodStrategy(ParallelStrategy):
                 "(an old driver, a GPU that another process has to itself), or use accelerator=cpu"
             ) from error
         assert self.parallel_devices is not None
-        asked = len(self.parallel_devices)
-        refuse_contradictions(asked, self._num_nodes, self.root_device, self.world)
+        devices = len(self.parallel_devices)
+        refuse_contradictions(devices, self._num_nodes, self.root_device, self.world)
         self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if self.root_device.type == "cpu":
             keep_freed_memory()
@@ -252,13 +252,13 @@ class HorovodStrategy(ParallelStrategy):
             synchronize_metrics(module, self.world)
             self._draws = OwnDraws(self.world.rank, self.root_device)
         if fitting:
-            known = {*module.parameters(), *module.buffers()}
+            sent = {*module.parameters(), *module.buffers()}
             self.setup_optimizers(trainer)
             if self.world.size > 1:
                 refuse_own_clock(trainer)
                 refuse_other_models(module, self.world)  # configure_optimizers may have made some
                 tensors = [*module.parameters(), *shared_buffers(module, self.world)]
-                self.world.broadcast([tensor for tensor in tensors if tensor not in known])
+                self.world.broadcast([tensor for tensor in tensors if tensor not in sent])
                 self._buckets = self._make_buckets()
                 read_by_all(trainer)
         self.setup_precision_plugin()
@@ -274,8 +274,8 @@ class HorovodStrategy(ParallelStrategy):
                     f"{next(iter(buckets.sparse.values()))!r}, or use another op"
                 )
             return buckets
-        divide = self.gradient_predivide_factor or world.size
-        before, after = (1.0, 1.0) if self.op == "sum" else (1 / divide, divide / world.size)
+        divisor = self.gradient_predivide_factor or world.size
+        before, after = (1.0, 1.0) if self.op == "sum" else (1 / divisor, divisor / world.size)
         reduction: Reduction = COMPRESSIONS[self.compression]
         return GradientBuckets(module, world, reduction, self.bucket_mib, before, after)
 
@@ -374,8 +374,8 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         # A step that takes dataloader_iter has samplers draw in it, which all must do alike.
-        draws = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
-        with nullcontext() if draws else self._draws():
+        by_iterator = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        with nullcontext() if by_iterator else self._draws():
             return super().training_step(*args, **kwargs)
 
     @override
@@ -436,8 +436,8 @@ class HorovodStrategy(ParallelStrategy):
             self._buckets.leave()
         elif not self._buckets.finish():
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
-            seen = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
-            refuse_unequal(seen, self.optimizers, self.world)
+            count = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
+            refuse_unequal(count, self.optimizers, self.world)
             raise MisconfigurationException(
                 "for some ranks the epoch ends with this backward, for others it does not: give "
                 "all ranks equally many batches, and call backward equally often"
@@ -474,9 +474,9 @@ class HorovodStrategy(ParallelStrategy):
         if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
             refuse_strangers(optimizer, self._buckets.known)
             self._groups[id(optimizer)] = len(optimizer.param_groups)
-        if self._buckets.by_itself:
+        if self._buckets.unprepared:
             stepped = (p for group in optimizer.param_groups for p in group["params"])
-            if any(map(self._buckets.is_by_itself, stepped)):
+            if any(map(self._buckets.is_unprepared, stepped)):
                 raise MisconfigurationException(
                     "a step with gradients of loss.backward(), which each rank has for itself: "
                     "call self.manual_backward(loss), which averages them"

@@ -64,7 +64,7 @@ class PaddedLists:
         mine = {
             name: len(tensors)
             for name, tensors in lists.items()
-            if all(isinstance(one, Tensor) for one in tensors)
+            if all(isinstance(tensor, Tensor) for tensor in tensors)
         }
         ranks = self.world.gather_objects(mine)
         counts = {
@@ -73,20 +73,20 @@ class PaddedLists:
             if all(name in other for other in ranks)
         }
         device = "cpu" if metric.compute_on_cpu else metric.device
-        for name, of_ranks in counts.items():
-            lacks = max(of_ranks) - mine[name]
-            setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * lacks])
-        own = {name: metric._reductions[name] for name in counts}
+        for name, lengths in counts.items():
+            missing = max(lengths) - mine[name]
+            setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * missing])
+        reductions = {name: metric._reductions[name] for name in counts}
         try:
             metric._reductions.update(dict.fromkeys(counts))
             type(metric)._sync_dist(metric, dist_sync_fn, process_group)
         finally:
-            metric._reductions.update(own)
-        for name, of_ranks in counts.items():
+            metric._reductions.update(reductions)
+        for name, lengths in counts.items():
             # The first of each rank, then the second of each, ...
             gathered = enumerate(getattr(metric, name))
-            kept: Any = [one for i, one in gathered if i // size < of_ranks[i % size]]
-            if callable(reduce := own[name]) and kept:
+            kept: Any = [tensor for i, tensor in gathered if i // size < lengths[i % size]]
+            if callable(reduce := reductions[name]) and kept:
                 kept = reduce(kept)
             setattr(metric, name, kept)
 
@@ -94,8 +94,8 @@ class PaddedLists:
 def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> list[Any]:
     """Of all ranks' lists the first elements, then the second ones, ..."""
     ranks = world.gather_objects(mine)
-    longest = max(len(one) for one in ranks)
-    return [one[index] for index in range(longest) for one in ranks if index < len(one)]
+    longest = max(len(items) for items in ranks)
+    return [items[index] for index in range(longest) for items in ranks if index < len(items)]
 
 
 def keep_wide(module: nn.Module) -> None:
@@ -150,7 +150,7 @@ def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:
     }
     ranks = world.gather_objects(own)
     for name in own:
-        if len({found[name] for found in ranks if name in found}) > 1:
+        if len({values[name] for values in ranks if name in values}) > 1:
             warning_cache.warn(
                 f"{name} differs between ranks, and rank 0's alone is shown and saved: "
                 f"self.log({name!r}, ..., sync_dist=True) gives that of all"

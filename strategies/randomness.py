@@ -47,10 +47,10 @@ class OwnDraws:
 
     @contextmanager
     def __call__(self) -> Generator[None, None, None]:
-        of_all = torch.get_rng_state()
+        state = torch.get_rng_state()
         torch.set_rng_state(self._own)
         try:
             yield
         finally:
             self._own = torch.get_rng_state()
-            torch.set_rng_state(of_all)
+            torch.set_rng_state(state)

@@ -73,10 +73,10 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
         if other != first:
             length = max(len(first), len(other))
             padded = zip(*(names + ["nothing"] * (length - len(names)) for names in (first, other)))
-            here, there = next(pair for pair in padded if pair[0] != pair[1])
+            expected, actual = next(pair for pair in padded if pair[0] != pair[1])
             raise MisconfigurationException(
-                f"rank {rank} on {host} has another model than rank 0: {there} where rank 0 "
-                f"has {here}; make it from the same code and configuration on all ranks"
+                f"rank {rank} on {host} has another model than rank 0: {actual} where rank 0 "
+                f"has {expected}; make it from the same code and configuration on all ranks"
             )
 
 
@@ -158,18 +158,18 @@ def refuse_unequal(batches: float, optimizers: Sequence[Optimizer], world: World
     """Numbers of batches and learning rates that differ between ranks."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     rates = [_number(group.get("lr")) for group in groups]
-    all_ = world.gather_objects((batches, rates, os.uname().nodename))
-    few, many = (f(count for count, *_ in all_) for f in (min, max))
-    for rank, (count, rates, host) in enumerate(all_):
+    ranks = world.gather_objects((batches, rates, os.uname().nodename))
+    few, many = (f(count for count, *_ in ranks) for f in (min, max))
+    for rank, (count, theirs, host) in enumerate(ranks):
         if count == few < many:
             raise MisconfigurationException(
                 f"rank {rank} on {host} has {few} training batches an epoch, others have more: "
                 "they would wait for it forever; give all ranks equally many"
             )
-        if rates != all_[0][1]:
+        if theirs != ranks[0][1]:
             raise MisconfigurationException(
-                f"rank {rank} on {host} has the learning rates {', '.join(rates)}, rank 0 "
-                f"{', '.join(all_[0][1])}: a scheduler that follows a metric needs the same value "
+                f"rank {rank} on {host} has the learning rates {', '.join(theirs)}, rank 0 "
+                f"{', '.join(ranks[0][1])}: a scheduler that follows a metric needs the same value "
                 "on all ranks, by self.log(..., sync_dist=True)"
             )
 

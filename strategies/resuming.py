@@ -65,8 +65,8 @@ def drawn_anew(batches: Any) -> str:
     sampler = getattr(batches, "sampler", batches)
     if isinstance(sampler, DistributedSamplerWrapper):
         sampler = getattr(sampler.dataset, "_sampler", None)
-    known = isinstance(sampler, (DistributedSampler, SequentialSampler))
-    return "" if known else type(sampler).__name__
+    repeatable = isinstance(sampler, (DistributedSampler, SequentialSampler))
+    return "" if repeatable else type(sampler).__name__
 
 
 def leave_out_trained(

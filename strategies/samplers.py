@@ -66,23 +66,23 @@ def replace_batches(dataloader: DataLoader, batches: Sampler[list[int]]) -> None
         dataloader._iterator._index_sampler = batches
 
 
-def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
+def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader:
     """A loader for evaluation that gives this rank its share, no sample padded or left out.
 
     Args:
-        given: with a DistributedSampler for this world in it; one with another sampler stays as it
+        loader: with a DistributedSampler for this world in it; one with another sampler stays as it
             is, also where its class deals samples out in a way of its own.
         stage: "validate" or "test", for the message.
 
     Raises:
         MisconfigurationException: for fewer samples than ranks.
     """
-    batches = given.batch_sampler
-    sampler = given.sampler if batches is None else getattr(batches, "sampler", None)
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
-        return given
+        return loader
     if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
-        return given  # one's own way: each rank evaluates all, say
+        return loader  # one's own way: each rank evaluates all, say
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     # A sampler of one's own comes wrapped; one's own batches stay.
     wrapped = isinstance(sampler, DistributedSamplerWrapper)
@@ -92,7 +92,7 @@ def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
                 f"{type(sampler).__name__} has {sampler.total_size} samples to {stage} on "
                 f"{world.size} ranks, of a data set of {samples}: some are left out, or count twice"
             )
-        return given
+        return loader
     plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
     if plain:
         assert isinstance(batches, BatchSampler)
@@ -103,29 +103,34 @@ def each_sample_once(given: DataLoader, world: World, stage: str) -> DataLoader:
             f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "
             "ranks or more samples"
         )
-    dataloader = copy.copy(given)  # which may be that of training too
-    dataloader._iterator = None
-    if plain:
-        assert isinstance(batches, BatchSampler)
-        order: Order | None = None
-        if wrapped:
-            order = partial(draw, sampler.dataset, world)
-        elif sampler.shuffle:
-            order = partial(shuffled, sampler)
-        even = EvenBatches(samples, world.size, world.rank, batches.batch_size, order)
-        replace_batches(dataloader, even)
-        return dataloader
-    # This rank's samples, without padding; of copies, as training may have the same sampler.
+    once = copy.copy(loader)  # which may be that of training too
+    once._iterator = None
+    if not plain:
+        _give_share(once, sampler, samples, world)
+        return once
+    assert isinstance(batches, BatchSampler)
+    order: Order | None = None
+    if wrapped:
+        order = partial(draw, sampler.dataset, world)
+    elif sampler.shuffle:
+        order = partial(shuffled, sampler)
+    replace_batches(once, EvenBatches(samples, world.size, world.rank, batches.batch_size, order))
+    return once
+
+
+def _give_share(
+    loader: DataLoader, sampler: DistributedSampler, samples: int, world: World
+) -> None:
+    """This rank's samples, without padding; of copies, as training may have the same sampler."""
     share = copy.copy(sampler)
     share.total_size = samples
     share.num_samples = len(range(world.rank, samples, world.size))
-    if batches is None:
-        object.__setattr__(dataloader, "sampler", share)
+    if loader.batch_sampler is None:
+        object.__setattr__(loader, "sampler", share)
     else:  # which may have the sampler in several places
-        known = {id(sampler): share, id(sampler.dataset): sampler.dataset}
-        copied: Any = copy.deepcopy(batches, known)
-        replace_batches(dataloader, copied)
-    return dataloader
+        memo = {id(sampler): share, id(sampler.dataset): sampler.dataset}
+        batches: Any = copy.deepcopy(loader.batch_sampler, memo)
+        replace_batches(loader, batches)
 
 
 def draw(order: Any, world: World) -> list[int]:

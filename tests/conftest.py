@@ -82,8 +82,8 @@ class Ranks:
 
     def call(self, function: Callable, **arguments: Any) -> list[Any]:
         """What `function` returned on each rank, in order; AssertionError where it did not."""
-        named = {"module": function.__module__, "function": function.__name__}
-        number = self._order({**named, "arguments": arguments})
+        target = {"module": function.__module__, "function": function.__name__}
+        number = self._order({**target, "arguments": arguments})
         answers = [self.folder / f"{number}.{rank}.pt" for rank in range(self.ranks)]
         deadline = time.monotonic() + 240
         while not all(answer.exists() for answer in answers):

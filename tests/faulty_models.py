@@ -70,8 +70,8 @@ class IsFailedByHorovod(Classifier):
 class Vanishes(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         # The logarithm of 0 times 0: finite on the way to the loss, NaN on the way back.
-        gone = 0 * self(batch[0]).sum()
-        return super().training_step(batch, batch_idx) + 0 * (gone.log() * 0).nan_to_num()
+        zero = 0 * self(batch[0]).sum()
+        return super().training_step(batch, batch_idx) + 0 * (zero.log() * 0).nan_to_num()
 
 
 class Diverges(Classifier):

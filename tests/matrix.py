@@ -504,7 +504,7 @@ class LossesFirst(Adversaries):
 
 @case()
 def adversaries_whose_losses_come_first(strategy: str) -> dict[str, Any]:
-    return {f"seldom {also}": fit(strategy, LossesFirst(also)) for also in (False, True)}
+    return {f"seldom {seldom}": fit(strategy, LossesFirst(seldom)) for seldom in (False, True)}
 
 
 class Penalty(Net):
@@ -961,9 +961,9 @@ def compression_in_pieces(strategy: str) -> dict[str, Any]:
         return fit(strategy, NobodyUses())
     from strategies import reductions
 
-    whole, reductions.PIECE = reductions.PIECE, 20
+    piece, reductions.PIECE = reductions.PIECE, 20
     result = fit(make(strategy, compression="fp16"), NobodyUses())
-    reductions.PIECE = whole
+    reductions.PIECE = piece
     return result
 
 
@@ -1021,14 +1021,14 @@ def sync_batchnorm_of_torch(strategy: str) -> dict[str, Any]:
 
 @case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_without_parameters(strategy: str) -> dict[str, Any]:
-    found = {}
-    for without in (["weight", "bias"], ["weight"], ["bias"]):
+    outcomes = {}
+    for missing in (["weight", "bias"], ["weight"], ["bias"]):
         layers = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES, momentum=None)
         model = Net(nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES)))
-        for name in without:
+        for name in missing:
             model.net[1].register_parameter(name, None)
-        found[" ".join(without)] = fit(strategy, model, sync_batchnorm=SIZE > 1)
-    return found
+        outcomes[" ".join(missing)] = fit(strategy, model, sync_batchnorm=SIZE > 1)
+    return outcomes
 
 
 # ------------------------------------------------------------------ metrics and evaluation
@@ -1095,8 +1095,8 @@ class EachSample(Metric):
     def compute(self) -> Tensor:
         # Those of one sample, or the sum is another.
         samples = zip(self.boxes, self.scores, self.masks, strict=True)
-        found = [box.sum() * score + sum(mask) * len(box) for box, score, mask in samples]
-        return torch.stack([value.reshape(()) for value in found]).sort().values.sum()
+        values = [box.sum() * score + sum(mask) * len(box) for box, score, mask in samples]
+        return torch.stack([value.reshape(()) for value in values]).sort().values.sum()
 
 
 class Measured(Net):
@@ -1269,8 +1269,8 @@ def resume_within_an_epoch(strategy: str) -> dict[str, Any]:
         run.fit(model, DataLoader(samples(), batch_size=8, sampler=sampler))
         seen = sorted(torch.cat(model.seen[:10]).tolist())
         files = ["last.ckpt", "step=7.ckpt"]
-        more = {"files": files, "seen": seen, "all_once": True, "batches": 13}
-        return results(run, model, **more)
+        extra = {"files": files, "seen": seen, "all_once": True, "batches": 13}
+        return results(run, model, **extra)
     with tempfile.TemporaryDirectory() as folder:
         result = checkpoints(strategy, Path(folder))
     return result if RANK == 0 else {**result, "files": ["last.ckpt", "step=7.ckpt"]}

@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are added where they should be averaged", "horovod.py",
-        "else (1 / divide,", "else (1,", "horovod-2 and plain",
+        "else (1 / divisor,", "else (1,", "horovod-2 and plain",
     ),
     Mutation(
         "a rank without any batch is not looked for", "horovod.py",
@@ -58,7 +58,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a rank draws in its steps moves what it draws outside", "randomness.py",
-        "torch.set_rng_state(of_all)", "pass", "draws_for_itself", "test_randomness",
+        "torch.set_rng_state(state)", "pass", "draws_for_itself", "test_randomness",
     ),
     Mutation(
         "a resumed training draws what was drawn before", "horovod.py",
@@ -103,12 +103,12 @@ MUTATIONS = [
     ),
     Mutation(
         "what configure_optimizers makes is each rank's own", "horovod.py",
-        "self.world.broadcast([tensor for tensor in tensors if tensor not in known])", "pass",
+        "self.world.broadcast([tensor for tensor in tensors if tensor not in sent])", "pass",
         "horovod-2 and made_by_configure_optimizers",
     ),
     Mutation(
         "a step that takes an iterator draws its batches apart", "horovod.py",
-        "with nullcontext() if draws else self._draws():", "with self._draws():",
+        "with nullcontext() if by_iterator else self._draws():", "with self._draws():",
         "asks_for_its_batches", "test_randomness",
     ),
     Mutation(
@@ -127,7 +127,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lists of metrics have what fills them up in them", "metrics.py",
-        "if i // size < of_ranks[i % size]", "if True", "horovod-2 and sampler_of_ones_own",
+        "if i // size < lengths[i % size]", "if True", "horovod-2 and sampler_of_ones_own",
     ),
     Mutation(
         "a progress bar reads metrics on one rank", "horovod.py",
@@ -311,7 +311,7 @@ MUTATIONS = [
     ),
     Mutation(
         "its gradients ignore the other ranks", "batchnorm.py",
-        "torch.stack([of_bias, of_weight])", "torch.zeros(2, len(inverse))",
+        "torch.stack([grad_bias, grad_weight])", "torch.zeros(2, len(inverse))",
         "horovod-2 and sync_batchnorm",
     ),
     Mutation(
@@ -343,7 +343,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an evaluation changes the loader of training", "samplers.py",
-        "dataloader = copy.copy(given)", "dataloader = given",
+        "once = copy.copy(loader)", "once = loader",
         "orders_of_its_own", "test_evaluation",
     ),
     Mutation(
@@ -357,7 +357,7 @@ MUTATIONS = [
     ),
     Mutation(
         "learning rates are not compared", "refusals.py",
-        "if rates != all_[0][1]:", "if False:", "mistakes_are_told", "test_mistakes",
+        "if theirs != ranks[0][1]:", "if False:", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "an optimizer may have parameters of its own", "refusals.py",
@@ -518,7 +518,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
-        "self.by_itself.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
+        "self.unprepared.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "a step is made within backward", "horovod.py",
@@ -537,7 +537,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks see their host's variables too late", "agent.py",
-        "dict(set.intersection(*own))", "{}",
+        "dict(set.intersection(*by_rank))", "{}",
         "with_the_hosts_variables", "cluster/test_preload", "cluster",
     ),
     Mutation(
@@ -565,7 +565,7 @@ MUTATIONS = [
     ),
     Mutation(
         "old code is good code", "findings.py",
-        "    if other:\n        told", "    if False:\n        told",
+        "    if stale:\n        summary", "    if False:\n        summary",
         "code_and_packages", "cluster/test_doctor", "cluster",
     ),
     Mutation(

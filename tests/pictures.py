@@ -67,7 +67,7 @@ def write_shards(folder: Path, **splits: list[int]) -> None:
                 for number in islice(numbers, count):
                     picture = io.BytesIO()
                     Image.new("RGB", (20, 24), (number,) * 3).save(picture, "png")
-                    for suffix, held in (("png", picture.getvalue()), ("cls", b"%d" % number)):
+                    for suffix, content in (("png", picture.getvalue()), ("cls", b"%d" % number)):
                         member = tarfile.TarInfo(f"pictures/{number:04}.{suffix}")
-                        member.size = len(held)
-                        files.addfile(member, io.BytesIO(held))
+                        member.size = len(content)
+                        files.addfile(member, io.BytesIO(content))

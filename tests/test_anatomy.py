@@ -46,8 +46,8 @@ def steps(*ranks: dict[str, float], count: int = 50) -> Tensor:
 
 
 def test_who_waits_least_shows_what_the_network_takes() -> None:
-    found = phases(steps({"forward": 3, "all_reduce": 1}, {"forward": 1, "all_reduce": 3}))
-    assert {phase: float(x.median()) for phase, x in found.items()} == {
+    times = phases(steps({"forward": 3, "all_reduce": 1}, {"forward": 1, "all_reduce": 3}))
+    assert {phase: float(x.median()) for phase, x in times.items()} == {
         "data": 0, "forward": 2, "backward": 0, "all_reduce": 1, "straggler": 1, "optimizer": 0,
         "rest": 0,
     }  # fmt: skip
@@ -118,8 +118,8 @@ def test_ranks_that_share_cores_are_named() -> None:
     crowd = bottleneck.crowded([*one_each, ("b", 0b11), ("a", 0b01)])
     assert crowd == "3 ranks share the 2 cores of a"
     for spent in ({"forward": 9}, {"all_reduce": 9}, {"straggler": 9}, {"rest": 9}):
-        told = said(crowd=crowd, **spent)
-        assert told.startswith("cores: 3 ranks share the 2 cores of a, and wait")
+        text = said(crowd=crowd, **spent)
+        assert text.startswith("cores: 3 ranks share the 2 cores of a, and wait")
     assert said(crowd=crowd, data=9).startswith("data: ")
     assert said(crowd=crowd, optimizer=9).startswith("optimizer: ")
     assert said(crowd=crowd, straggler=9, slow="rank 1 on b").startswith("straggler: rank 1")
@@ -133,15 +133,15 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     folder = tmp_path / "benchmarks" / "results"
     folder.mkdir(parents=True)
     sizes = [{"bytes": size, "bus_mb_s": size / 1e4} for size in (2**12, 2**20, 2**26)]
-    found = {"ranks": ["a", "b"], "operations": "Gloo", "date": "2026-11-22", "sizes": sizes}
-    (folder / "allreduce_b.json").write_text(json.dumps(found))
-    older = {**found, "date": "2026-11-21", "sizes": [{"bytes": 2**20, "bus_mb_s": 1}]}
+    benchmark = {"ranks": ["a", "b"], "operations": "Gloo", "date": "2026-11-22", "sizes": sizes}
+    (folder / "allreduce_b.json").write_text(json.dumps(benchmark))
+    older = {**benchmark, "date": "2026-11-21", "sizes": [{"bytes": 2**20, "bus_mb_s": 1}]}
     (folder / "allreduce_a.json").write_text(json.dumps(older))
     (folder / "allreduce_c.json").write_text(json.dumps(older))
-    (folder / "allreduce_d.json").write_text(json.dumps(found)[:40])
+    (folder / "allreduce_d.json").write_text(json.dumps(benchmark)[:40])
     (folder / "allreduce_e.json").write_text("[]")
     (folder / "allreduce_g.json").write_text("{}")
-    another = {**found, "date": "2026-11-23", "cpu": "another", "sizes": older["sizes"]}
+    another = {**benchmark, "date": "2026-11-23", "cpu": "another", "sizes": older["sizes"]}
     (folder / "allreduce_f.json").write_text(json.dumps(another))
     assert bottleneck.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
     assert bottleneck.measured(["a", "b"], "NCCL", 3e6) is None
@@ -169,21 +169,21 @@ def test_pauses_of_backward_are_none_of_the_wire(
     """Of two buckets the second comes when the first is done, or while it is on its way."""
     first, second = nn.Linear(4, 4, bias=False), nn.Linear(64, 4, bias=False)
     model = nn.ModuleList([second, first])
-    found = GradientBuckets(model, HorovodStrategy().world, add, 1e-5, before=1, after=1)
+    buckets = GradientBuckets(model, HorovodStrategy().world, add, 1e-5, before=1, after=1)
 
     def until() -> None:
         if rests:
-            wait_until(found._on_the_wire[0].rests)
+            wait_until(buckets._on_the_wire[0].rests)
         else:
-            monkeypatch.setattr(found._on_the_wire[0], "rests", lambda: False)
+            monkeypatch.setattr(buckets._on_the_wire[0], "rests", lambda: False)
 
     loss = first(Pauses.apply(second(torch.ones(1, 64)), until)).sum()
-    found.prepare()
-    found.start()
+    buckets.prepare()
+    buckets.start()
     loss.backward()
-    assert found.finish()
-    (exchange,) = found.exchanges
-    sizes = [bucket.buffer.nbytes for bucket in found.buckets]
+    assert buckets.finish()
+    (exchange,) = buckets.exchanges
+    sizes = [bucket.buffer.nbytes for bucket in buckets.buckets]
     assert exchange.calls == len(sizes) == 2 and exchange.bytes == sum(sizes)
     assert exchange.busy_bytes == (sizes[1] if rests else sum(sizes))
 
@@ -316,18 +316,18 @@ def test_each_second_is_in_its_phase(
     run.strategy.take_exchanges = lambda: [exchange]  # type: ignore[attr-defined]
     run.fit(model, loader(), loader())
 
-    found = timed.found
-    assert found is not None and found["steps"] == 7
+    result = timed.found
+    assert result is not None and result["steps"] == 7
     expected = {"data": 0, "forward": 1e3 * forward[1], "backward": 1500, "all_reduce": 500}
     expected |= {"optimizer": 4000, "rest": 1e3 * rest}
-    assert found["phases_ms"] == {**expected, "straggler": 0}
-    (rank,) = found["ranks"]
+    assert result["phases_ms"] == {**expected, "straggler": 0}
+    (rank,) = result["ranks"]
     assert rank == {"rank": 0, "host": socket.gethostname(), **expected}
     others = 6 + rest
     first, second = 1e3 * (forward[0] + others), 1e3 * (forward[1] + others)
     step = {"median": second, "mean": (3 * first + 4 * second) / 7, "p10": first, "p90": second}
-    assert found["step_ms"] == pytest.approx(step)
-    assert found["verdict"].startswith("cores: 9 ranks share, and wait")
+    assert result["step_ms"] == pytest.approx(step)
+    assert result["verdict"].startswith("cores: 9 ranks share, and wait")
     ((host, cores),) = shared
     assert host == socket.gethostname() and cores.bit_count() == 1
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
@@ -343,8 +343,8 @@ def test_a_slow_rank_is_told_once_by_rank_0(
 ) -> None:
     monkeypatch.setattr(anatomy, "WINDOW", 4)
     monkeypatch.setattr(anatomy, "gather_texts", lambda *_: ["a 1", "b 1"])
-    both = steps({"forward": 1}, {"forward": 2})
-    monkeypatch.setattr(Anatomy, "_gather", lambda *_: both)
+    times = steps({"forward": 1}, {"forward": 2})
+    monkeypatch.setattr(Anatomy, "_gather", lambda *_: times)
     timed = Anatomy(warmup=0)
     trainer("single", callbacks=[timed]).fit(Net(), loader())
     line = "slow    rank 1 on b works 2.0 times as long as the others, most of it more in forward"
@@ -367,7 +367,7 @@ def test_what_is_on_the_wire(
         compression=compression, op=op,
     )  # fmt: skip
     asked: list[Any] = []
-    monkeypatch.setattr(anatomy, "measured", lambda *of: asked.append(of))
+    monkeypatch.setattr(anatomy, "measured", lambda *arguments: asked.append(arguments))
     timed = Anatomy()
     timed._hosts, timed._wire = ["a", "b"], deque([[], [2, 4e6, 1e6, 0.5], [2, 4e6, 1e6, 0.5]])
     assert timed._on_the_wire(strategy) == {
@@ -430,28 +430,28 @@ def short_steps() -> list[dict[str, Any]]:
     """All steps timed, and of short ones a tenth; the window is longer than an epoch."""
     usual = anatomy.WINDOW, anatomy.SHORT
     anatomy.WINDOW = len(loader()) + 5
-    both = []
+    results = []
     for seconds in (0.0, 1.0):
         anatomy.SHORT = seconds
         timed = CountsLooks(warmup=0)
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
-        both.append({**timed.found, "looks": timed.looks})
+        results.append({**timed.found, "looks": timed.looks})
     anatomy.WINDOW, anatomy.SHORT = usual
-    return both
+    return results
 
 
 def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
     batches = 20 * len(loader())
-    found = launch(short_steps, 2)
-    for all_, part in found:
+    ranks = launch(short_steps, 2)
+    for all_, part in ranks:
         window = batches // 20 + 5
         assert all_["steps"] == batches and all_["looks"] == batches // window
         # Not after as many steps, most of which were not timed.
         assert part["looks"] == part["steps"] // window
         assert part["steps"] < batches / 2
         assert part["wire"]["calls"] == 1
-    assert found[0][1]["ranks"] == found[1][1]["ranks"]
+    assert ranks[0][1]["ranks"] == ranks[1][1]["ranks"]
 
 
 def test_steps_count_alike_before_and_after_fewer_are_timed() -> None:
@@ -528,8 +528,8 @@ def test_a_thin_link_is_named(tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun)
         done = run(command, cwd=ROOT)
     assert done.returncode == 0, done.stdout
-    told = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
-    assert told[0]["ranks"] == told[1]["ranks"]
-    assert told[0]["verdict"].startswith("network: ")
-    assert [rank["host"] for rank in told[0]["ranks"]] == ["node1", "node2"]
-    assert told[0]["wire"]["bus_bandwidth_mb_s"] < 25  # 200 Mbit/s
+    results = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    assert results[0]["ranks"] == results[1]["ranks"]
+    assert results[0]["verdict"].startswith("network: ")
+    assert [rank["host"] for rank in results[0]["ranks"]] == ["node1", "node2"]
+    assert results[0]["wire"]["bus_bandwidth_mb_s"] < 25  # 200 Mbit/s

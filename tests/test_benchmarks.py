@@ -107,19 +107,19 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
     command += ["--batch", "4"]
     variants = ["--variants", "Lightning DDP", OURS]
-    few = ["--repeats", "2", "--block-seconds", "0.05", "--out", str(tmp_path)]
-    done = run([*command, *variants, *few])
+    options = ["--repeats", "2", "--block-seconds", "0.05", "--out", str(tmp_path)]
+    done = run([*command, *variants, *options])
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("step_mlp_batch-4_loopback_*.json")
-    found = json.loads(file.read_text())
-    measured = found["models"]["mlp"]
+    results = json.loads(file.read_text())
+    measured = results["models"]["mlp"]
     assert measured["ranks"] == 2 and measured["images_a_rank"] == 4
     assert list(measured["variants"]) == variants[1:]
     assert all(len(each["block_medians_ms"]) == 2 for each in measured["variants"].values())
     assert all(len(each["idle_share_of_cores"]) == 2 for each in measured["variants"].values())
     report = file.with_suffix(".md").read_text()
     assert report.count("| mlp |") == 2 and "4 images a rank" in report
-    assert {"cpu", "cores", "versions", "commit"} <= set(found)
+    assert {"cpu", "cores", "versions", "commit"} <= set(results)
 
 
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
@@ -173,16 +173,16 @@ def test_nothing_of_a_run_stays_on_another_host(tmp_path: Path) -> None:
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
     asked = {"commit": "abc", "sizes": (1, 2), "date": "2026-01-02T10", "runs": []}
     file, yesterdays = tmp_path / "x_2026-01-02.json", tmp_path / "x_2026-01-01.json"
-    place, new = hardware.continued(asked, tmp_path, "x", "runs")
-    assert place == file and new["runs"] == []
+    path, new = hardware.continued(asked, tmp_path, "x", "runs")
+    assert path == file and new["runs"] == []
     begun = {**new, "runs": [1.5], "date": "2026-01-01T10"}
     hardware.write_json(begun, yesterdays)
     (tmp_path / "x_2025-12-31.json").write_text("")  # half copied
     assert hardware.continued(asked, tmp_path, "x", "runs") == (yesterdays, begun)
     asked["date"], another = begun["date"], tmp_path / "x_2026-01-01_2.json"
     for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
-        place, new = hardware.continued({**asked, **other}, tmp_path, "x", "runs")
-        assert place == another and new["runs"] == []  # and nothing is written over
+        path, new = hardware.continued({**asked, **other}, tmp_path, "x", "runs")
+        assert path == another and new["runs"] == []  # and nothing is written over
     hardware.write_json({**begun, "finished": True}, yesterdays)
     assert hardware.continued(asked, tmp_path, "x", "runs")[0] == another
 

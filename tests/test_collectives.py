@@ -107,8 +107,8 @@ def test_who_is_waited_for_is_told() -> None:
     )
     launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
     done = run([*launcher, sys.executable, "-c", code], HOROVOD_STALL_CHECK_TIME_SECONDS="1")
-    told = "Missing ranks:\n[0]<stderr>:1: [allreduce.barrier]"
-    assert done.returncode == 0 and told in done.stdout, done.stdout
+    message = "Missing ranks:\n[0]<stderr>:1: [allreduce.barrier]"
+    assert done.returncode == 0 and message in done.stdout, done.stdout
 
 
 def wake_ups(**environment: str) -> int:
@@ -120,8 +120,8 @@ def wake_ups(**environment: str) -> int:
     def count() -> int:
         threads = Path("/proc/self/task").glob("[0-9]*")
         others = [thread / "status" for thread in threads if int(thread.name) != os.getpid()]
-        found = [re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", s.read_text()) for s in others]
-        return sum(int(number[1]) for number in found if number)
+        matches = [re.search(r"\nvoluntary_ctxt_switches:\s*(\d+)", s.read_text()) for s in others]
+        return sum(int(match[1]) for match in matches if match)
 
     before = count()
     time.sleep(1)
@@ -162,7 +162,7 @@ def test_who_waits_leaves_a_shared_core_to_others(
 def threads_that_python_met() -> int:
     """Those that Python came to know in 50 reductions, with the one that counts them."""
     HorovodStrategy()
-    met = []
+    ids = []
     api = ctypes.pythonapi
     api.PyThreadState_Get.restype = ctypes.c_void_p
     api.PyThreadState_GetID.argtypes = [ctypes.c_void_p]
@@ -170,13 +170,13 @@ def threads_that_python_met() -> int:
     hvd.allreduce(torch.ones(3))
     for _ in range(2):
         thread = threading.Thread(
-            target=lambda: met.append(api.PyThreadState_GetID(api.PyThreadState_Get()))
+            target=lambda: ids.append(api.PyThreadState_GetID(api.PyThreadState_Get()))
         )
         thread.start()
         thread.join()
         for _ in range(50):
             hvd.allreduce(torch.ones(3))
-    return met[1] - met[0]
+    return ids[1] - ids[0]
 
 
 def test_horovods_thread_is_one_to_python(launch: Callable) -> None:

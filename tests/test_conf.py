@@ -95,10 +95,10 @@ def fits(model: str, data: str, folder: Path) -> Exception | None:
     )  # fmt: skip
     try:
         config = compose("config", [*groups, *small(compose("config", groups), folder)])
-        module, made = instantiate(config.model), instantiate(config.data)
-        trainer.fit(module, made)
-        if is_overridden("test_step", module) and is_overridden("test_dataloader", made):
-            trainer.test(module, made, verbose=False)
+        module, dataset = instantiate(config.model), instantiate(config.data)
+        trainer.fit(module, dataset)
+        if is_overridden("test_step", module) and is_overridden("test_dataloader", dataset):
+            trainer.test(module, dataset, verbose=False)
     except Exception as error:
         return error
     return None
@@ -138,26 +138,26 @@ def test_each_model_trains_on_some_data(tmp_path: Path) -> None:
             failures[data] = fits(model, data, tmp_path)
             if failures[data] is None:
                 break
-        told = "\n".join(f"{model} on {data}: {failure}" for data, failure in failures.items())
+        message = "\n".join(f"{model} on {data}: {failure}" for data, failure in failures.items())
         absent = any(
             isinstance(failure, FileNotFoundError)
             and not is_ours(compose("config", [f"data={data}"]).data._target_)
             for data, failure in failures.items()
         )
-        assert absent or None in failures.values(), told
+        assert absent or None in failures.values(), message
 
 
 @pytest.mark.parametrize("data", names("data"))
 def test_each_data_set_has_batches(data: str, tmp_path: Path) -> None:
-    made = datamodule(data, tmp_path)
+    dataset = datamodule(data, tmp_path)
     try:
-        made.prepare_data()
-        made.setup("fit")
+        dataset.prepare_data()
+        dataset.setup("fit")
     except FileNotFoundError as error:
-        if is_ours(f"{type(made).__module__}.{type(made).__name__}"):
+        if is_ours(f"{type(dataset).__module__}.{type(dataset).__name__}"):
             raise
         pytest.skip(f"data={data}: {error}")
-    for loader in (made.train_dataloader(), made.val_dataloader()):
+    for loader in (dataset.train_dataloader(), dataset.val_dataloader()):
         assert len(tree_leaves(next(iter(loader)))[0]) > 0
 
 
@@ -244,9 +244,9 @@ def test_a_callback_that_is_null_is_left_out() -> None:
     run = Run.__new__(Run)
     run.config = compose("config", ["callbacks.early_stopping=null", "run_dir=x"])
     run.choices = {"callbacks": "default"}
-    made = run.instantiate("callbacks")
-    assert len(made) == len(run.config.callbacks) - 1
-    assert not any(isinstance(callback, EarlyStopping) for callback in made)
+    callbacks = run.instantiate("callbacks")
+    assert len(callbacks) == len(run.config.callbacks) - 1
+    assert not any(isinstance(callback, EarlyStopping) for callback in callbacks)
 
 
 @pytest.mark.parametrize(
@@ -275,14 +275,14 @@ def opened(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Path:
 
 def test_where_a_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened(monkeypatch) == ROOT / "logs" / "mine" / "runs"
-    here = opened(monkeypatch, "log_dir='~/logs'", "task=digits")
-    assert here == Path.home() / "logs" / "digits" / "runs"
+    folder = opened(monkeypatch, "log_dir='~/logs'", "task=digits")
+    assert folder == Path.home() / "logs" / "digits" / "runs"
     assert opened(monkeypatch, "run_dir='~/mine'") == Path.home() / "mine"
 
 
 def test_to_predict_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    only = ["train=false", "test=false", "predict=true", "ckpt_path=best"]
-    assert opened(monkeypatch, *only) == ROOT / "logs" / "mine" / "runs"
+    overrides = ["train=false", "test=false", "predict=true", "ckpt_path=best"]
+    assert opened(monkeypatch, *overrides) == ROOT / "logs" / "mine" / "runs"
 
 
 class ForgetsSuper(LightningModule):
@@ -347,8 +347,8 @@ def test_classes_of_the_other_lightning_are_refused() -> None:
             run.instantiate("model")
         assert run.instantiate("callbacks")
     with mock.patch("importlib.util.find_spec", return_value=None):  # where it is not installed
-        what = told("Error loading 'models.x.Mine': No module named 'lightning'", run.config)
-    assert what.startswith(
+        message = told("Error loading 'models.x.Mine': No module named 'lightning'", run.config)
+    assert message.startswith(
         "models.x.Mine cannot be loaded: no module named 'lightning'; here Light"
     )
 

@@ -239,8 +239,8 @@ def test_a_logger_whose_package_is_missing(
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_a_logger_whose_package_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    there = importlib.machinery.ModuleSpec(name, None, origin="somewhere")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there)
+    spec = importlib.machinery.ModuleSpec(name, None, origin="somewhere")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     check([f"logger={name}", f"logger.{name}.log_model=true"])
 
 
@@ -262,8 +262,8 @@ class Hinted:
     ],
 )
 def test_a_value_in_a_file_that_does_not_fit(values: str, told: str) -> None:
-    made = OmegaConf.create({"_target_": f"{__name__}.Sized", **OmegaConf.create(values)})
-    assert re.search(told, misfit(made))
+    node = OmegaConf.create({"_target_": f"{__name__}.Sized", **OmegaConf.create(values)})
+    assert re.search(told, misfit(node))
 
 
 class TakesAny:
@@ -286,5 +286,5 @@ class Sized:
 )  # fmt: skip
 def test_what_fits_the_hint_of_an_argument(argument: str, value: Any, fits: bool | None) -> None:
     for unknown in (False, True):
-        found = takes(f"{__name__}.Hinted", argument, value, unknown)
-        assert found == (unknown if fits is None else fits)
+        result = takes(f"{__name__}.Hinted", argument, value, unknown)
+        assert result == (unknown if fits is None else fits)

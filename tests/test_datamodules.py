@@ -44,17 +44,17 @@ class TestDownload:
     def test_without_internet_it_says_what_to_put_where(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module, made, write = DOWNLOADED[name]
+        module, kind, write = DOWNLOADED[name]
 
         def fail(root: str, download: bool) -> None:
             Path(root).mkdir(parents=True)
             raise URLError("no route to host")
 
         monkeypatch.setattr(module, name, fail)
-        data = made(str(tmp_path))
-        with pytest.raises(FileNotFoundError, match="no route to host") as told:
+        data = kind(str(tmp_path))
+        with pytest.raises(FileNotFoundError, match="no route to host") as error:
             data.prepare_data()
-        assert str(data.folder) in str(told.value) and "put there: " in str(told.value)
+        assert str(data.folder) in str(error.value) and "put there: " in str(error.value)
         assert not list(tmp_path.iterdir())
 
         def fail_beside_another_host(root: str, download: bool) -> None:
@@ -67,7 +67,7 @@ class TestDownload:
     def test_once_though_two_hosts_share_the_folder(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module, made, write = DOWNLOADED[name]
+        module, kind, write = DOWNLOADED[name]
         calls = []
 
         def download(root: str, download: bool) -> None:
@@ -76,7 +76,7 @@ class TestDownload:
             write(tmp_path)  # the other host, a moment earlier
 
         monkeypatch.setattr(module, name, download)
-        data = made(str(tmp_path))
+        data = kind(str(tmp_path))
         data.prepare_data()
         data.prepare_data()
         assert len(calls) == 1 and len(list(tmp_path.iterdir())) == 1
@@ -86,9 +86,9 @@ class TestDownload:
     def test_what_is_missing_is_put_beside_what_is_there(
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        module, made, write = DOWNLOADED[name]
+        module, kind, write = DOWNLOADED[name]
         monkeypatch.setattr(module, name, lambda root, download: write(Path(root)))
-        data = made(str(tmp_path))
+        data = kind(str(tmp_path))
         write(tmp_path / "other")
         files = sorted(file.name for file in (tmp_path / "other").rglob("*") if file.is_file())
         data.folder.mkdir(parents=True)
@@ -129,11 +129,12 @@ def test_digits_are_from_0_to_1_and_split_by_the_seed() -> None:
 
 
 def test_images_that_are_made_up_differ_and_stay(tmp_path: Path) -> None:
-    made, again = (Fake(count=5, size=4) for _ in range(2))
+    first, second = (Fake(count=5, size=4) for _ in range(2))
     images = [
-        torch.stack([image for split in of.splits for image, _ in split]) for of in (made, again)
+        torch.stack([image for split in fake.splits for image, _ in split])
+        for fake in (first, second)
     ]
-    assert [len(split) for split in made.splits] == [5, 8, 8]
+    assert [len(split) for split in first.splits] == [5, 8, 8]
     assert torch.equal(*images) and len(images[0].unique(dim=0)) == 21
     noises = []
     for seed in (1, 1, 2):
@@ -157,15 +158,15 @@ class TestCifar10:
         ]  # fmt: skip
         batch = next(iter(data.test_dataloader()))
         assert batch[0].dtype == torch.uint8 and batch[0].shape == (6, 3, 32, 32)
-        one = InMemory([tmp_path / "cifar-10-batches-py" / "test_batch"])[5]
-        assert torch.equal(batch[0][5], one[0]) and batch[1][5] == one[1]
+        sample = InMemory([tmp_path / "cifar-10-batches-py" / "test_batch"])[5]
+        assert torch.equal(batch[0][5], sample[0]) and batch[1][5] == sample[1]
         precision = HalfPrecision("bf16-true")
         data.trainer = SimpleNamespace(training=False, precision_plugin=precision)
         assert data.on_after_batch_transfer(batch, 0)[0].dtype == torch.bfloat16
         precision = Precision()
         data.trainer = SimpleNamespace(training=False, precision_plugin=precision)
         images, _ = data.on_after_batch_transfer(batch, 0)
-        red = (np.asarray(one[0][0], dtype=float) - 125.31) / 62.99
+        red = (np.asarray(sample[0][0], dtype=float) - 125.31) / 62.99
         assert images[5, 0].numpy() == pytest.approx(red, abs=1e-5)
         data.trainer = among(1, 0)
         assert not torch.equal(data.on_after_batch_transfer(batch, 0)[0], images)
@@ -176,8 +177,8 @@ class TestCifar10:
         padded = torch.nn.functional.pad(image, [4] * 4)
         crops = [padded[:, y : y + 5, x : x + 6] for y in range(9) for x in range(9)]
         possible = {tuple(i.flatten().tolist()) for crop in crops for i in (crop, crop.flip(2))}
-        found = {tuple(i.flatten().tolist()) for i in augmented(image.expand(2000, -1, -1, -1))}
-        assert found == possible  # each of 162 is drawn in 2,000 but once in 10^3 runs; seeded
+        drawn = {tuple(i.flatten().tolist()) for i in augmented(image.expand(2000, -1, -1, -1))}
+        assert drawn == possible  # each of 162 is drawn in 2,000 but once in 10^3 runs; seeded
 
 
 class TestFolder:
@@ -208,10 +209,10 @@ class TestFolder:
     @pytest.mark.parametrize(("whole", "edge"), [(True, 0), (False, 16)])
     def test_a_view_is_of_the_whole_height_or_of_7_eighths(self, whole: bool, edge: int) -> None:
         ramp = torch.arange(256, dtype=torch.uint8).expand(3, 256, 256)
-        seen = 255 * view(28, whole=whole)(to_pil_image(ramp))[0, 0]
+        pixels = 255 * view(28, whole=whole)(to_pil_image(ramp))[0, 0]
         width = (256 - 2 * edge) / 28  # of a pixel
         expected = [edge + width / 2 - 0.5, 255 - edge - width / 2 + 0.5]
-        assert [float(seen[0]), float(seen[-1])] == pytest.approx(expected, abs=2)
+        assert [float(pixels[0]), float(pixels[-1])] == pytest.approx(expected, abs=2)
 
     def test_a_broken_image_is_named(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=10)
@@ -219,9 +220,9 @@ class TestFolder:
             file.write_bytes(file.read_bytes()[:-40])
         data = Folder(str(tmp_path / "images"), num_workers=0)
         data.setup("fit")
-        with pytest.raises(RuntimeError, match=r"/images/.*[.]png cannot be read: ") as told:
+        with pytest.raises(RuntimeError, match=r"/images/.*[.]png cannot be read: ") as error:
             next(iter(data.train_dataloader()))
-        assert told.value.__cause__ is not None
+        assert error.value.__cause__ is not None
 
     def test_a_class_without_images_is_named(self, tmp_path: Path) -> None:
         write_folder(tmp_path, 4)
@@ -279,21 +280,21 @@ def seen(kind: str, folder: Path, trainer: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
 def test_each_rank_augments_by_draws_of_its_own(kind: str, tmp_path: Path) -> None:
-    found, then = [], []
+    images, draws = [], []
     for rank in (0, 1):
-        found.append(seen(kind, tmp_path / str(rank), among(2, rank)))
-        then.append(torch.rand(1))
-    assert not any(torch.equal(one, other) for one, other in zip(*found))
-    assert not torch.equal(*found[0][:2])
-    assert torch.equal(*then)  # what samplers draw
+        images.append(seen(kind, tmp_path / str(rank), among(2, rank)))
+        draws.append(torch.rand(1))
+    assert not any(torch.equal(one, other) for one, other in zip(*images))
+    assert not torch.equal(*images[0][:2])
+    assert torch.equal(*draws)  # what samplers draw
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
 def test_a_single_rank_augments_by_the_draws_of_torch(kind: str, tmp_path: Path) -> None:
-    found = seen(kind, tmp_path, among(1, 0))
+    images = seen(kind, tmp_path, among(1, 0))
     torch.manual_seed(0)
     pixels, look = torch.randint(256, (3, 32, 32), dtype=torch.uint8), view(8, augment=True)
-    assert all(torch.equal(one, look(to_pil_image(pixels))) for one in found)
+    assert all(torch.equal(one, look(to_pil_image(pixels))) for one in images)
 
 
 @pytest.mark.parametrize("kind", ["cifar10", "folder", "shards"])
@@ -327,17 +328,17 @@ def test_who_trains_on_parts_validates_on_the_middle(
 def set_up_with_other_files(folder: str, kind: str) -> tuple[str, str]:
     """The errors of one with the folders that rank 0 has, and of one with each rank's own."""
     trainer = Trainer(strategy=HorovodStrategy(), accelerator="cpu", logger=False)
-    told = []
+    errors = []
     for rank in (0, trainer.global_rank):
-        at = f"{folder}/{rank}"
-        data: Any = Folder(at) if kind == "folder" else Shards(f"{at}/train-*", f"{at}/val-*")
+        root = f"{folder}/{rank}"
+        data: Any = Folder(root) if kind == "folder" else Shards(f"{root}/train-*", f"{root}/val-*")
         data.trainer = trainer
         try:
             data.setup("fit")
-            told.append("")
+            errors.append("")
         except ValueError as error:
-            told.append(str(error))
-    return told[0], told[1]
+            errors.append(str(error))
+    return errors[0], errors[1]
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
@@ -351,9 +352,9 @@ def test_hosts_with_other_files_are_refused_on_all_ranks(
             write_shards(tmp_path / str(rank), train=[4, 4 - rank], val=[2])
     if kind == "folder":
         (tmp_path / "1" / "tower" / "3.png").unlink()
-    for before, after in launch(set_up_with_other_files, 2, folder=str(tmp_path), kind=kind):
-        assert before == ""
-        assert re.search(r"^data.*/[01].*: the files on .* are not those of rank 0 on ", after)
+    for shared, own in launch(set_up_with_other_files, 2, folder=str(tmp_path), kind=kind):
+        assert shared == ""
+        assert re.search(r"^data.*/[01].*: the files on .* are not those of rank 0 on ", own)
 
 
 @pytest.mark.usefixtures("one_thread")  # as under torchrun
@@ -405,8 +406,8 @@ class TestPhotos:
         for split, begin, end in zip(data.splits, (0, 448, 544), (448, 544, 640)):
             _, _, part = split[0]
             windows = [sliding_window_view(grey[:, begin:end], (24, 24)) for grey in greys]
-            near = [window - 255 * part[0].numpy() for window in windows]
-            assert min(np.abs(d).mean(axis=(2, 3)).min() for d in near) < 1
+            differences = [window - 255 * part[0].numpy() for window in windows]
+            assert min(np.abs(d).mean(axis=(2, 3)).min() for d in differences) < 1
 
     def test_parts_larger_than_what_is_held_out_are_refused(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"data.size=97: .* at most 96"):

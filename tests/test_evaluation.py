@@ -95,14 +95,14 @@ def train_with_caches(each_batch: bool) -> dict[str, Any]:
     model, batches = Caches(), DataLoader(samples(16), batch_size=8)
     strategy = HorovodStrategy(broadcast_buffers=each_batch)
     run = trainer(strategy, max_epochs=1, val_check_interval=4)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run.fit(model, loader(), batches)
         run.test(model, batches, verbose=False)
         run.fit_loop.max_epochs = 2
         run.fit(model, loader())
-    about = [text for w in told if "on some ranks only" in (text := str(w.message))]
-    return {"evaluated": model.evaluated, "told": about, "mask": len(model.mask)}
+    messages = [text for w in caught if "on some ranks only" in (text := str(w.message))]
+    return {"evaluated": model.evaluated, "told": messages, "mask": len(model.mask)}
 
 
 @pytest.mark.parametrize("each_batch", [False, True])
@@ -133,13 +133,13 @@ class LogsItsOwnOfTwo(Net):
 
 def evaluate_what_is_its_own() -> list[str]:
     batches = DataLoader(samples(16), batch_size=4)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer("horovod").validate(LogsItsOwn(), batches, verbose=False)
         trainer("horovod").test(LogsItsOwn(), batches, verbose=False)
         trainer("horovod").validate(LogsComputed(), batches, verbose=False)
         trainer("horovod").validate(LogsItsOwnOfTwo(), [batches, batches], verbose=False)
-    return [str(warning.message) for warning in told if "sync_dist" in str(warning.message)]
+    return [str(warning.message) for warning in caught if "sync_dist" in str(warning.message)]
 
 
 def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
@@ -147,8 +147,8 @@ def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
         launch(evaluate_what_is_its_own, 2),
         launch(evaluate_what_is_its_own, 1),
     )
-    told = [text.partition(" differs between ranks, and rank 0")[0] for text in first]
-    assert told == ["own", "of/dataloader_idx_0", "of/dataloader_idx_1"]
+    names = [text.partition(" differs between ranks, and rank 0")[0] for text in first]
+    assert names == ["own", "of/dataloader_idx_0", "of/dataloader_idx_1"]
     assert second == alone == []
 
 
@@ -219,7 +219,7 @@ class Parts(DistributedSampler):
 
 
 def evaluate_with_samplers_of_its_own() -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, sampler in (
         ("parts", Parts(samples(25), SIZE, RANK)),
         ("all", DistributedSampler(samples(8), 1, 0, shuffle=False)),
@@ -227,12 +227,14 @@ def evaluate_with_samplers_of_its_own() -> dict[str, Any]:
     ):
         model = Sees()
         batches = DataLoader(sampler.dataset, batch_size=2, sampler=sampler)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             run = trainer("horovod", use_distributed_sampler=False)
             run.validate(model, batches, verbose=False)
-        found[name] = torch.cat(model.seen).tolist()
-        found[f"{name} told"] = [str(w.message) for w in told if "count twice" in str(w.message)]
-    return found
+        results[name] = torch.cat(model.seen).tolist()
+        results[f"{name} told"] = [
+            str(w.message) for w in caught if "count twice" in str(w.message)
+        ]
+    return results
 
 
 def test_a_sampler_that_deals_in_its_own_way_is_left_alone(launch: Callable) -> None:
@@ -262,8 +264,8 @@ class InBuckets(Sampler[list[int]]):
 
 def evaluate_in_buckets() -> list[float]:
     batches = InBuckets(DistributedSampler(samples(5), SIZE, RANK, shuffle=False))
-    model, given = Sees(), DataLoader(samples(5), batch_sampler=batches)
-    trainer("horovod", use_distributed_sampler=False).validate(model, given, verbose=False)
+    model, data = Sees(), DataLoader(samples(5), batch_sampler=batches)
+    trainer("horovod", use_distributed_sampler=False).validate(model, data, verbose=False)
     assert len(batches.sampler) == 3  # as it was
     return torch.cat(model.seen).tolist()
 
@@ -275,8 +277,8 @@ def test_evaluation_in_batches_of_ones_own(launch: Callable) -> None:
 
 class LogsSteps(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        here = [part for part in batch.values() if part is not None]
-        self.log("here", float(len(here)), on_step=True, on_epoch=True, sync_dist=True)
+        parts = [part for part in batch.values() if part is not None]
+        self.log("here", float(len(parts)), on_step=True, on_epoch=True, sync_dist=True)
 
 
 def evaluate_combined(mode: str, counts: list[int]) -> float:
@@ -343,26 +345,26 @@ def evaluate_in_orders_of_its_own() -> dict[str, Any]:
         return sorted(value for share in shares for value in share)
 
     torch.manual_seed(RANK)  # as after training with random numbers of each rank's own
-    some = SubsetRandomSampler(range(10))
+    subset = SubsetRandomSampler(range(10))
     sampler = DistributedSampler(samples(67), SIZE, RANK, shuffle=True)
-    both = DataLoader(samples(67), batch_size=8, sampler=sampler)
+    data = DataLoader(samples(67), batch_size=8, sampler=sampler)
     model = Sees()
-    trainer("horovod").fit(model, both, both)
+    trainer("horovod").fit(model, data, data)
     single, one_by_one = DataLoader(samples(67), None, sampler=sampler), Sees()
-    trainer("horovod", max_epochs=1).fit(one_by_one, both, single)
+    trainer("horovod", max_epochs=1).fit(one_by_one, data, single)
     alone = None
     if RANK == 0:
         alone = pl.Trainer(
             strategy=SingleDeviceStrategy("cpu"), logger=False, enable_progress_bar=False
         ).validate(model, DataLoader(samples(4), batch_size=4), verbose=False)
     return {
-        "drawn": seen(DataLoader(samples(), batch_size=2, sampler=some)),
+        "drawn": seen(DataLoader(samples(), batch_size=2, sampler=subset)),
         "pairs": seen(DataLoader(Pairs(), batch_size=None)),
         "shuffled": seen(
             DataLoader(samples(), batch_size=4, shuffle=True), limit_val_batches=1
         ),
-        "one by one": [len(one_by_one.seen), sum(len(seen) for seen in one_by_one.trained)],
-        "shares": [torch.cat(model.trained[at : at + 5]).tolist() for at in (0, 5)],
+        "one by one": [len(one_by_one.seen), sum(len(batch) for batch in one_by_one.trained)],
+        "shares": [torch.cat(model.trained[start : start + 5]).tolist() for start in (0, 5)],
         "alone": alone,
     }  # fmt: skip
 
@@ -370,18 +372,18 @@ def evaluate_in_orders_of_its_own() -> dict[str, Any]:
 def test_evaluation_in_orders_of_its_own(launch: Callable) -> None:
     """Each sample once on all ranks together, and training goes on as it was."""
     feature = samples().tensors[0][:, 0]
-    for rank, told in enumerate(launch(evaluate_in_orders_of_its_own, 2)):
-        assert told["drawn"] == sorted(feature[:10].tolist())
-        assert told["pairs"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
-        assert len(told["shuffled"]) == 8 and told["shuffled"] != sorted(feature[:8].tolist())
+    for rank, result in enumerate(launch(evaluate_in_orders_of_its_own, 2)):
+        assert result["drawn"] == sorted(feature[:10].tolist())
+        assert result["pairs"] == [0, 0, 1, 1, 2, 2, 3, 3, 4, 4]
+        assert len(result["shuffled"]) == 8 and result["shuffled"] != sorted(feature[:8].tolist())
         expected = DistributedSampler(samples(67), 2, rank, shuffle=True)  # 34, one twice
-        for epoch, share in enumerate(told["shares"]):
+        for epoch, share in enumerate(result["shares"]):
             expected.set_epoch(epoch)
             assert share == samples(67).tensors[0][list(expected), 0].tolist()
         # 34 and 33 validated beside two of the sanity check; of training one is there twice
-        assert told["one by one"] == [2 + 34 - rank, 34]
+        assert result["one by one"] == [2 + 34 - rank, 34]
         if rank == 0:  # after training, without rank 1
-            assert told["alone"][0]["mean"] == pytest.approx(float(samples(4).tensors[0].mean()))
+            assert result["alone"][0]["mean"] == pytest.approx(float(samples(4).tensors[0].mean()))
 
 
 class LogsComputed(Sees):

@@ -21,23 +21,23 @@ from tests.conftest import run
 def meet(main: str) -> tuple[object, str]:
     """How it ends for a rank, and what it says, where all ranks of the host find a single GPU."""
     gpu = SimpleNamespace(uuid="GPU-a")
-    found = {
+    fakes = {
         "is_available": lambda: True, "device_count": lambda: 1, "set_device": lambda index: None,
         "get_device_name": lambda: "A", "get_device_properties": lambda device: gpu,
     }  # fmt: skip
-    said, code = io.StringIO(), None
+    output, code = io.StringIO(), None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["", '{"sizes": [4096], "repeats": 1}'])
         patch.setattr(hvd, "nccl_built", lambda: True)
         patch.setattr(hvd, "shutdown", lambda: None)  # the ranks are others' too
-        for name, function in found.items():
+        for name, function in fakes.items():
             patch.setattr(torch.cuda, name, function)
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             try:
                 importlib.import_module(main).main()
             except SystemExit as end:
                 code = end.code
-    return code, said.getvalue()
+    return code, output.getvalue()
 
 
 @pytest.mark.parametrize("main", ["cluster.exchange", "benchmarks.allreduce_worker"])
@@ -54,8 +54,8 @@ def test_hello_on_three_ranks() -> None:
     assert done.returncode == 0, done.stdout
     for rank in range(3):
         assert f"[{rank}]<stdout>:rank {rank} of 3 is rank {rank} on " in done.stdout
-    told = [line for line in done.stdout.splitlines() if line.startswith("[0]<stdout>:")][1:]
-    assert ["blocking" in told[0], "16 MiB from rank 0 to rank 2" in told[1]] == [True, True]
-    assert "all-reduce   Gloo: the sum over 3 ranks is right" in told[2] or "NCCL" in told[2]
-    result = json.loads(told[3].partition(":")[2])
+    lines = [line for line in done.stdout.splitlines() if line.startswith("[0]<stdout>:")][1:]
+    assert ["blocking" in lines[0], "16 MiB from rank 0 to rank 2" in lines[1]] == [True, True]
+    assert "all-reduce   Gloo: the sum over 3 ranks is right" in lines[2] or "NCCL" in lines[2]
+    result = json.loads(lines[3].partition(":")[2])
     assert len(result["hosts"]) == 3 and result["latency_us"] > 0

@@ -48,12 +48,12 @@ def taking(folder: Path, **classes: str) -> None:
 def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
     checkpoint, model = trained(tmp_path)
     torch.manual_seed(2)  # weights come from the checkpoint, not from the seed
-    told = export.export(checkpoint, "pt2")
-    assert "last.pt2" in told and told.endswith("takes float32 (any batch, 1, 8, 8)")
-    made = torch.export.load(checkpoint.with_suffix(".pt2")).module()
+    message = export.export(checkpoint, "pt2")
+    assert "last.pt2" in message and message.endswith("takes float32 (any batch, 1, 8, 8)")
+    exported = torch.export.load(checkpoint.with_suffix(".pt2")).module()
     images = torch.rand(5, 1, 8, 8)
     with torch.no_grad():  # dropout is off in both
-        torch.testing.assert_close(made(images), model(images))
+        torch.testing.assert_close(exported(images), model(images))
 
 
 def test_a_model_may_say_what_its_forward_takes(tmp_path: Path) -> None:
@@ -99,8 +99,8 @@ def test_another_computation_is_not_written(
     as_pt2 = export.as_pt2
 
     def wrong(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
-        content, made = as_pt2(program)
-        return content, lambda batch: 1.01 * made(batch)
+        content, compute = as_pt2(program)
+        return content, lambda batch: 1.01 * compute(batch)
 
     monkeypatch.setattr(export, "as_pt2", wrong)
     checkpoint, _ = trained(tmp_path)
@@ -144,11 +144,11 @@ def takes_two(tmp_path: Path) -> Path:
 
 
 def test_a_forward_may_take_several_tensors(takes_two: Path) -> None:
-    told = export.export(takes_two, "pt2")
-    assert told.endswith("takes float32 (any batch, 3, 2) and float32 (any batch)")
-    made = torch.export.load(takes_two.with_suffix(".pt2")).module()
-    given = torch.rand(7, 3, 2), torch.rand(7)
-    torch.testing.assert_close(made(*given), TakesTwo()(*given))
+    message = export.export(takes_two, "pt2")
+    assert message.endswith("takes float32 (any batch, 3, 2) and float32 (any batch)")
+    exported = torch.export.load(takes_two.with_suffix(".pt2")).module()
+    inputs = torch.rand(7, 3, 2), torch.rand(7)
+    torch.testing.assert_close(exported(*inputs), TakesTwo()(*inputs))
 
 
 @pytest.mark.parametrize(
@@ -209,8 +209,8 @@ def test_a_batch_size_that_forward_fixes_is_told(tmp_path: Path, fixed: type[OfF
     checkpoint, _ = trained(tmp_path)
     taking(tmp_path, model=fixed.__name__)
     torch.save({"state_dict": {}}, checkpoint)
-    told = export.export(checkpoint, "pt2")
-    assert told.endswith(f"takes float32 (batch {fixed.samples} only, 2)")
+    message = export.export(checkpoint, "pt2")
+    assert message.endswith(f"takes float32 (batch {fixed.samples} only, 2)")
 
 
 class Named(LightningDataModule):

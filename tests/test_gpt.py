@@ -50,25 +50,27 @@ def test_logits_are_those_of_the_formulas() -> None:
         nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
 
     def normalized(x: Tensor, weight: Tensor) -> Tensor:
-        spread = x.var(dim=-1, unbiased=False, keepdim=True) + 1e-5
-        return (x - x.mean(dim=-1, keepdim=True)) / spread.sqrt() * weight
+        variance = x.var(dim=-1, unbiased=False, keepdim=True) + 1e-5
+        return (x - x.mean(dim=-1, keepdim=True)) / variance.sqrt() * weight
 
     def turned(x: Tensor, place: int) -> Tensor:
         angles = torch.tensor([place * 10_000 ** (-pair / 8) for pair in range(8)])
-        both = torch.complex(x[:8], x[8:]) * torch.polar(torch.ones(8), angles)
-        return torch.cat([both.real, both.imag])
+        rotated = torch.complex(x[:8], x[8:]) * torch.polar(torch.ones(8), angles)
+        return torch.cat([rotated.real, rotated.imag])
 
     x = net.embedding.weight[tokens]
     for block in net.blocks:
         q, k, v = (block.attention.qkv.weight @ normalized(x, block.norm1.weight).T).T.chunk(3, 1)
-        heard = torch.zeros_like(x)
+        context = torch.zeros_like(x)
         for place in range(9):
             for head in range(heads):
-                mine = slice(head * size, (head + 1) * size)
-                query = turned(q[place, mine], place)
-                seen = [query @ turned(k[other, mine], other) / 4 for other in range(place + 1)]
-                heard[place, mine] = torch.stack(seen).softmax(0) @ v[: place + 1, mine]
-        x = x + heard @ block.attention.out.weight.T
+                columns = slice(head * size, (head + 1) * size)
+                query = turned(q[place, columns], place)
+                scores = [
+                    query @ turned(k[other, columns], other) / 4 for other in range(place + 1)
+                ]
+                context[place, columns] = torch.stack(scores).softmax(0) @ v[: place + 1, columns]
+        x = x + context @ block.attention.out.weight.T
         up = normalized(x, block.norm2.weight) @ block.up.weight.T
         x = x + (up * (1 + torch.erf(up / 2**0.5)) / 2) @ block.out.weight.T
     logits = normalized(x, net.norm.weight) @ net.embedding.weight.T
@@ -78,7 +80,7 @@ def test_logits_are_those_of_the_formulas() -> None:
 def test_places_are_exact_under_bf16_true() -> None:
     model, tokens = tiny(layers=1).bfloat16(), torch.zeros(1, 500, dtype=torch.int64)
     angles: list[Tensor] = []
-    model.network.blocks[0].register_forward_pre_hook(lambda _, given: angles.append(given[1]))
+    model.network.blocks[0].register_forward_pre_hook(lambda _, inputs: angles.append(inputs[1]))
     torch.set_default_dtype(torch.bfloat16)  # as Lightning does
     try:
         model(tokens)
@@ -118,13 +120,13 @@ def test_it_learns_more_than_how_often_bytes_occur(
     counts = torch.bincount(data.splits[1].flatten().long(), minlength=256)
     shares = counts[counts > 0] / counts.sum()
     frequencies = float(-(shares * shares.log()).sum())  # the loss of who knows these alone
-    found = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    assert found["val/loss"] < frequencies - 0.2
-    assert found["val/bits_per_byte"] == pytest.approx(found["val/loss"] / 0.6931, rel=1e-3)
-    rate, most = found["train/tokens_per_second"], peak(torch.device("cpu"), torch.float32)[0]
-    assert found["train/mfu"] == pytest.approx(rate * model.flop_per_token(64) / most, rel=1e-3)
-    told = capsys.readouterr().out
-    assert f"tokens  {rate:,.0f} tokens/s" in told and "measured: float32 products" in told
+    metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
+    assert metrics["val/loss"] < frequencies - 0.2
+    assert metrics["val/bits_per_byte"] == pytest.approx(metrics["val/loss"] / 0.6931, rel=1e-3)
+    rate, most = metrics["train/tokens_per_second"], peak(torch.device("cpu"), torch.float32)[0]
+    assert metrics["train/mfu"] == pytest.approx(rate * model.flop_per_token(64) / most, rel=1e-3)
+    output = capsys.readouterr().out
+    assert f"tokens  {rate:,.0f} tokens/s" in output and "measured: float32 products" in output
 
 
 def test_matrices_alone_decay_and_the_learning_rate_rises_and_falls() -> None:

@@ -49,18 +49,18 @@ def there_is_one(device: str) -> None:
 
 @pytest.fixture(scope="module")
 def results(launch_anew: Callable) -> Callable[[str, str, int], list[dict[str, Any]]]:
-    known: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
+    cache: dict[tuple[str, str, int], list[dict[str, Any]]] = {}
 
     def results(strategy: str, device: str, ranks: int) -> list[dict[str, Any]]:
         key = (strategy, device, ranks)
-        if key not in known:
-            known[key] = []  # a launch that fails is not repeated for each case
+        if key not in cache:
+            cache[key] = []  # a launch that fails is not repeated for each case
             names = [name for name in CASES if ranks > 1 or name not in NOT_ALONE]
-            more = {"strategy": strategy, "names": names, "device": device, "buckets_alone": True}
-            known[key] = launch_anew(run_cases, ranks, **more)
-        if not known[key]:
+            kwargs = {"strategy": strategy, "names": names, "device": device, "buckets_alone": True}
+            cache[key] = launch_anew(run_cases, ranks, **kwargs)
+        if not cache[key]:
             pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
-        return known[key]
+        return cache[key]
 
     return results
 
@@ -98,30 +98,32 @@ def same(tensor: Tensor, expected: Tensor) -> bool:
 def collect(device: str) -> list[str]:
     """What went wrong with tensors of each dtype, moved between ranks by each collective."""
     world, place = on(device)
-    wrong = []
+    failures = []
     for dtype in DTYPES:
-        of = [(torch.arange(6).reshape(2, 3) % 2 + rank).to(dtype) for rank in range(world.size)]
-        mine = of[world.rank].to(place)
+        tensors = [
+            (torch.arange(6).reshape(2, 3) % 2 + rank).to(dtype) for rank in range(world.size)
+        ]
+        mine = tensors[world.rank].to(place)
         gathered = world.gather(mine)
-        if not all(same(x, y) for x, y in zip(gathered, of, strict=True)):
-            wrong.append(f"gather {dtype}")
+        if not all(same(x, y) for x, y in zip(gathered, tensors, strict=True)):
+            failures.append(f"gather {dtype}")
         sent = mine.clone()
         world.broadcast([sent], root=world.size - 1)
-        if sent.device != place or not same(sent, of[-1]):
-            wrong.append(f"broadcast {dtype}")
+        if sent.device != place or not same(sent, tensors[-1]):
+            failures.append(f"broadcast {dtype}")
         if dtype.is_complex:
             continue
-        stacked = torch.stack(of).double()
+        stacked = torch.stack(tensors).double()
         for operation, expected in {
             "sum": stacked.sum(0), "mean": stacked.mean(0), "product": stacked.prod(0),
             "min": stacked.amin(0), "max": stacked.amax(0),
         }.items():  # fmt: skip
-            found = world.reduce(mine, operation)
+            reduced = world.reduce(mine, operation)
             if dtype is torch.bool and operation in ("sum", "mean", "product"):
                 continue  # 1 + 1 is no bool
-            if found.device != place or not torch.equal(found.double().cpu(), expected):
-                wrong.append(f"{operation} {dtype}")
-    return wrong
+            if reduced.device != place or not torch.equal(reduced.double().cpu(), expected):
+                failures.append(f"{operation} {dtype}")
+    return failures
 
 
 def test_every_dtype_travels(launch: Callable, device: str, ranks: int) -> None:
@@ -133,7 +135,7 @@ def go_backward(device: str) -> list[float]:
     world, place = on(device)
     model = nn.Linear(1, 1).to(place)
     buckets = GradientBuckets(model, world, add, 1, before=1 / world.size, after=1)
-    found = []
+    gradients = []
     for step in range(2):
         loss = model(torch.full((1, 1), float(world.rank + step), device=place)).sum()
         model.zero_grad()
@@ -148,8 +150,8 @@ def go_backward(device: str) -> list[float]:
                 torch.cuda.set_sync_debug_mode("default")
         buckets.finish()
         assert model.weight.grad is not None
-        found.append(float(model.weight.grad))
-    return found
+        gradients.append(float(model.weight.grad))
+    return gradients
 
 
 def test_backward_does_not_wait_for_the_gpu(launch: Callable, device: str, ranks: int) -> None:
@@ -165,7 +167,7 @@ def normalize(device: str, half: bool) -> dict[str, tuple[Tensor, Tensor]]:
     whole = torch.randn(4 * world.size, 3, 5, 5, device=place)
     layers: list[nn.Module] = [nn.BatchNorm2d(3).to(place)]
     layers.append(SyncLayers(world).apply(nn.BatchNorm2d(3).to(place)))
-    found: list[dict[str, Tensor]] = []
+    outputs: list[dict[str, Tensor]] = []
     for layer, rows in zip(layers, (slice(None), slice(world.rank, None, world.size))):
         x = whole[rows].clone().requires_grad_()
         with torch.autocast(device, torch.bfloat16, enabled=half):
@@ -174,18 +176,20 @@ def normalize(device: str, half: bool) -> dict[str, tuple[Tensor, Tensor]]:
             y.float().pow(3).sum().backward()
         assert x.grad is not None
         mine = slice(world.rank, None, world.size) if layer is layers[0] else slice(None)
-        found.append(
+        outputs.append(
             {"y": y[mine].float(), "gradient": x.grad[mine], **dict(layer.named_buffers())}
         )
-    return {key: (found[1][key].detach().cpu(), found[0][key].detach().cpu()) for key in found[0]}
+    return {
+        key: (outputs[1][key].detach().cpu(), outputs[0][key].detach().cpu()) for key in outputs[0]
+    }
 
 
 @pytest.mark.parametrize("half", [False, True])
 def test_batches_are_normalized_as_by_torch(
     launch: Callable, half: bool, device: str, ranks: int
 ) -> None:
-    for found in launch(normalize, ranks, device=device, half=half):
-        for key, (ours, torchs) in found.items():
+    for rank in launch(normalize, ranks, device=device, half=half):
+        for key, (ours, torchs) in rank.items():
             assert_same(ours, torchs, 0.05 if half else 1e-5, key)
 
 
@@ -232,22 +236,22 @@ def test_each_sample_has_its_prediction(
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("*/runs/*/summary.json")
-    told = json.loads(file.read_text())
-    assert (told["world_size"], told["strategy"]) == (ranks, strategy)
-    predictions = torch.load(told["predictions"])
+    summary = json.loads(file.read_text())
+    assert (summary["world_size"], summary["strategy"]) == (ranks, strategy)
+    predictions = torch.load(summary["predictions"])
     assert len(predictions) == 360 and predictions.device.type == "cpu"
 
 
 def test_a_step_is_timed(device: str, ranks: int, tmp_path: Path) -> None:
     names = ["no communication", "Lightning DDP", "Lightning + HorovodStrategy"]
-    model, which = ("resnet50", []) if device == "cuda" else ("mlp", ["--variants", *names])
+    model, options = ("resnet50", []) if device == "cuda" else ("mlp", ["--variants", *names])
     done = run(
         [sys.executable, "-m", "benchmarks.step", "--hosts", f"localhost:{ranks}",
          "--device", device, "--models", model, "--batch", "2", "--repeats", "1",
-         "--block-seconds", "0.2", "--out", str(tmp_path), *which],
+         "--block-seconds", "0.2", "--out", str(tmp_path), *options],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob(f"step_{model}_batch-2_*.json")
     variants = json.loads(file.read_text())["models"][model]["variants"]
-    assert all(found["block_medians_ms"][0] > 0 for found in variants.values())
+    assert all(variant["block_medians_ms"][0] > 0 for variant in variants.values())
     assert set(names) <= variants.keys()

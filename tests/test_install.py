@@ -118,14 +118,14 @@ class TestUnmet:
     ) -> None:
         """It was tried when it was installed, and its wheel may be gone."""
         environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p5")
-        pins, done = {**self.PINS, "timm": ""}, []
-        monkeypatch.setattr(install, "run_logged", lambda _, command: done.append(command))
+        pins, steps = {**self.PINS, "timm": ""}, []
+        monkeypatch.setattr(install, "run_logged", lambda _, command: steps.append(command))
         monkeypatch.setattr(install, "probe", lambda python: environment)
         monkeypatch.setattr(install, "find_wheel", lambda *_: Path("/horovod.whl"))
-        monkeypatch.setattr(install, "verify", lambda *_: done.append("verified"))
+        monkeypatch.setattr(install, "verify", lambda *_: steps.append("verified"))
         install.install_packages("python", environment, pins, [Path("r.txt")], False)
         pip = ["python", "-m", "pip", "install", "-r", "r.txt"]
-        assert done == ([pip] if built_for == "2.11.0" else [[*pip, "/horovod.whl"], "verified"])
+        assert steps == ([pip] if built_for == "2.11.0" else [[*pip, "/horovod.whl"], "verified"])
 
     def test_torch_and_horovod_need_a_version(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
@@ -242,9 +242,9 @@ class TestMissing:
             (tmp_path / name).parent.mkdir()
             (tmp_path / name).write_text("")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        found = environment.probe(sys.executable)
+        result = environment.probe(sys.executable)
         half = "torch/__init__.py" in files
-        assert ("torch" in found["packages"], found["cuda"] is None) == (not half, half)
+        assert ("torch" in result["packages"], result["cuda"] is None) == (not half, half)
 
     @pytest.mark.parametrize("given", [False, True])
     def test_an_environment_without_pip(
@@ -311,17 +311,17 @@ class TestMissing:
     ) -> None:
         """`python3.13 -m cluster.install`, where python3 is another one."""
         monkeypatch.setattr(environment, "probe", lambda python: {"python": "3.11.2"})
-        made = []
+        interpreters = []
 
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-            made.append(command[0])
+            interpreters.append(command[0])
             return subprocess.CompletedProcess(command, 0, "", "")
 
         monkeypatch.setattr(environment.subprocess, "run", run)
         monkeypatch.setattr(sys, "executable", "/opt/python3.13/bin/python3")
         monkeypatch.setattr(environment.shutil, "which", lambda name: name)
         environment.make_environment(tmp_path / "env")
-        assert made == ["/opt/python3.13/bin/python3"]
+        assert interpreters == ["/opt/python3.13/bin/python3"]
 
     def test_a_folder_that_cannot_be_made(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

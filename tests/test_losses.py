@@ -34,10 +34,10 @@ class Source:
 
 
 def results(source: Source, job: Job) -> dict[str, Any]:
-    found = losses.measure(job, 8, [2, 4], STEPS, source, lambda text: None)
+    measured = losses.measure(job, 8, [2, 4], STEPS, source, lambda text: None)
     return {
         "cpu": "Test CPU", "cores": 2, "gpus": [], "python": "3.11", "versions": {"torch": "2"},
-        "commit": "abc", "date": "2026-01-02T03:04:05", "steps": STEPS, "jobs": [found],
+        "commit": "abc", "date": "2026-01-02T03:04:05", "steps": STEPS, "jobs": [measured],
     }  # fmt: skip
 
 
@@ -46,11 +46,11 @@ def test_rounding_is_equal_and_anything_else_is_told() -> None:
     assert losses_report.unequal(rounding) == []
     assert losses_report.table(rounding).count("equal") == 5
     other = results(Source(1e-5, 1e-6), Job("toy"))
-    told = losses_report.unequal(other)
-    assert [text.partition(",")[0] for text in told] == [
+    messages = losses_report.unequal(other)
+    assert [text.partition(",")[0] for text in messages] == [
         "toy: horovod on 2", "toy: ddp on 2", "toy: horovod on 4", "toy: ddp on 4",
     ]  # fmt: skip
-    assert "1.0e-06" in told[0]
+    assert "1.0e-06" in messages[0]
     lines = losses_report.table(other).splitlines()
     assert "| toy | horovod | 2 x 4 | 0.400004 | 0.100001 | 1.0e-05 | 1.0e-05 |" in lines[4]
     assert lines[4].endswith("| 1.0e-06 | differs |")
@@ -74,10 +74,10 @@ def test_all_share_the_global_batch_and_whole_batches_only() -> None:
 
 
 def test_curves_of_other_steps_are_not_compared() -> None:
-    found = results(Source(0, 0), Job("toy"))
-    found["jobs"][0]["runs"][1]["steps"] = [1, 2, 3, 4]
+    benchmark = results(Source(0, 0), Job("toy"))
+    benchmark["jobs"][0]["runs"][1]["steps"] = [1, 2, 3, 4]
     with pytest.raises(ValueError, match="toy: steps"):
-        losses_report.table(found)
+        losses_report.table(benchmark)
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
@@ -99,11 +99,11 @@ def test_losses_are_read_from_the_rows_that_have_them(tmp_path: Path) -> None:
 
 def test_files_are_made_again_from_the_json(tmp_path: Path) -> None:
     name = tmp_path / "losses_x"
-    found = results(Source(1e-6, 1e-15), Job("toy"))
-    losses_report.report(found, name)
+    benchmark = results(Source(1e-6, 1e-15), Job("toy"))
+    losses_report.report(benchmark, name)
     written = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert sorted(written) == [f"losses_x.{kind}" for kind in ("md", "png", "svg")]
-    losses_report.report(json.loads(json.dumps(found)), name)
+    losses_report.report(json.loads(json.dumps(benchmark)), name)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == written
 
 

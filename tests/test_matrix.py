@@ -29,16 +29,16 @@ def results(
     selected = [getattr(item, "callspec", None) for item in request.session.items]
     asked = {call.params.get("case") for call in selected if call}
     names = [name for name in CASES if name in asked]
-    known: dict[tuple[str, int], list[dict[str, Any]]] = {}
+    cache: dict[tuple[str, int], list[dict[str, Any]]] = {}
 
     def results(strategy: str, ranks: int) -> list[dict[str, Any]]:
-        if (strategy, ranks) not in known:
-            known[strategy, ranks] = []  # a launch that fails is not repeated for each case
+        if (strategy, ranks) not in cache:
+            cache[strategy, ranks] = []  # a launch that fails is not repeated for each case
             start = launch_anew if strategy == "ddp" else launch
-            known[strategy, ranks] = start(run_cases, ranks, strategy=strategy, names=names)
-        if not known[strategy, ranks]:
+            cache[strategy, ranks] = start(run_cases, ranks, strategy=strategy, names=names)
+        if not cache[strategy, ranks]:
             pytest.fail(f"the launch of {strategy} on {ranks} ranks has failed, see above")
-        return known[strategy, ranks]
+        return cache[strategy, ranks]
 
     return results
 

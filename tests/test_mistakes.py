@@ -217,7 +217,7 @@ def mistakes() -> dict[str, str]:
     graph.register_buffer("edges", torch.eye(3).to_sparse())
     if RANK == 1:
         strided.to(memory_format=torch.contiguous_format)
-    found = {
+    messages = {
         "sizes": refused(lambda: with_model(sizes)),
         "fewer": refused(lambda: with_model(fewer)),
         "kinds": refused(lambda: with_model(kinds)),
@@ -263,48 +263,50 @@ def mistakes() -> dict[str, str]:
         trainer("horovod", max_epochs=1).fit(CallsBackward(then), loader())
     run, model = trainer("horovod", max_epochs=1), Net()
     run.fit(model, loader())
-    found["goes on"] = f"{run.global_step} steps of {SIZE} ranks"
-    return found
+    messages["goes on"] = f"{run.global_step} steps of {SIZE} ranks"
+    return messages
 
 
 def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
     host = os.uname().nodename
-    for told in launch(mistakes, 2):
+    for texts in launch(mistakes, 2):
         rank_1 = f"rank 1 on {host} has another model than rank 0: "
-        assert told["sizes"].startswith(f"{rank_1}net.0.weight (5, 12) float32 trained where rank")
-        assert "rank 0 has net.0.weight (4, 12) float32 trained;" in told["sizes"]
-        assert told["fewer"].startswith(f"{rank_1}nothing where rank 0 has net.1.weight")
-        assert told["kinds"].startswith(f"{rank_1}net.weight (5, 12) float64 trained where")
-        assert told["frozen"].startswith(f"{rank_1}net.weight (5, 12) float32 where")
-        assert told["hosts"].startswith("Trainer(num_nodes=2), and horovodrun runs on 1;")
-        assert told["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
-        assert told["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
-        assert told["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
-        assert told["empty"].startswith(f"rank 1 on {host} has 0 training batches an epoch, others")
-        assert told["few"].startswith("1 samples to validate on 2 ranks")
-        assert "/nowhere/to/be/found.ckpt" in told["checkpoint"]
-        assert told["twice"].startswith("a parameter got a second gradient in one backward")
-        assert told["complex"].startswith("Horovod adds no complex gradients")
-        assert told["left out"].startswith("for some ranks the epoch ends with this backward")
-        assert told["alone"].startswith("a step with gradients of loss.backward()")
-        assert told["passed by"] == told["alone"]
-        assert told["replaced"] == told["alone"]
-        assert told["went on"].startswith("the backward before this one ended in an error")
-        assert told["within"].startswith("a step within backward, before the gradients of all")
-        assert told["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")
-        assert told["own forward"].startswith("sync_batchnorm: net.0 is a Doubled with a forward")
-        assert "once_differentiable" in told["penalty"]
-        assert told["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
-        assert "'words'" in told["sparse"]
-        assert told["doubled"].startswith("a sparse gradient came of something else than the")
-        assert "strided (27, 1, 9, 3) trained;" in told["strides"]
-        assert told["lazy"].startswith("net.weight has no shape before the first batch")
-        assert told["graph"].startswith("backward(create_graph=True) gives gradients with a graph")
-        assert told["layout"].startswith(
+        assert texts["sizes"].startswith(f"{rank_1}net.0.weight (5, 12) float32 trained where rank")
+        assert "rank 0 has net.0.weight (4, 12) float32 trained;" in texts["sizes"]
+        assert texts["fewer"].startswith(f"{rank_1}nothing where rank 0 has net.1.weight")
+        assert texts["kinds"].startswith(f"{rank_1}net.weight (5, 12) float64 trained where")
+        assert texts["frozen"].startswith(f"{rank_1}net.weight (5, 12) float32 where")
+        assert texts["hosts"].startswith("Trainer(num_nodes=2), and horovodrun runs on 1;")
+        assert texts["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
+        assert texts["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
+        assert texts["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
+        assert texts["empty"].startswith(
+            f"rank 1 on {host} has 0 training batches an epoch, others"
+        )
+        assert texts["few"].startswith("1 samples to validate on 2 ranks")
+        assert "/nowhere/to/be/found.ckpt" in texts["checkpoint"]
+        assert texts["twice"].startswith("a parameter got a second gradient in one backward")
+        assert texts["complex"].startswith("Horovod adds no complex gradients")
+        assert texts["left out"].startswith("for some ranks the epoch ends with this backward")
+        assert texts["alone"].startswith("a step with gradients of loss.backward()")
+        assert texts["passed by"] == texts["alone"]
+        assert texts["replaced"] == texts["alone"]
+        assert texts["went on"].startswith("the backward before this one ended in an error")
+        assert texts["within"].startswith("a step within backward, before the gradients of all")
+        assert texts["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")
+        assert texts["own forward"].startswith("sync_batchnorm: net.0 is a Doubled with a forward")
+        assert "once_differentiable" in texts["penalty"]
+        assert texts["sparse"].startswith("op=adasum mixes dense gradients: make sparse=False of")
+        assert "'words'" in texts["sparse"]
+        assert texts["doubled"].startswith("a sparse gradient came of something else than the")
+        assert "strided (27, 1, 9, 3) trained;" in texts["strides"]
+        assert texts["lazy"].startswith("net.weight has no shape before the first batch")
+        assert texts["graph"].startswith("backward(create_graph=True) gives gradients with a graph")
+        assert texts["layout"].startswith(
             "net.edges is torch.sparse_coo, which Horovod does not send"
         )
         hidden = "SGD has a parameter (3, 5) that the module has not, or not before training"
-        assert told["hidden"].startswith(hidden) and told["hidden later"].startswith(hidden)
-        assert told["rates"].startswith(f"rank 1 on {host} has the learning rates 0.005, rank 0")
-        assert told["clock"].startswith("a val_check_interval of 1 s: by its own clock each rank")
-        assert told["goes on"] == "10 steps of 2 ranks"
+        assert texts["hidden"].startswith(hidden) and texts["hidden later"].startswith(hidden)
+        assert texts["rates"].startswith(f"rank 1 on {host} has the learning rates 0.005, rank 0")
+        assert texts["clock"].startswith("a val_check_interval of 1 s: by its own clock each rank")
+        assert texts["goes on"] == "10 steps of 2 ranks"

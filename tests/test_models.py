@@ -99,10 +99,10 @@ class TestDCGAN:
         monkeypatch.setattr(dcgan, "JUDGED", 50)
         model: Any = DCGAN(size=8, channels=1, width=4)
         model._trainer = SimpleNamespace(datamodule=Altered(1.0, torch.bfloat16))
-        fit, given = model.judge.fit, []
-        model.judge.fit = lambda *of: given.append(of) or fit(*of)
+        fit, calls = model.judge.fit, []
+        model.judge.fit = lambda *args: calls.append(args) or fit(*args)
         model.setup("fit")
-        assert [len(of) for of in given[0]] == [50, 50]
+        assert [len(args) for args in calls[0]] == [50, 50]
 
     def test_score_is_1_when_unsure_or_always_the_same_and_else_the_classes(self) -> None:
         certain = 100 * torch.eye(10)
@@ -126,7 +126,7 @@ class TestResNet:
     def test_it_keeps_the_size_of_small_images(self) -> None:
         model = ResNet()
         sizes: list[int] = []
-        model.network.layer1.register_forward_hook(lambda *found: sizes.append(found[2].shape[-1]))
+        model.network.layer1.register_forward_hook(lambda *args: sizes.append(args[2].shape[-1]))
         first = model.network.conv1.weight.detach()
         assert float(first.std()) == pytest.approx((2 / (64 * 9)) ** 0.5, rel=0.1)  # by fan-out
         assert model(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
@@ -140,7 +140,7 @@ class TestResNet:
         assert sum(parameter.numel() for parameter in model.parameters()) == parameters
         sizes: list[int] = []
         for layer in (model.network.conv1, model.network.layer1, model.network.layer4):
-            layer.register_forward_hook(lambda *found: sizes.append(found[2].shape[-1]))
+            layer.register_forward_hook(lambda *args: sizes.append(args[2].shape[-1]))
         assert model.eval()(torch.zeros(1, 3, 224, 224)).shape == (1, 1000)
         assert sizes == [112, 56, 7]
         last = model.network.layer1[0]
@@ -171,10 +171,10 @@ class TestResNet:
     def test_learning_rate_is_of_the_step_among_all(
         self, end: dict[str, int], tmp_path: Path
     ) -> None:
-        found = learning_rates(tmp_path, batch_size=8, accumulate_grad_batches=3, **end)
+        rates = learning_rates(tmp_path, batch_size=8, accumulate_grad_batches=3, **end)
         steps = 18 if end["max_epochs"] > 0 else 17  # 8 batches an epoch are 3 steps
         factors = [rise_and_fall((step + 0.5) / steps, 0.1) for step in range(steps)]
-        assert found == [0.1 * factor for factor in factors]
+        assert rates == [0.1 * factor for factor in factors]
 
     @pytest.mark.parametrize("batch_size", [4, 16])
     def test_learning_rate_falls_on_after_a_resume_with_another_batch_size(
@@ -211,15 +211,15 @@ class TestDenoiser:
 
     def test_it_learns_from_the_target_and_is_measured_against_the_clean_image(self) -> None:
         model: Any = Denoiser(depth=3, features=4).eval()
-        found: dict[str, Any] = {}
-        model.log = lambda name, value, **_: found.update({name: value})
+        logged: dict[str, Any] = {}
+        model.log = lambda name, value, **_: logged.update({name: value})
         noisy, target, clean = batch = tuple(torch.rand(3, 2, 1, 8, 8))
         output = model(noisy)
         for step in (model.training_step, model.validation_step, model.test_step):
             step(batch, 0)
         values = {
             name: float((value.compute() if isinstance(value, Metric) else value).detach())
-            for name, value in found.items()
+            for name, value in logged.items()
         }
         psnr = {
             name: -10 * float(mse_loss(images, clean).log10())
@@ -233,14 +233,14 @@ class TestDenoiser:
 
     def test_a_unet_sees_further_with_more_scales(self) -> None:
         torch.manual_seed(0)
-        seen = []
+        fields = []
         for scales in (1, 3):
             model = Denoiser(network="unet", scales=scales, features=4).eval()
             image = torch.rand(1, 1, 32, 32, requires_grad=True)
             model(image)[0, 0, 16, 16].backward()
             assert image.grad is not None
-            seen.append(int((image.grad != 0).any(dim=2).sum()))
-        assert seen[0] == 5 and seen[1] > 10
+            fields.append(int((image.grad != 0).any(dim=2).sum()))
+        assert fields[0] == 5 and fields[1] > 10
         assert [block[0].out_channels for block in UNet(1, 4, 3).down] == [4, 8, 16]
 
     @pytest.mark.parametrize("cut", [slice(0, 4), slice(4, None)], ids=["fine", "coarse"])
@@ -267,7 +267,7 @@ class TestSplit:
         split.place()
         batch = torch.randn(8, 1, 8, 8), torch.arange(8)  # three parts: 3, 3 and 2
         passed: list[int] = []
-        split.second.register_forward_pre_hook(lambda _, given: passed.append(len(given[0])))
+        split.second.register_forward_pre_hook(lambda _, inputs: passed.append(len(inputs[0])))
         losses = []
         for model in (whole, split):
             model.log = lambda *_, **__: None
@@ -324,11 +324,11 @@ def learning_rates(
     **options: Any,
 ) -> list[float]:  # fmt: skip
     """Of each step of a ResNet, with a layer for its network, on 64 images."""
-    found: list[float] = []
+    rates: list[float] = []
 
     class Rates(Callback):
         def on_before_optimizer_step(self, *given: Any) -> None:
-            found.append(given[2].param_groups[0]["lr"])
+            rates.append(given[2].param_groups[0]["lr"])
 
     model: Any = ResNet()
     model.network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
@@ -338,4 +338,4 @@ def learning_rates(
         default_root_dir=folder, callbacks=[*callbacks, Rates()], **options,
     )  # fmt: skip
     trainer.fit(model, Fake(batch_size, count=64, size=8), ckpt_path=checkpoint)
-    return found
+    return rates

@@ -20,9 +20,9 @@ def test_the_tests_are_there() -> None:
     """Each word that chooses them is in the name of one at least."""
     modules = sorted({f"tests/{mutation.module}.py" for mutation in MUTATIONS})
     collect = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not gpu", *modules]
-    found = run(collect).stdout.splitlines()
+    lines = run(collect).stdout.splitlines()
     names = defaultdict(list)
-    for module, _, name in (line.partition("::") for line in found):
+    for module, _, name in (line.partition("::") for line in lines):
         names[module].append(name)
     for mutation in MUTATIONS:
         for word in set(mutation.tests.split()) - {"and", "or", "not"}:

@@ -38,9 +38,9 @@ def test_few_sizes_fit_any_law() -> None:
 
 
 def test_a_host_that_the_doctor_refuses_leaves_a_gap() -> None:
-    run: dict[str, float | None] = dict.fromkeys(overheads.WHAT, 0.001)
-    few, many = {**run, "doctor": 7.0}, {**run, "doctor": None}
-    runs = {"2": [few], "4": [few], "8": [few], "16": [few, many]}
+    costs: dict[str, float | None] = dict.fromkeys(overheads.WHAT, 0.001)
+    fit, unfit = {**costs, "doctor": 7.0}, {**costs, "doctor": None}
+    runs = {"2": [fit], "4": [fit], "8": [fit], "16": [fit, unfit]}
     shown = overheads.table({"ranks": [2, 4, 8, 16], "runs": runs})
     assert "| 7,000.0 | 7,000.0 | 7,000.0 | not fit | ? |" in shown
     assert shown.count("| 1.0 | 1.0 | 1.0 | 1.0 | constant |") == len(overheads.WHAT) - 1
@@ -57,8 +57,8 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(overheads, "measure", measure)
     monkeypatch.setattr(overheads, "interrupt_at_signals", lambda: None)
-    few = ["--ranks", "2", "4", "--repeats", "2", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["overheads", *few])
+    options = ["--ranks", "2", "4", "--repeats", "2", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["overheads", *options])
     assert (overheads.main(), overheads.main()) == (130, 0)
     assert asked == [2, 4, 4, 2, 4]
     (file,) = tmp_path.glob("*.json")
@@ -67,12 +67,12 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.slow
 def test_all_costs_are_measured_on_all_ranks(tmp_path: Path) -> None:
-    few = ["--ranks", "2", "1", "--repeats", "1", "--out", str(tmp_path)]
-    done = run([sys.executable, "-m", "benchmarks.overheads", *few])
+    options = ["--ranks", "2", "1", "--repeats", "1", "--out", str(tmp_path)]
+    done = run([sys.executable, "-m", "benchmarks.overheads", *options])
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("overheads_*.json")
-    found = json.loads(file.read_text())
-    assert found["ranks"] == [1, 2]
+    results = json.loads(file.read_text())
+    assert results["ranks"] == [1, 2]
     for ranks in ("1", "2"):
-        assert set(found["runs"][ranks][0]) == set(overheads.WHAT)
+        assert set(results["runs"][ranks][0]) == set(overheads.WHAT)
     assert file.with_suffix(".md").read_text().count(" | ") > 2 * len(overheads.WHAT)

@@ -65,29 +65,29 @@ def measured(network: Network, ranks: list[int], rate: float = 1.0) -> list[Meas
 
 
 def test_a_fit_finds_the_constants_that_made_the_times() -> None:
-    found = fit(measured(TRUTH, [2, 4]))
-    constants = [found.fixed, found.latency, found.share]
+    fitted = fit(measured(TRUTH, [2, 4]))
+    constants = [fitted.fixed, fitted.latency, fitted.share]
     assert constants == pytest.approx([TRUTH.fixed, TRUTH.latency, TRUTH.bandwidth], rel=1e-6)
-    assert found.error < 1e-9
+    assert fitted.error < 1e-9
 
 
 def test_links_of_known_rates_share_one_fit() -> None:
     slow, fast = (replace(TRUTH, bandwidth=0.9 * rate) for rate in (1e7, 1e8))
-    found = fit(measured(slow, [2, 4], 1e7) + measured(fast, [2, 4], 1e8))
-    assert (found.share, found.latency) == pytest.approx((0.9, TRUTH.latency), rel=1e-6)
+    fitted = fit(measured(slow, [2, 4], 1e7) + measured(fast, [2, 4], 1e8))
+    assert (fitted.share, fitted.latency) == pytest.approx((0.9, TRUTH.latency), rel=1e-6)
 
 
 def test_one_number_of_ranks_leaves_the_fixed_time_to_the_latency() -> None:
-    found = fit(measured(TRUTH, [2]))
-    assert found.fixed == 0
-    assert found.latency == pytest.approx(TRUTH.latency + TRUTH.fixed / 4, rel=1e-6)
+    fitted = fit(measured(TRUTH, [2]))
+    assert fitted.fixed == 0
+    assert fitted.latency == pytest.approx(TRUTH.latency + TRUTH.fixed / 4, rel=1e-6)
 
 
 def test_constants_are_never_negative() -> None:
     """Times with a negative latency, as a token bucket makes them."""
     times = [Measurement(n, s, s * 2 * (n - 1) / n / 1e8 - 1e-5) for n in (2, 4) for s in SIZES[2:]]
-    found = fit(times)
-    assert min(found.fixed, found.latency) >= 0 < found.share
+    fitted = fit(times)
+    assert min(fitted.fixed, fitted.latency) >= 0 < fitted.share
 
 
 def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
@@ -121,19 +121,19 @@ def test_latencies_between_and_inside_hosts_are_told_apart(operations: str) -> N
         }  # fmt: skip
 
     files = [file(1, 2), file(1, 4), file(2, 4), file(4, 8)]
-    found, sources = predict_inputs.networks(files, {}, slots=4)
-    for network in found:
+    networks, sources = predict_inputs.networks(files, {}, slots=4)
+    for network in networks:
         assert network.latency == pytest.approx(truth.latency, rel=1e-6)
         assert network.inside_latency == pytest.approx(truth.inside_latency, rel=1e-6)
         assert network.fixed == pytest.approx(truth.fixed, rel=1e-6)
     assert not any("does not tell latency" in line for line in sources)
     # Of one size of each kind the fixed time is not known; what was measured comes out as it was.
     for network in predict_inputs.networks([files[1], files[2]], {}, slots=4)[0]:
-        found, true = (
+        predicted, true = (
             agreement_seconds(8, each) + all_reduce_seconds(4096, 8, each)
             for each in (network, truth)
         )
-        assert found == pytest.approx(true, rel=0.1)
+        assert predicted == pytest.approx(true, rel=0.1)
 
 
 def test_times_without_bandwidth_are_refused() -> None:
@@ -155,11 +155,11 @@ def test_one_rank_only_computes() -> None:
 
 def test_a_faster_link_is_never_less_efficient() -> None:
     for ranks in (2, 8, 512):
-        found = [
+        efficiencies = [
             predict(JOB, ranks, replace(TRUTH, bandwidth=rate)).efficiency
             for rate in (1e7, 1e8, 1e9, 1e10, 1e11)
         ]
-        assert found == sorted(found) and found[0] < found[-1] < 1
+        assert efficiencies == sorted(efficiencies) and efficiencies[0] < efficiencies[-1] < 1
 
 
 def test_a_link_that_outlasts_backward_shows_all_of_its_bytes_but_the_hidden() -> None:
@@ -216,8 +216,8 @@ def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:
 
 def test_the_expected_maximum_is_exact() -> None:
     """Of 8: Harter 1961, Expected Values of Normal Order Statistics."""
-    known = {1: 0.0, 2: math.pi**-0.5, 3: 1.5 * math.pi**-0.5, 8: 1.42360}
-    assert {count: expected_maximum(count) for count in known} == pytest.approx(known, abs=1e-5)
+    exact = {1: 0.0, 2: math.pi**-0.5, 3: 1.5 * math.pi**-0.5, 8: 1.42360}
+    assert {count: expected_maximum(count) for count in exact} == pytest.approx(exact, abs=1e-5)
     assert expected_maximum(4096) == pytest.approx(3.6261, abs=1e-3)
 
 
@@ -277,7 +277,7 @@ def test_the_proof_compares_what_was_held_out() -> None:
         rate: Network(1e-4, 0.95 * rate * 125e3, fixed=1e-3, burst=burst) for rate in (100, 300)
     }
     job = predict_proof.job_of(steps([0.25] * 4), predict_proof.STUB)
-    found = [{"ranks": 1, "rate_mbit": None, "held_out": False, "steps": [steps([0.25] * 4)]}]
+    runs = [{"ranks": 1, "rate_mbit": None, "held_out": False, "steps": [steps([0.25] * 4)]}]
     for ranks, rate, factor in ((2, 100, 1.0), (4, 100, 1.0), (8, 300, 1.1), (2, 300, 0.9)):
         seconds = factor * predict(job, ranks, truth[rate]).seconds
         row: dict[str, Any] = {
@@ -291,8 +291,8 @@ def test_the_proof_compares_what_was_held_out() -> None:
                  + all_reduce_seconds(size, ranks, network, burst)}
                 for size in predict_proof.SIZES
             ]  # fmt: skip
-        found.append(row)
-    results = predict_proof.compare(found, predict_proof.STUB)
+        runs.append(row)
+    results = predict_proof.compare(runs, predict_proof.STUB)
     errors = [row["error"] for row in results["rows"]]
     assert errors == pytest.approx([0, 0, 0, 1 / 1.1 - 1, 1 / 0.9 - 1], abs=1e-6)
     assert results["held_out_largest_error"] == pytest.approx(1 / 0.9 - 1)
@@ -338,9 +338,9 @@ def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
 
 @pytest.fixture
 def files(tmp_path: Path) -> dict[str, Path]:
-    found = {"run": summary(), "one": all_reduces(), "two": all_reduces(4, 2)}
-    paths = {name: tmp_path / f"{name}.json" for name in found}
-    for name, content in found.items():
+    contents = {"run": summary(), "one": all_reduces(), "two": all_reduces(4, 2)}
+    paths = {name: tmp_path / f"{name}.json" for name in contents}
+    for name, content in contents.items():
         paths[name].write_text(json.dumps(content))
     return paths
 
@@ -377,18 +377,18 @@ def test_ranks_that_differ_by_chance_have_the_deviation_that_was_planted(ranks: 
     seconds = torch.zeros(ranks, 4000, len(PHASES))
     seconds[:, :, PHASES.index("forward")] = work
     seconds[:, :, PHASES.index("all_reduce")] = work.max(0).values - work
-    found = {name: 1e3 * float(spent.median()) for name, spent in phases(seconds).items()}
-    made = summary(world_size=ranks)
-    made["anatomy"] |= {"phases_ms": found, "step_ms": {"median": sum(found.values())}}
-    assert predict_inputs.job_of(made, Path("x")).deviation == pytest.approx(0.02, rel=0.05)
+    medians = {name: 1e3 * float(spent.median()) for name, spent in phases(seconds).items()}
+    content = summary(world_size=ranks)
+    content["anatomy"] |= {"phases_ms": medians, "step_ms": {"median": sum(medians.values())}}
+    assert predict_inputs.job_of(content, Path("x")).deviation == pytest.approx(0.02, rel=0.05)
 
 
 def straggling() -> dict[str, Any]:
     """The second of two ranks is always the slower one: the other waits for it."""
-    made = summary()
-    made["anatomy"]["straggler"] = {"rank": 1, "times": 1.5, "phase": "forward"}
-    made["anatomy"]["phases_ms"] |= {"straggler": 20.0, "all_reduce": 3.0}
-    return made
+    content = summary()
+    content["anatomy"]["straggler"] = {"rank": 1, "times": 1.5, "phase": "forward"}
+    content["anatomy"]["phases_ms"] |= {"straggler": 20.0, "all_reduce": 3.0}
+    return content
 
 
 def test_a_rank_that_is_always_the_slowest_is_no_deviation() -> None:
@@ -401,17 +401,17 @@ def test_a_rank_that_is_always_the_slowest_is_told_and_kept(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """20 ms on any number of ranks; by chance the slowest of 4,096 would lose more than of 2."""
-    given = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2 8 4096"]
+    options = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2 8 4096"]
     lost = {}
-    for name, made in (("always", straggling()), ("by chance", summary())):
-        files["run"].write_text(json.dumps(made))
-        assert said(monkeypatch, *given) == 0
+    for name, content in (("always", straggling()), ("by chance", summary())):
+        files["run"].write_text(json.dumps(content))
+        assert said(monkeypatch, *options) == 0
         lines = capsys.readouterr().out.splitlines()
         cells = [line.split(" | ") for line in lines if line.startswith("| ")][1:]
         lost[name] = [row[4].partition(",")[0] for row in cells if row[0] != "| ---:"]
-        told = [line for line in lines if line.startswith("take care")]
-        assert len(told) == (name == "always")
-        for line in told:
+        cautions = [line for line in lines if line.startswith("take care")]
+        assert len(cautions) == (name == "always")
+        for line in cautions:
             assert line.startswith("take care rank 1 takes 1.5 times as long as the others")
             assert "20.0 ms are kept as they are for any number of ranks" in line
     assert lost["always"] == ["20.0"] * 3
@@ -422,23 +422,23 @@ def test_any_word_of_the_network_makes_it_another_one(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The time of the run is not that of its hosts under NCCL, though they are the same."""
-    given = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2"]
-    assert said(monkeypatch, *given) == 0
-    assert "measured, ms" in (told := capsys.readouterr().out) and "| 125.0 |" in told
-    assert f"measured  {files['one']}" in told
-    assert said(monkeypatch, *given, "--network", "operations=nccl") == 0
-    assert "measured, ms" not in (told := capsys.readouterr().out) and "operations nccl" in told
-    assert "125.0" not in told
+    options = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2"]
+    assert said(monkeypatch, *options) == 0
+    assert "measured, ms" in (output := capsys.readouterr().out) and "| 125.0 |" in output
+    assert f"measured  {files['one']}" in output
+    assert said(monkeypatch, *options, "--network", "operations=nccl") == 0
+    assert "measured, ms" not in (output := capsys.readouterr().out) and "operations nccl" in output
+    assert "125.0" not in output
     link = "rate=1gbit latency=20us inside=nvlink"
-    assert said(monkeypatch, *given, "--network", link) == 0
+    assert said(monkeypatch, *options, "--network", link) == 0
     assert "measured  " not in capsys.readouterr().out  # nothing of it is in the table
 
 
 def test_predict_writes_a_table_and_a_plot(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = ["--run", str(files["run"]), "--allreduce", f"{files['one']} {files['two']}"]
-    assert said(monkeypatch, *given, "--ranks", "8 4096") == 0
+    options = ["--run", str(files["run"]), "--allreduce", f"{files['one']} {files['two']}"]
+    assert said(monkeypatch, *options, "--ranks", "8 4096") == 0
     printed = capsys.readouterr().out
     assert "between hosts: fitted: 3,000 MB/s" in printed and "NOT MEASURED" not in printed
     rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
@@ -448,7 +448,7 @@ def test_predict_writes_a_table_and_a_plot(
         assert files["run"].with_name(name).stat().st_size > 0
     # A network in words is another one: the run's own time does not belong beside it.
     words = "rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
-    assert said(monkeypatch, *given, "--ranks", "16", "--network", words) == 0
+    assert said(monkeypatch, *options, "--ranks", "16", "--network", words) == 0
     printed = capsys.readouterr().out
     assert "operations nccl" in printed and "125.0" not in printed
     # Beside the first, not in its place.
@@ -460,7 +460,7 @@ def test_predict_writes_a_table_and_a_plot(
     assert [row["ranks"] for row in second] == ["16"]
     best, likely, worst = (float(second[0][f"{n}_ms"]) for n in ("best", "step", "worst"))
     assert best <= likely <= worst
-    assert said(monkeypatch, *given[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
+    assert said(monkeypatch, *options[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
 
 
@@ -512,8 +512,8 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
     for name, text in (("half", json.dumps(content)[:-40]), ("list", "[]"), ("empty", ""),
                        ("older", json.dumps(other_form))):  # fmt: skip
         (tmp_path / f"allreduce_{name}.json").write_text(text)
-    found = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4}))
-    assert found == [tmp_path / "allreduce_ours.json"]
+    paths = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4}))
+    assert paths == [tmp_path / "allreduce_ours.json"]
 
 
 def test_all_reduces_that_another_host_of_the_run_made_are_taken(
@@ -527,8 +527,8 @@ def test_all_reduces_that_another_host_of_the_run_made_are_taken(
     for name, machines in (("a", ["theirs", "ours"]), ("b", ["theirs", "theirs"])):
         content = {**all_reduces(4, 2), **facts["theirs"], "machines": [facts[m] for m in machines]}
         (tmp_path / f"allreduce_{name}.json").write_text(json.dumps(content))
-    found = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4, "node1": 4}))
-    assert found == [tmp_path / "allreduce_a.json"]
+    paths = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4, "node1": 4}))
+    assert paths == [tmp_path / "allreduce_a.json"]
 
 
 def test_the_newest_run_is_one_that_no_profiler_made_slower(
@@ -608,8 +608,8 @@ def test_a_run_that_takes_no_files_is_predicted_all_the_same(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files["run"].with_name("prediction.png").mkdir()
-    given = ["--run", str(files["run"]), "--allreduce", str(files["one"])]
-    assert said(monkeypatch, *given) == 2
+    options = ["--run", str(files["run"]), "--allreduce", str(files["one"])]
+    assert said(monkeypatch, *options) == 2
     printed = capsys.readouterr()
     assert "| 4,096 | " in printed.out and "written to" not in printed.out
     assert re.fullmatch("error: .*prediction.md, .csv, .png, .svg: Is a directory\n", printed.err)
@@ -701,16 +701,16 @@ def test_the_hosts_that_take_part_tell_what_they_are(
         }
 
     times = [[0.01, 0.02]] * 2
-    found = {"ranks": ["node1", "node2"], "operations": "Gloo", "device": None, "seconds": times}
+    timings = {"ranks": ["node1", "node2"], "operations": "Gloo", "device": None, "seconds": times}
     monkeypatch.setattr(allreduce, "ask", ask)
-    monkeypatch.setattr(allreduce, "launched", lambda *_: dict(found))
-    where = ["-np", "2", "-H", "node1:1,node2:1,node3:1", "--out", str(tmp_path)]
+    monkeypatch.setattr(allreduce, "launched", lambda *_: dict(timings))
+    options = ["-np", "2", "-H", "node1:1,node2:1,node3:1", "--out", str(tmp_path)]
     sizes = ["--smallest", "4096", "--largest", "16384", "--repeats", "2"]
-    monkeypatch.setattr(sys, "argv", ["allreduce", *where, *sizes])
+    monkeypatch.setattr(sys, "argv", ["allreduce", *options, *sizes])
     assert allreduce.main() == 0
-    told = capsys.readouterr().out
-    assert "CPU A, 8 cores + CPU B, 4 cores; torch" in told
-    assert "of its slowest rank. Take care: other load 98%." in " ".join(told.split())
+    output = capsys.readouterr().out
+    assert "CPU A, 8 cores + CPU B, 4 cores; torch" in output
+    assert "of its slowest rank. Take care: other load 98%." in " ".join(output.split())
     (file,) = tmp_path.glob("allreduce_2-hosts-2-ranks_network_cpu-a_*.json")
     results = json.loads(file.read_text())
     assert (results["cpu"], results["cores"], results["gpus"]) == ("CPU A", 8, [])
@@ -721,18 +721,18 @@ def test_the_hosts_that_take_part_tell_what_they_are(
 
 
 def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
-    few = ["--smallest", "4096", "--largest", "262144", "--factor", "8", "--repeats", "3"]
+    options = ["--smallest", "4096", "--largest", "262144", "--factor", "8", "--repeats", "3"]
     line = [sys.executable, "-m", "benchmarks.allreduce", "-np", "2", "-H", "localhost:2"]
-    done = run([*line, *few, "--out", str(tmp_path)])
+    done = run([*line, *options, "--out", str(tmp_path)])
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("allreduce_2-ranks_loopback_*.json")
-    found = json.loads(file.read_text())
-    assert found["ranks"] == [socket.gethostname()] * 2
-    assert found["hosts"] == [{"name": "localhost", "slots": 2}]
-    assert [row["bytes"] for row in found["sizes"]] == [4096, 32768, 262144]
-    assert all(0 < row["seconds_p10"] <= row["seconds_p90"] for row in found["sizes"])
-    assert all(math.isclose(row["bus_mb_s"], row["algorithm_mb_s"]) for row in found["sizes"])
-    assert {"operations", "cpu", "cores", "versions", "commit", "repeats"} <= set(found)
+    results = json.loads(file.read_text())
+    assert results["ranks"] == [socket.gethostname()] * 2
+    assert results["hosts"] == [{"name": "localhost", "slots": 2}]
+    assert [row["bytes"] for row in results["sizes"]] == [4096, 32768, 262144]
+    assert all(0 < row["seconds_p10"] <= row["seconds_p90"] for row in results["sizes"])
+    assert all(math.isclose(row["bus_mb_s"], row["algorithm_mb_s"]) for row in results["sizes"])
+    assert {"operations", "cpu", "cores", "versions", "commit", "repeats"} <= set(results)
     for suffix in (".md", ".csv", ".png", ".svg"):
         assert file.with_suffix(suffix).stat().st_size > 0
     assert "repetition 3 of 3" in done.stdout

@@ -45,10 +45,10 @@ def step(begin: float, wait: float, number: int = 10) -> list[dict[str, Any]]:
         ("all-reduce gradients.0.0: start", 30, 31),
         ("all-reduce gradients.0.0: wait", 33, 33 + wait),
     ]
-    found = [range_(name, begin + start, begin + end) for name, start, end in ranges]
-    found.append(range_("aten::outer", begin + 3, begin + 9, "cpu_op"))
-    found.append(range_("aten::inner", begin + 4, begin + 8, "cpu_op"))
-    return found
+    events = [range_(name, begin + start, begin + end) for name, start, end in ranges]
+    events.append(range_("aten::outer", begin + 3, begin + 9, "cpu_op"))
+    events.append(range_("aten::inner", begin + 4, begin + 8, "cpu_op"))
+    return events
 
 
 def plant(folder: Path, rank: int, events: list[dict[str, Any]], ahead_ns: int = 0) -> None:
@@ -102,8 +102,8 @@ def planted(tmp_path: Path) -> tuple[list[traces.Trace], traces.Timeline]:
 
 
 def named(events: list[dict[str, Any]], name: str) -> dict[str, Any]:
-    (found,) = [event for event in events if event["name"] == name]
-    return found
+    (match,) = [event for event in events if event["name"] == name]
+    return match
 
 
 def end(event: dict[str, Any]) -> float:
@@ -130,8 +130,8 @@ def test_an_operation_that_the_end_cut_off_lasts_as_long_as_what_is_in_it() -> N
 
 def test_clocks_are_aligned(planted: tuple[list[traces.Trace], traces.Timeline]) -> None:
     """Both ranks' waits ended at the same true time, 138 ms; zero is rank 0's first step."""
-    found, timeline = planted
-    waits = [named(trace.events, "all-reduce gradients.0.0: wait") for trace in found]
+    ranks, timeline = planted
+    waits = [named(trace.events, "all-reduce gradients.0.0: wait") for trace in ranks]
     assert [end(wait) for wait in waits] == pytest.approx([38 * MS] * 2, abs=1)
     assert waits[1]["ts"] - waits[0]["ts"] == pytest.approx(3 * MS, abs=1)
     whole = named(timeline.ranges, "ALLREDUCE")
@@ -184,9 +184,9 @@ def test_the_table_names_the_slowest_of_many(tmp_path: Path) -> None:
         plant(tmp_path, rank, step(100, wait=20 - rank))
     slow = range_("[_TrainingEpochLoop].train_dataloader_next", 140, 141)
     plant(tmp_path, 7, [*step(100, wait=1), slow])
-    found, _ = traces.read(tmp_path, 12)
-    found[7].steps[0]["dur"] += 30 * MS
-    lines = phases.table(found, traces.Timeline()).splitlines()
+    ranks, _ = traces.read(tmp_path, 12)
+    ranks[7].steps[0]["dur"] += 30 * MS
+    lines = phases.table(ranks, traces.Timeline()).splitlines()
     assert any(line.startswith("slowest: rank 7 on node8, 67.0 ms") for line in lines)
     assert len(lines) <= 25 - 2 and lines[2].split()[0] == "7"
     assert sum(" node" in line and "%" in line for line in lines) == 6
@@ -196,8 +196,8 @@ def test_steps_at_the_end_of_an_epoch_are_left_out(tmp_path: Path) -> None:
     late = [*step(200, wait=500, number=11), range_("[LightningModule]Net.on_train_epoch_start",
             201, 201.1)]  # fmt: skip
     plant(tmp_path, 0, [*step(100, wait=5), *late])
-    found, _ = traces.read(tmp_path, 1)
-    assert phases.shares(found[0])["all-reduce"] == pytest.approx(5)
+    ranks, _ = traces.read(tmp_path, 1)
+    assert phases.shares(ranks[0])["all-reduce"] == pytest.approx(5)
 
 
 def test_a_picture(planted: tuple[list[traces.Trace], traces.Timeline], tmp_path: Path) -> None:
@@ -249,21 +249,21 @@ def test_the_clock_of_another_host_is_measured(monkeypatch: pytest.MonkeyPatch) 
     hosts = ["a", "b", "c"]
     monkeypatch.setattr(time, "time_ns", lambda: now() + ahead[getattr(rank, "number", 0)])
     monkeypatch.setattr(runs.tracing, "gather_texts", lambda strategy, text: hosts)
-    found: dict[int, tuple[int, int]] = {}
+    clocks: dict[int, tuple[int, int]] = {}
 
     def measure(number: int) -> None:
         rank.number = number
-        found[number] = runs.tracing.clock(Threads(number))  # type: ignore[arg-type]
+        clocks[number] = runs.tracing.clock(Threads(number))  # type: ignore[arg-type]
 
     for _ in range(2):
-        together = [threading.Thread(target=measure, args=[number]) for number in range(3)]
-        for thread in together:
+        threads = [threading.Thread(target=measure, args=[number]) for number in range(3)]
+        for thread in threads:
             thread.start()
-        for thread in together:
+        for thread in threads:
             thread.join()
-        assert found[0] == (0, 0)
+        assert clocks[0] == (0, 0)
         for number in (1, 2):
-            measured, uncertainty = found[number]
+            measured, uncertainty = clocks[number]
             if hosts[number] == "a":
                 assert (measured, uncertainty) == (0, 0)
             else:

@@ -34,8 +34,8 @@ class TestEvenBatches:
     ) -> None:
         samples = ranks + more
         shares = [list(EvenBatches(samples, ranks, rank, batch_size)) for rank in range(ranks)]
-        seen = [index for share in shares for batch in share for index in batch]
-        assert sorted(seen) == list(range(samples))
+        indices = [index for share in shares for batch in share for index in batch]
+        assert sorted(indices) == list(range(samples))
         assert all(1 <= len(batch) <= batch_size for share in shares for batch in share)
         numbers = {len(share) for share in shares}
         # Ranks can only differ by a batch where batches hold one sample.

@@ -116,7 +116,7 @@ class Noisy(Net):
 
 def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
     """In a first epoch, and in a second one of another Trainer, which goes on."""
-    told, path = [], None
+    draws, path = [], None
     for epochs in (1, 2):
         model = Noisy()  # seeds torch by its rank
         torch.manual_seed(3)
@@ -125,8 +125,8 @@ def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
         run.fit(model, drawing, DataLoader(samples(7), batch_size=1), ckpt_path=path)
         path = f"{folder}/one.ckpt"
         run.save_checkpoint(path)
-        told.append({where: torch.cat(drawn).tolist() for where, drawn in model.drawn.items()})
-    return told
+        draws.append({where: torch.cat(drawn).tolist() for where, drawn in model.drawn.items()})
+    return draws
 
 
 def test_each_rank_draws_for_itself_in_its_steps(launch: Callable, tmp_path: Path) -> None:

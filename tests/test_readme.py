@@ -107,11 +107,11 @@ def test_the_chapter_on_many_hosts(copy: Path) -> None:
 def test_its_model_learns_a_batch_of_its_data_by_heart() -> None:
     """As debug=overfit shows whoever has put them in."""
     code: dict[str, Any] = {}
-    made = [yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml"]
+    configs = [yaml.safe_load(text) for kind, text in BLOCKS if kind == "yaml"]
     for kind, text in BLOCKS:
         if kind == "python":
             exec(text, code)
-    lr = float(next(keys["lr"] for keys in made if "lr" in keys))
+    lr = float(next(keys["lr"] for keys in configs if "lr" in keys))
     torch.manual_seed(0)
     model, data = code["Perceptron"](lr, 2, 2), code["Spirals"](32, 1000)
     data.setup("fit")
@@ -140,8 +140,8 @@ def test_tensorboard_answers(copy: Path) -> None:
     )  # fmt: skip
     try:
         assert make.stdout is not None
-        found = next(filter(None, (re.search(r" at (http://\S+)", line) for line in make.stdout)))
-        with urllib.request.urlopen(found[1], timeout=60) as answer:
+        match = next(filter(None, (re.search(r" at (http://\S+)", line) for line in make.stdout)))
+        with urllib.request.urlopen(match[1], timeout=60) as answer:
             assert answer.status == 200 and b"TensorBoard" in answer.read()
     finally:
         os.killpg(make.pid, signal.SIGTERM)
@@ -167,13 +167,13 @@ def test_files_that_it_names_exist() -> None:
 
 def test_links_lead_somewhere() -> None:
     """To files, and to headings in them; addresses in the web are not tried."""
-    found = [
+    links = [
         (page, *link)
         for page, text in PAGES.items()
         for link in re.findall(r'(?:\]\(|src=")((?!http)[^)"#]*)(?:#([^)"]+))?[)"]', text)
     ]
-    assert len(found) >= 10
-    for page, name, heading in found:
+    assert len(links) >= 10
+    for page, name, heading in links:
         file = page.parent / name if name else page
         assert file.exists(), f"{page.name}: {name}"
         titles = re.findall(r"^#+ (.+)$", PAGES.get(file.resolve(), ""), re.M)

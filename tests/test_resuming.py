@@ -81,8 +81,8 @@ def test_checkpoints_go_from_any_strategy_to_any(
     rest = sorted(samples().tensors[0][order[40:], 0].tolist())
     for (_, name), result in resumed.items():
         # Lightning's own strategies begin the epoch anew; they do take up all the rest.
-        alike = ("single1", "horovod2") if "horovod" in name else ("horovod4", "single1")
-        assert_same(result["weights"], resumed[alike]["weights"], 1e-6, name)
+        reference = ("single1", "horovod2") if "horovod" in name else ("horovod4", "single1")
+        assert_same(result["weights"], resumed[reference]["weights"], 1e-6, name)
         if "horovod" in name:
             assert result["rest"] == pytest.approx(rest)
 
@@ -120,9 +120,9 @@ def test_a_resume_at_the_end_of_an_epoch_trains_the_next(
     """On another number of ranks, which have another number of batches."""
     launch(end_an_epoch, then, folder=str(tmp_path), resumed=False)
     expected = sorted(samples().tensors[0][:, 0].tolist())
-    for told in launch(end_an_epoch, now, folder=str(tmp_path), resumed=True):
-        assert told["seen"] == expected and told["validated"][-1] == 1
-        assert told["steps"] == 20 // then + 20 // now
+    for result in launch(end_an_epoch, now, folder=str(tmp_path), resumed=True):
+        assert result["seen"] == expected and result["validated"][-1] == 1
+        assert result["steps"] == 20 // then + 20 // now
 
 
 class RemembersTwo(Net):
@@ -277,7 +277,7 @@ class GoesOnByItself(DataLoader):
 
 def resume_loaders_that_go_on_by_themselves(strategy: str, folder: str) -> list[list[float]]:
     """What is trained before and after a resume of a stream and of a data set."""
-    seen = []
+    trained = []
     for name, data in (("stream", Shares()), ("sized", samples())):
         first, second = Remembers(), Remembers()
         keep = ModelCheckpoint(folder, filename=name, every_n_train_steps=4)
@@ -286,18 +286,18 @@ def resume_loaders_that_go_on_by_themselves(strategy: str, folder: str) -> list[
         run.fit(first, batches)
         run = trainer(strategy, max_epochs=1)
         run.fit(second, batches, ckpt_path=f"{folder}/{name}.ckpt")
-        seen.append(everyones(run, first.seen + second.seen))
-    return seen
+        trained.append(everyones(run, first.seen + second.seen))
+    return trained
 
 
 def test_loaders_that_go_on_by_themselves(launch: Callable, tmp_path: Path) -> None:
     """Of a stream Lightning fetches a batch more than it trains, whose state a checkpoint has."""
-    every = sorted(samples().tensors[0][:, 0].tolist())
+    expected = sorted(samples().tensors[0][:, 0].tolist())
     for stream, sized in launch(
         resume_loaders_that_go_on_by_themselves, 2, strategy="horovod", folder=str(tmp_path)
     ):
-        assert sized == every
-        assert len(stream) == len(set(stream)) == 80 - 2 * 4 and set(stream) < set(every)
+        assert sized == expected
+        assert len(stream) == len(set(stream)) == 80 - 2 * 4 and set(stream) < set(expected)
 
 
 def resume_streams(folder: str) -> dict[str, list[str]]:
@@ -310,15 +310,15 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
         "drawn": DataLoader(samples(40), 4, sampler=SubsetRandomSampler(range(40))),
         "weighted": DataLoader(samples(40), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)),
     }
-    said = {}
+    messages = {}
     for name, batches in loaders.items():
         keep = ModelCheckpoint(folder, filename=name, every_n_train_steps=3)
         run = trainer("horovod", max_steps=3, callbacks=[keep], enable_checkpointing=True)
         run.fit(Net(), batches)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             trainer("horovod", max_epochs=1).fit(Net(), batches, ckpt_path=f"{folder}/{name}.ckpt")
-        said[name] = [text for w in told if "resumed epoch" in (text := str(w.message))]
-    return said
+        messages[name] = [text for w in caught if "resumed epoch" in (text := str(w.message))]
+    return messages
 
 
 def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path) -> None:

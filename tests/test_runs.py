@@ -118,8 +118,8 @@ def test_the_line_to_go_on_can_be_pasted(
     assert words[: len(start)] == start
     typed = words[len(start) :]
     assert typed[:3] == ["template.py", "model.lr=0.1", "~callbacks.early_stopping"]
-    told = to_go_on(tmp_path / "my logs" / "a.ckpt")
-    assert told.endswith(" \"ckpt_path='my logs/a.ckpt'\"")
+    command = to_go_on(tmp_path / "my logs" / "a.ckpt")
+    assert command.endswith(" \"ckpt_path='my logs/a.ckpt'\"")
     assert len(typed) == 4 and parse(typed[3]).value() == name
     assert parse(typed[3]).key_or_group == "ckpt_path"
 
@@ -143,8 +143,8 @@ def test_a_checkpoint_goes_to_storage_that_has_no_folders() -> None:
 )
 def test_what_can_be_gone_on_from(tmp_path: Path, content: Any, train: bool, why: str) -> None:
     torch.save(content, tmp_path / "a.ckpt")
-    found = checkpoints.unreadable(tmp_path / "a.ckpt", train)
-    assert found is None if not why else why in str(found)
+    error = checkpoints.unreadable(tmp_path / "a.ckpt", train)
+    assert error is None if not why else why in str(error)
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:
@@ -215,10 +215,10 @@ def predict(model: LightningModule, data: LightningDataModule, folder: Path) -> 
 
 def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) -> None:
     written = predict(Doubles(), Numbers(), tmp_path)
-    found, numbers = torch.load(tmp_path / "predictions.pt"), torch.arange(7)
-    assert written.samples == 7 and list(found) == ["twice", "both"]
-    assert torch.equal(found["twice"], 2 * numbers)
-    assert torch.equal(found["both"][1], -numbers.unsqueeze(1))
+    predictions, numbers = torch.load(tmp_path / "predictions.pt"), torch.arange(7)
+    assert written.samples == 7 and list(predictions) == ["twice", "both"]
+    assert torch.equal(predictions["twice"], 2 * numbers)
+    assert torch.equal(predictions["both"][1], -numbers.unsqueeze(1))
 
 
 class Validates(Numbers):
@@ -253,13 +253,13 @@ def test_batches_of_a_sampler_of_ones_own_have_no_size_to_refuse() -> None:
 
 @pytest.mark.parametrize("whose", ["model", "data"])
 def test_objects_that_no_checkpoint_gives_back_are_refused(whose: str) -> None:
-    made: dict[str, Any] = {"model": LightningModule(), "data": LightningDataModule()}
-    made[whose].save_hyperparameters({"transform": partial(torch.add, 1)})
+    parts: dict[str, Any] = {"model": LightningModule(), "data": LightningDataModule()}
+    parts[whose].save_hyperparameters({"transform": partial(torch.add, 1)})
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
-    refuse_model(trainer, **made, test=False, choice="own")  # keeps none
+    refuse_model(trainer, **parts, test=False, choice="own")  # keeps none
     trainer.checkpoint_callbacks = [ModelCheckpoint()]
-    with pytest.raises(Refusal, match=f"{type(made[whose]).__name__}: .* hold transform, partial"):
-        refuse_model(trainer, **made, test=False, choice="own")
+    with pytest.raises(Refusal, match=f"{type(parts[whose]).__name__}: .* hold transform, partial"):
+        refuse_model(trainer, **parts, test=False, choice="own")
 
 
 class Shuffled(Numbers):
@@ -517,8 +517,8 @@ class WithoutNames(Numbers):
 def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException) as error:
         predict(Doubles(), WithoutNames(), tmp_path)
-    told = _mistake(error.value, started=True)
-    assert told and "write DataLoader(data, batch_size=...)" in told
+    message = _mistake(error.value, started=True)
+    assert message and "write DataLoader(data, batch_size=...)" in message
 
 
 class OneAtATime(Numbers):
@@ -690,8 +690,8 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     report = train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
     passed = time.monotonic() - began
     assert report.samples == 4 and 0 < report.seconds < passed
-    (told,) = re.findall(r"epoch 1/1  ([\d.]+) s", capsys.readouterr().out)
-    assert float(told) <= passed + 0.1
+    (seconds,) = re.findall(r"epoch 1/1  ([\d.]+) s", capsys.readouterr().out)
+    assert float(seconds) <= passed + 0.1
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
@@ -745,20 +745,20 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     train(tmp_path / "first", ModelCheckpoint(tmp_path, "last"))
     assert "nothing was trained" not in capsys.readouterr().out
     train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
-    told = capsys.readouterr().out
-    assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in told
-    assert "a larger trainer.max_epochs, or max_steps or max_time where that ended it" in told
+    output = capsys.readouterr().out
+    assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in output
+    assert "a larger trainer.max_epochs, or max_steps or max_time where that ended it" in output
     train(tmp_path / "third", max_epochs=0)
-    told = capsys.readouterr().out
-    assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in told
+    output = capsys.readouterr().out
+    assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in output
 
 
 def test_one_batch_that_is_not_logged_has_no_curves_to_miss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path, log_every_n_steps=10, fast_dev_run=True)
-    told = capsys.readouterr().out
-    assert "epoch 1/1" in told and "curves" not in told
+    output = capsys.readouterr().out
+    assert "epoch 1/1" in output and "curves" not in output
 
 
 @pytest.mark.parametrize(("every", "told"), [(0, False), (10, False), (11, True)])
@@ -824,12 +824,12 @@ def test_what_loggers_would_refuse_is_refused_before(
     trainer = Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False)
     trainer.strategy.connect(model)
     trainer.datamodule = data  # type: ignore[attr-defined]
-    told: list[str] = []
+    outcomes: list[str] = []
     for refuse in (_log_hyperparams, lambda trainer: refuse_clashes(trainer, model, data)):
         with contextlib.suppress(RuntimeError, Refusal):
             refuse(trainer)
-            told.append("nothing")
-    assert told == ([] if refused else ["nothing"] * 2)
+            outcomes.append("nothing")
+    assert outcomes == ([] if refused else ["nothing"] * 2)
 
 
 class TimesIsTested(Times):
@@ -943,18 +943,18 @@ def test_what_several_loaders_log_is_known_before_training(
     monitor: str, warned: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = OmegaConf.create({"callbacks": {"best": {"monitor": monitor}}})
-    looks = Callback()
-    looks.on_sanity_check_end = Report(config, {}).on_sanity_check_end  # type: ignore[method-assign]
+    hook = Callback()
+    hook.on_sanity_check_end = Report(config, {}).on_sanity_check_end  # type: ignore[method-assign]
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=1, callbacks=looks,
+        enable_checkpointing=False, max_epochs=1, callbacks=hook,
     )  # fmt: skip
     ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
     trainer.fit(OfTwoLoaders(), ones, [ones, ones])
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     names = "val/loss/dataloader_idx_0, val/of_0, val/loss/dataloader_idx_1, val/of_1"
     first = f"warning callbacks.best.monitor={monitor}: nothing is logged by this name; there are: "
-    assert told == (
+    assert output == (
         f"{first}{names}{warned}; without it the first epoch ends the run\n" * bool(warned)
     )
 
@@ -1209,11 +1209,11 @@ class SignalsEarly(Callback):
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
-    what = "my images/003.png cannot be read: cannot identify image file"
-    of_worker = f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\n{what}"
-    assert _mistake(RuntimeError(what), started) == what
-    worker = of_worker.replace(what, f"RuntimeError: {what}").replace("back:", "back (most):")
-    assert _mistake(RuntimeError(worker), started) == what
+    text = "my images/003.png cannot be read: cannot identify image file"
+    of_worker = f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\n{text}"
+    assert _mistake(RuntimeError(text), started) == text
+    worker = of_worker.replace(text, f"RuntimeError: {text}").replace("back:", "back (most):")
+    assert _mistake(RuntimeError(worker), started) == text
 
 
 def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
@@ -1227,8 +1227,8 @@ def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
 def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
         DistributedSampler(range(3))  # type: ignore[arg-type]
-    told = _mistake(caught.value, started=False)
-    assert told and "DistributedSampler(data) asks torch.distributed for the ranks" in told
+    message = _mistake(caught.value, started=False)
+    assert message and "DistributedSampler(data) asks torch.distributed for the ranks" in message
     other = _mistake(RuntimeError(str(caught.value)), started=False)
     assert other is None
 
@@ -1242,8 +1242,8 @@ def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
 def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
     text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'
-    told = _mistake(OSError(text), started=False)
-    assert told == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
+    message = _mistake(OSError(text), started=False)
+    assert message == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
 
 
 def test_the_traceback_of_a_mistake_can_be_asked_for(
@@ -1266,12 +1266,12 @@ def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed() -> None:
     run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
     run.report = Report(run.config, {})
     for why, status in (("peer closed", os.EX_TEMPFAIL), ("CUDA out of memory", None)):
-        ended, error = None, HorovodInternalError(why)
+        code, error = None, HorovodInternalError(why)
         try:
             run.__exit__(HorovodInternalError, error, None)
         except SystemExit as end:
-            ended = end.code
-        assert ended == status
+            code = end.code
+        assert code == status
 
 
 @pytest.mark.usefixtures("handlers")
@@ -1308,8 +1308,8 @@ def test_a_training_without_steps(
     ones: Any = torch.ones(2)
     model.validation_step = lambda batch: None  # type: ignore
     trainer.fit(model, DataLoader(ones, collate_fn=collate), DataLoader(ones))
-    told = "no step was made; is each batch of the training loader None?"
-    assert (told in capsys.readouterr().out) == (what == "batch")
+    message = "no step was made; is each batch of the training loader None?"
+    assert (message in capsys.readouterr().out) == (what == "batch")
 
 
 class StopsInTheFirst(Times):

@@ -94,9 +94,9 @@ class Source:
 
 
 def measured(source: Source, of: Results | None = None) -> Results:
-    made = of or results()
-    scaling.run(made, source, lambda: None)
-    return made
+    benchmark = of or results()
+    scaling.run(benchmark, source, lambda: None)
+    return benchmark
 
 
 def by_size(made: Results, **where: str) -> dict[int, Row]:
@@ -120,9 +120,9 @@ def test_weak_scaling_of_known_times() -> None:
 
 
 def test_strong_scaling_shares_the_batch() -> None:
-    made = results(mode="strong", modes=["strong"])
+    benchmark = results(mode="strong", modes=["strong"])
     source = Source(lambda job, _: {1: 12.0, 2: 6.0, 4: 4.0}[job.np])
-    row = by_size(measured(source, made))
+    row = by_size(measured(source, benchmark))
     assert {np: each.batch for np, each in row.items()} == {1: 32, 2: 16, 4: 8}
     assert row[2].speedup == [2] * 3 and row[4].speedup == [3] * 3
     assert row[4].efficiency == [0.75] * 3
@@ -145,15 +145,15 @@ def test_a_machine_that_gets_slower_all_the_time_has_the_same_speedup() -> None:
 def test_seconds_an_epoch() -> None:
     """100 samples on 3 ranks: 34 each, 5 batches of 8."""
     whole = {"warmup": 13, "steps": 104}  # epochs of 13 and of 4 batches
-    made = results(sizes=[1, 4], batch_size=8, **whole) | {"trial": {"train_samples": 100}}
-    assert [steps_per_epoch(made, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
-    made["trial"] = None
-    row = by_size(measured(Source(lambda job, _: 50.0, samples=100), made))
+    benchmark = results(sizes=[1, 4], batch_size=8, **whole) | {"trial": {"train_samples": 100}}
+    assert [steps_per_epoch(benchmark, np, 8) for np in (1, 3, 4)] == [13, 5, 4]
+    benchmark["trial"] = None
+    row = by_size(measured(Source(lambda job, _: 50.0, samples=100), benchmark))
     assert row[1].epoch_seconds == pytest.approx([0.65] * 3)
     assert row[4].epoch_seconds == pytest.approx([0.2] * 3)
     assert row[4].speedup == pytest.approx([3.25] * 3)
-    made["trial"]["drop_last"] = True  # each step is of 8 samples a rank
-    row = by_size(made)
+    benchmark["trial"]["drop_last"] = True  # each step is of 8 samples a rank
+    row = by_size(benchmark)
     assert row[1].epoch_seconds == pytest.approx([0.6] * 3)
     assert row[4].epoch_seconds == pytest.approx([0.15] * 3)
     assert row[4].speedup == pytest.approx([4] * 3)
@@ -161,7 +161,7 @@ def test_seconds_an_epoch() -> None:
 
 def test_limit_train_batches_shortens_the_epoch() -> None:
     """100 samples make 13 batches of 8, the last of 4; on 4 ranks each has 4, the last of 1."""
-    made = results(sizes=[1, 4], batch_size=8, warmup=13, steps=104)
+    benchmark = results(sizes=[1, 4], batch_size=8, warmup=13, steps=104)
     source = Source(lambda job, _: 50.0, samples=100)
     for limit, steps in (
         (1.0, (13, 4)),
@@ -170,16 +170,16 @@ def test_limit_train_batches_shortens_the_epoch() -> None:
         (0.5, (6, 2)),
         (99, (13, 4)),
     ):
-        made["config"]["trainer"] = {"limit_train_batches": limit}
-        made["trial"], made["runs"] = None, []
-        row = by_size(measured(source, made))
+        benchmark["config"]["trainer"] = {"limit_train_batches": limit}
+        benchmark["trial"], benchmark["runs"] = None, []
+        row = by_size(measured(source, benchmark))
         for np, count in zip((1, 4), steps):
             assert row[np].epoch_seconds == pytest.approx([count * 0.05] * 3)
             # Batches are whole where the last one is cut off.
             each = np * 8 if count < {1: 13, 4: 4}[np] else 100 / count
             assert row[np].samples_per_second == pytest.approx([each / 0.05] * 3)
-    made["config"]["trainer"] = {"limit_train_batches": 2}
-    assert by_size(made)[4].speedup == pytest.approx([4] * 3)
+    benchmark["config"]["trainer"] = {"limit_train_batches": 2}
+    assert by_size(benchmark)[4].speedup == pytest.approx([4] * 3)
 
 
 @pytest.mark.parametrize("warmup, steps", [(10, 30), (10, 31), (0, 7), (39, 1)])
@@ -193,15 +193,15 @@ def test_parts_of_epochs_are_counted_as_they_are(warmup: int, steps: int) -> Non
         batches = [epoch[at % len(epoch)] for at in range(warmup, warmup + steps)]
         return sum(batches) / steps
 
-    made = results(sizes=[1, 2, 4, 8], warmup=warmup, steps=steps)
-    row = by_size(measured(Source(time, samples=1256), made))
+    benchmark = results(sizes=[1, 2, 4, 8], warmup=warmup, steps=steps)
+    row = by_size(measured(Source(time, samples=1256), benchmark))
     assert [row[ranks].efficiency for ranks in shares] == [pytest.approx([1.0] * 3)] * 4
 
 
 def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None:
-    made = results(strategies=["horovod", "ddp"]) | {"oversubscribed": [4]}
+    benchmark = results(strategies=["horovod", "ddp"]) | {"oversubscribed": [4]}
     source = Source(lambda job, _: 40.0 if job.alone else 50.0)
-    row = by_size(measured(source, made), strategy="ddp")
+    row = by_size(measured(source, benchmark), strategy="ddp")
     assert row[4].over_alone == [1.25] * 3 and row[4].marks[0] == "oversubscribed"
     assert row[4].speedup == [] and row[4].efficiency == [] and row[2].over_alone == []
     alone = [job for job, _ in source.asked if job.alone]
@@ -220,34 +220,34 @@ def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None
     ],
 )
 def test_a_disturbed_host_is_marked(host: dict[str, float], mark: str) -> None:
-    made = measured(Source(lambda job, _: 1.0, **host))
-    assert all(row.marks == [mark] for row in rows(made))
+    benchmark = measured(Source(lambda job, _: 1.0, **host))
+    assert all(row.marks == [mark] for row in rows(benchmark))
 
 
 def test_slower_cores_are_marked_where_they_were() -> None:
-    made = measured(Source(lambda job, _: 1.0))
-    made["runs"][-1]["hosts"]["localhost"]["arithmetic_ms"] = 10.0
-    slow = made["runs"][-1]["np"]
-    assert {row.np for row in rows(made) if row.marks == ["cores 25% slower"]} == {slow}
+    benchmark = measured(Source(lambda job, _: 1.0))
+    benchmark["runs"][-1]["hosts"]["localhost"]["arithmetic_ms"] = 10.0
+    slow = benchmark["runs"][-1]["np"]
+    assert {row.np for row in rows(benchmark) if row.marks == ["cores 25% slower"]} == {slow}
 
 
 def test_a_disturbance_of_the_processes_alone_is_marked_too() -> None:
     """Their runs are a half of the ratio that the row shows; its repeats are counted once."""
     disturbed = {"busy": 0.2, "stolen": 0.04, "arithmetic_ms": 10.0}
-    made = results() | {"oversubscribed": [4]}
+    benchmark = results() | {"oversubscribed": [4]}
     source = Source(lambda job, _: 40.0 if job.alone else 50.0)
-    for each in measured(source, made)["runs"]:
+    for each in measured(source, benchmark)["runs"]:
         each["hosts"]["localhost"] |= disturbed if each["alone"] else {}
-    row = by_size(made)
-    told = ["oversubscribed", "other load 20%", "stolen 4%", "cores 25% slower"]
-    assert row[4].marks == told and row[2].marks == []
-    made["runs"] = [each for each in made["runs"] if each["repeat"] < 2 or each["alone"]]
-    assert by_size(made)[4].marks[:2] == ["oversubscribed", "2 repeats"]
+    row = by_size(benchmark)
+    marks = ["oversubscribed", "other load 20%", "stolen 4%", "cores 25% slower"]
+    assert row[4].marks == marks and row[2].marks == []
+    benchmark["runs"] = [each for each in benchmark["runs"] if each["repeat"] < 2 or each["alone"]]
+    assert by_size(benchmark)[4].marks[:2] == ["oversubscribed", "2 repeats"]
 
 
 def test_too_few_repeats_are_marked() -> None:
-    made = measured(Source(lambda job, _: 1.0), results(repeats=2))
-    assert all(row.marks == ["2 repeats"] for row in rows(made))
+    benchmark = measured(Source(lambda job, _: 1.0), results(repeats=2))
+    assert all(row.marks == ["2 repeats"] for row in rows(benchmark))
 
 
 @pytest.mark.parametrize(
@@ -286,9 +286,9 @@ def test_strategies_that_differ_by_less_than_the_noise_are_marked() -> None:
     def time(job: Job, repeat: int) -> float:
         return 10 * ([0.95, 1.01, 1.05][repeat] if job.strategy == "ddp" and job.np == 2 else 1)
 
-    made = measured(Source(time), results(strategies=["horovod", "ddp"]))
-    assert "as horovod within noise" in by_size(made, strategy="ddp")[2].marks
-    assert by_size(made, strategy="ddp")[4].marks == []
+    benchmark = measured(Source(time), results(strategies=["horovod", "ddp"]))
+    assert "as horovod within noise" in by_size(benchmark, strategy="ddp")[2].marks
+    assert by_size(benchmark, strategy="ddp")[4].marks == []
 
 
 # ---------------------------------------------------------------------------- the plan
@@ -308,36 +308,36 @@ def test_repeats_are_interleaved() -> None:
 
 
 def test_what_weak_and_strong_scaling_share_is_measured_once() -> None:
-    made = results(mode="both", modes=["weak", "strong"], sizes=[1, 2])
-    planned = scaling_plan.jobs(made["settings"], [])
+    benchmark = results(mode="both", modes=["weak", "strong"], sizes=[1, 2])
+    planned = scaling_plan.jobs(benchmark["settings"], [])
     assert planned == [Job("horovod", 1, 32), Job("horovod", 2, 32), Job("horovod", 2, 16)]
 
 
 def test_a_run_has_enough_steps_for_some_seconds() -> None:
-    made = results(steps=None)
-    scaling.try_out(made, Source(lambda job, _: 2.0))
-    assert made["trial"]["steps"] == 500 * scaling.SECONDS
-    scaling.try_out(made, Source(lambda job, _: 1e6))
-    assert made["trial"]["steps"] == scaling.MIN_STEPS
+    benchmark = results(steps=None)
+    scaling.try_out(benchmark, Source(lambda job, _: 2.0))
+    assert benchmark["trial"]["steps"] == 500 * scaling.SECONDS
+    scaling.try_out(benchmark, Source(lambda job, _: 1e6))
+    assert benchmark["trial"]["steps"] == scaling.MIN_STEPS
 
 
 def test_steps_are_batches_also_where_they_are_accumulated() -> None:
-    made = results(steps=100)
-    made["config"]["trainer"] = {"accumulate_grad_batches": 4}
+    benchmark = results(steps=100)
+    benchmark["config"]["trainer"] = {"accumulate_grad_batches": 4}
     source = Source(lambda job, _: 10.0)
-    measured(source, made)
+    measured(source, benchmark)
     assert {length[2] for _, length in source.asked[1:]} == {"callbacks.anatomy.batches=110"}
     assert source.asked[0][1][2] == "callbacks.anatomy.batches=30"
 
 
 def test_whole_epochs_leave_the_first_one_out() -> None:
-    made = results(epochs=2, batch_size=8)
-    made["trial"] = {"train_samples": 100}
-    made["config"]["trainer"] = {"limit_train_batches": 1.0}
+    benchmark = results(epochs=2, batch_size=8)
+    benchmark["trial"] = {"train_samples": 100}
+    benchmark["config"]["trainer"] = {"limit_train_batches": 1.0}
     wanted = ["trainer.max_epochs=3", "trainer.max_steps=-1", "callbacks.anatomy.warmup=5"]
-    assert scaling_plan.length(made, 3, 8) == wanted
-    made["config"]["trainer"] = {"limit_train_batches": 4}
-    assert scaling_plan.length(made, 3, 8)[-1] == "callbacks.anatomy.warmup=4"
+    assert scaling_plan.length(benchmark, 3, 8) == wanted
+    benchmark["config"]["trainer"] = {"limit_train_batches": 4}
+    assert scaling_plan.length(benchmark, 3, 8)[-1] == "callbacks.anatomy.warmup=4"
 
 
 def test_sizes_by_default() -> None:
@@ -378,10 +378,10 @@ data: {batch_size: "${oc.decode:'32'}", data_dir: "${data_dir}"}
 trainer: {limit_train_batches: "${size}", accumulate_grad_batches: 1}
 """
     monkeypatch.setattr(scaling_plan, "_output", lambda command: written)
-    found = scaling_plan.configuration([], ["horovod"])
-    assert found["data"] == {"batch_size": 32, "data_dir": "${data_dir}"}
-    assert found["trainer"] == {"limit_train_batches": 8, "accumulate_grad_batches": 1}
-    assert found["task"] == "x_${now:%H%M%S}"
+    config = scaling_plan.configuration([], ["horovod"])
+    assert config["data"] == {"batch_size": 32, "data_dir": "${data_dir}"}
+    assert config["trainer"] == {"limit_train_batches": 8, "accumulate_grad_batches": 1}
+    assert config["task"] == "x_${now:%H%M%S}"
     written = "data: {batch_size: '${nothing}'}"
     with pytest.raises(Refusal, match="data.batch_size: Interpolation key 'nothing' not found"):
         scaling_plan.configuration([], ["horovod"])
@@ -422,8 +422,8 @@ def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
         assert hardware.gpus() == []
     else:
         config["trainer"]["accelerator"] = "cpu"
-    found, _ = scaling_plan.plan(scaling.parse(["--np", "2"]))
-    assert found["hosts"]["localhost"]["gpus"] == []
+    benchmark, _ = scaling_plan.plan(scaling.parse(["--np", "2"]))
+    assert benchmark["hosts"]["localhost"]["gpus"] == []
 
 
 # ---------------------------------------------------------------------------- the file
@@ -441,44 +441,47 @@ def test_what_was_measured_is_kept_and_not_measured_again(
             raise KeyboardInterrupt
         return source(job, length)
 
-    file, made = scaling.open_file(results(), tmp_path)
+    file, benchmark = scaling.open_file(results(), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        scaling.run(made, interrupted, lambda: hardware.write_json(made, file))
+        scaling.run(benchmark, interrupted, lambda: hardware.write_json(benchmark, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
-    assert "runs that are kept in" in (said := scaling._kept(made, file)) and ": 3; the" in said
+    assert (
+        "runs that are kept in" in (message := scaling._kept(benchmark, file))
+        and ": 3; the" in message
+    )
 
     named, _ = scaling.open_file(results(network="10 Gbit/s"), tmp_path)
     assert named.name == "scaling_toy_test-cpu-4-cores-10-gbit-s_2026-01-02.json"
     other, _ = scaling.open_file(results(repeats=5), tmp_path)
     assert other.name == file.stem + "_2.json"
-    again, found = scaling.open_file(results() | {"date": "2026-01-03T00:00:00"}, tmp_path)
-    assert again == file and len(found["runs"]) == 3
+    again, resumed = scaling.open_file(results() | {"date": "2026-01-03T00:00:00"}, tmp_path)
+    assert again == file and len(resumed["runs"]) == 3
     assert "measured again: 1 run of the repeat that was interrupted" in capsys.readouterr().err
     rest = Source(lambda job, _: float(job.np))
-    scaling.run(found, rest, lambda: hardware.write_json(found, file))
+    scaling.run(resumed, rest, lambda: hardware.write_json(resumed, file))
     assert [job.np for job, _ in rest.asked] == [2, 4, 1, 4, 1, 2]
     done = {(each["np"], each["repeat"]) for each in json.loads(file.read_text())["runs"]}
     assert len(done) == 9
     # All is there, but its report: the same command writes that.
-    again, found = scaling.open_file(results(), tmp_path)
-    assert again == file and len(found["runs"]) == 9
-    hardware.write_json(found | {"finished": True}, file)
+    again, resumed = scaling.open_file(results(), tmp_path)
+    assert again == file and len(resumed["runs"]) == 9
+    hardware.write_json(resumed | {"finished": True}, file)
     assert scaling.open_file(results(), tmp_path)[0] == other, "finished files are not overwritten"
 
 
 def test_an_interrupt_in_the_report_loses_no_measurement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = results()
+    benchmark = results()
     monkeypatch.setattr(sys, "argv", ["scaling", "--out", str(tmp_path)])
     launcher = SimpleNamespace(run=Source(lambda job, _: float(job.np)))
-    monkeypatch.setattr(scaling, "plan", lambda _: (json.loads(json.dumps(made)), launcher))
+    monkeypatch.setattr(scaling, "plan", lambda _: (json.loads(json.dumps(benchmark)), launcher))
     monkeypatch.setattr(scaling_plot, "draw", SimpleNamespace)  # fails: no such arguments
     with pytest.raises(TypeError):
         scaling.main()
     (file,) = tmp_path.glob("*.json")
-    found = json.loads(file.read_text())
-    assert len(found["runs"]) == 9 and not found["finished"]
+    kept = json.loads(file.read_text())
+    assert len(kept["runs"]) == 9 and not kept["finished"]
     monkeypatch.setattr(scaling_plot, "draw", lambda *_: None)
     count = len(launcher.run.asked)
     assert scaling.main() == 0 and len(launcher.run.asked) == count
@@ -499,8 +502,8 @@ def test_an_interrupt_in_the_report_loses_no_measurement(
 def test_other_code_or_hardware_does_not_continue_a_file(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
-    file, made = scaling.open_file(results(), tmp_path)
-    hardware.write_json(made, file)
+    file, benchmark = scaling.open_file(results(), tmp_path)
+    hardware.write_json(benchmark, file)
     assert scaling.open_file(results(), tmp_path)[0] == file
     other, _ = scaling.open_file(results() | changed, tmp_path)
     assert other.name == f"{file.stem}_2.json"
@@ -511,11 +514,11 @@ def test_other_code_or_hardware_does_not_continue_a_file(
 
 def both(tmp_path: Path) -> tuple[Results, Path]:
     times = {1: 10.0, 2: 11.0, 4: 14.0}
-    made = results(mode="both", modes=["weak", "strong"], strategies=["horovod", "ddp"])
-    made["oversubscribed"] = [4]
+    benchmark = results(mode="both", modes=["weak", "strong"], strategies=["horovod", "ddp"])
+    benchmark["oversubscribed"] = [4]
     source = Source(lambda job, repeat: times[job.np] * (1 + 0.01 * repeat), samples=1024)
-    file, made = scaling.open_file(measured(source, made), tmp_path)
-    made["predicted"] = [
+    file, benchmark = scaling.open_file(measured(source, benchmark), tmp_path)
+    benchmark["predicted"] = [
         {
             "mode": "weak",
             "strategy": "horovod",
@@ -526,14 +529,14 @@ def both(tmp_path: Path) -> tuple[Results, Path]:
         }
         for np in (1, 2, 4)
     ]
-    made["finished"] = True
-    hardware.write_json(made, file)
-    return made, file
+    benchmark["finished"] = True
+    hardware.write_json(benchmark, file)
+    return benchmark, file
 
 
 def test_tables_and_plots_are_written(tmp_path: Path) -> None:
-    made, file = both(tmp_path)
-    assert "scaling_toy_test-cpu-4-cores_2026-01-02" in scaling_report.write(made, file)
+    benchmark, file = both(tmp_path)
+    assert "scaling_toy_test-cpu-4-cores_2026-01-02" in scaling_report.write(benchmark, file)
     text = file.with_suffix(".md").read_text()
     assert (
         "| weak | horovod | 2 | 32 | 11.11 (11.00 to 11.22) | 11.00 (10.00 to 12.00) "
@@ -547,7 +550,7 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
     assert table[2]["speedup_median"] == "" and float(table[2]["over_alone_median"]) == 1
     assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
     drawn = file.with_suffix(".svg").read_text()
-    scaling_report.write(made, file)
+    scaling_report.write(benchmark, file)
     assert file.with_suffix(".svg").read_text() == drawn
 
 
@@ -555,8 +558,10 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
 def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Any] = []
     monkeypatch.setattr(scaling_plot, "save", lambda figure, name: drawn.append(figure))
-    made = measured(Source(lambda job, _: 10.0), results(sizes=sizes, repeats=1))
-    scaling_plot.draw(made, "Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz, 56 cores " * 2, Path())
+    benchmark = measured(Source(lambda job, _: 10.0), results(sizes=sizes, repeats=1))
+    scaling_plot.draw(
+        benchmark, "Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz, 56 cores " * 2, Path()
+    )
     (figure,) = drawn
     figure.draw_without_rendering()
     title = figure._suptitle.get_window_extent()
@@ -570,8 +575,8 @@ def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.Mon
 
 
 def test_slow_jobs_have_as_many_digits_as_fast_ones() -> None:
-    made = measured(Source(lambda job, _: 12345.6 * job.np), results(batch_size=4, sizes=[2]))
-    (row,) = rows(made)
+    benchmark = measured(Source(lambda job, _: 12345.6 * job.np), results(batch_size=4, sizes=[2]))
+    (row,) = rows(benchmark)
     row.predicted_ms = [24691.2] * 3
     shown = {name: show(row) for name, show in scaling_report.COLUMNS.items()}
     assert shown["ms a step"] == shown["predicted"] == "24,691"
@@ -584,21 +589,21 @@ def all_reduce(folder: Path, name: str, date: str = "2026-01-01", **changed: Any
     for size in (2**12, 2**20, 2**24):
         seconds = 1e-3 + size / 1e8
         sizes.append({"bytes": size} | dict.fromkeys(CASES, seconds))
-    found = {
+    content = {
         "sizes": sizes, "hosts": [{"name": "localhost", "slots": 4}], "ranks": ["a", "a"],
         "operations": "Gloo", "date": date, "cpu": MACHINE["cpu"], "cores": MACHINE["cores"],
     }  # fmt: skip
     file = folder / f"allreduce_{name}.json"
-    hardware.write_json(found | changed, file)
+    hardware.write_json(content | changed, file)
     return file
 
 
 def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path: Path) -> None:
     """A step of 10 ms that ends with an all-reduce of 1 MB: 10 and 15 ms on 2 and 4 ranks for its
     bytes; 1 and 2 ms for latencies, of which half of the 1 ms are taken for one."""
-    made = measured(Source(lambda job, _: 10.0), results(sizes=[1, 2, 4, 8]))
-    made["oversubscribed"] = [8]
-    for each in made["runs"]:
+    benchmark = measured(Source(lambda job, _: 10.0), results(sizes=[1, 2, 4, 8]))
+    benchmark["oversubscribed"] = [8]
+    for each in benchmark["runs"]:
         each["phases_ms"] = {"forward": 4.0, "backward": 4.0, "data": 0.0, "all_reduce": 0.0}
         each["phases_ms"] |= {"optimizer": 1.0, "rest": 1.0, "straggler": 0.0}
         sent = 2 * (each["np"] - 1) / each["np"] * 1e6
@@ -611,54 +616,54 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
         all_reduce(tmp_path, "others", "2026-02-01", hosts=[{"name": "b", "slots": 2}]),
         all_reduce(tmp_path, "mpi", "2026-02-01", operations="MPI"),
     ]
-    found, sources = predicted(made, [*wrong, right])
+    curve, sources = predicted(benchmark, [*wrong, right])
     assert sources == [right.name]
-    assert [each["np"] for each in found] == [1, 2, 4]
-    assert [each["step_ms"] for each in found] == pytest.approx([10, 21, 27])
-    assert found[2]["low_ms"] < 27 < found[2]["high_ms"]
-    assert by_size(made | {"predicted": found})[4].predicted_ms[0] == pytest.approx(27)
-    assert predicted(made, wrong[1:]) == ([], [])
-    host = made["hosts"]["localhost"]
-    for node, known in (("a", True), ("b", False)):  # another host that is a localhost to itself
-        of_node = made | {"hosts": {"localhost": host | {"node": node}}}
-        assert bool(predicted(of_node, [right])[0]) == known
-    here = made["settings"]
-    named = made | {"settings": here | {"network": "10gbit"}}
+    assert [each["np"] for each in curve] == [1, 2, 4]
+    assert [each["step_ms"] for each in curve] == pytest.approx([10, 21, 27])
+    assert curve[2]["low_ms"] < 27 < curve[2]["high_ms"]
+    assert by_size(benchmark | {"predicted": curve})[4].predicted_ms[0] == pytest.approx(27)
+    assert predicted(benchmark, wrong[1:]) == ([], [])
+    host = benchmark["hosts"]["localhost"]
+    for node, expected in (("a", True), ("b", False)):  # another host that is a localhost to itself
+        of_node = benchmark | {"hosts": {"localhost": host | {"node": node}}}
+        assert bool(predicted(of_node, [right])[0]) == expected
+    settings = benchmark["settings"]
+    named = benchmark | {"settings": settings | {"network": "10gbit"}}
     slow = all_reduce(tmp_path, "slow", network="100mbit")
-    assert not predicted(named, [slow])[0] and predicted(made, [slow])[0]
+    assert not predicted(named, [slow])[0] and predicted(benchmark, [slow])[0]
     for unnamed in ("loopback", "network", "10gbit"):
         assert predicted(named, [all_reduce(tmp_path, "same", network=unnamed)])[0]
-    assert lacks_all_reduces(made, wrong[1:]) and not lacks_all_reduces(made, [right])
-    made["config"]["trainer"] = {"accumulate_grad_batches": 2}  # no all-reduce would help
-    assert not lacks_all_reduces(made, [])
-    del made["config"]["trainer"]
+    assert lacks_all_reduces(benchmark, wrong[1:]) and not lacks_all_reduces(benchmark, [right])
+    benchmark["config"]["trainer"] = {"accumulate_grad_batches": 2}  # no all-reduce would help
+    assert not lacks_all_reduces(benchmark, [])
+    del benchmark["config"]["trainer"]
     for other in (
         {"sizes": [1]},
         {"sizes": [1, 8]},
         {"modes": ["strong"]},
         {"strategies": ["ddp"]},
     ):
-        assert not lacks_all_reduces(made | {"settings": here | other}, [])
+        assert not lacks_all_reduces(benchmark | {"settings": settings | other}, [])
     two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
-    apart = made | {"settings": made["settings"] | {"hosts": two_hosts}}
+    apart = benchmark | {"settings": benchmark["settings"] | {"hosts": two_hosts}}
     assert not predicted(apart, [right])[0]  # nothing was measured between them
-    strong = made | {"settings": made["settings"] | {"modes": ["strong"]}}
+    strong = benchmark | {"settings": benchmark["settings"] | {"modes": ["strong"]}}
     assert not predicted(strong, [right])[0]
 
 
 def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path: Path) -> None:
-    made = measured(
+    benchmark = measured(
         Source(lambda job, repeat: [10.0, 30.0][repeat]), results(sizes=[1, 2], repeats=2)
     )
-    for each in made["runs"]:
+    for each in benchmark["runs"]:
         each["phases_ms"] = dict.fromkeys([*PHASES, "straggler"], 0.0) | {"forward": 4.0}
         sent = {"payload_bytes": 1e6, "bytes": 1e6, "calls": 1.0}
         each["wire"] = sent if each["np"] > 1 else None
-    found, _ = predicted(made, [all_reduce(tmp_path, "right")])
-    assert found[0]["step_ms"] == pytest.approx(statistics.median(by_size(made)[1].step_ms))
+    curve, _ = predicted(benchmark, [all_reduce(tmp_path, "right")])
+    assert curve[0]["step_ms"] == pytest.approx(statistics.median(by_size(benchmark)[1].step_ms))
     # The range has the repeats of the smallest size in it.
-    assert found[1]["low_ms"] < found[1]["step_ms"] / 1.9 < 1.4 * found[1]["step_ms"]
-    assert found[1]["high_ms"] > 1.4 * found[1]["step_ms"]
+    assert curve[1]["low_ms"] < curve[1]["step_ms"] / 1.9 < 1.4 * curve[1]["step_ms"]
+    assert curve[1]["high_ms"] > 1.4 * curve[1]["step_ms"]
 
 
 def test_the_published_efficiency_is_that_of_the_published_times() -> None:
@@ -668,19 +673,19 @@ def test_the_published_efficiency_is_that_of_the_published_times() -> None:
 def test_the_readme_has_the_newest_result() -> None:
     """Of those that git has: whoever measures something need not put it there."""
     listed = ["git", "ls-files", "benchmarks/results/scaling_*.json"]
-    known = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     readme = (ROOT / "README.md").read_text()
-    newest = scaling_report.newest(ROOT / name for name in known.split())
+    newest = scaling_report.newest(ROOT / name for name in tracked.split())
     block = scaling_report.readme_block(newest)
     assert scaling_report.with_block(readme, block) == readme, "make bench-readme writes it"
 
 
 def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
     assert scaling_report.newest([]) is None
-    made, file = both(tmp_path)
-    unfinished = {**made, "finished": False, "date": "2027-01-01T00:00:00"}
+    benchmark, file = both(tmp_path)
+    unfinished = {**benchmark, "finished": False, "date": "2027-01-01T00:00:00"}
     (tmp_path / "scaling_later.json").write_text(json.dumps(unfinished))
-    for name, text in (("half", json.dumps(made)[:-300]), ("list", "[]"), ("empty", "")):
+    for name, text in (("half", json.dumps(benchmark)[:-300]), ("list", "[]"), ("empty", "")):
         (tmp_path / f"scaling_{name}.json").write_text(text)
     older = {"finished": True, "date": "2027-01-02T00:00:00"}  # of another form
     (tmp_path / "scaling_older.json").write_text(json.dumps(older))
@@ -695,7 +700,7 @@ def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
     older = results() | {"finished": True}
     del older["settings"]
     (tmp_path / "older.json").write_text(json.dumps(older))
-    for report, name, told in (
+    for report, name, message in (
         ("scaling", "none.json", "not made by make bench"),
         ("scaling", "gone.json", "No such file"),
         ("scaling", "older.json", "lacks what make bench writes: KeyError('settings')"),
@@ -703,15 +708,15 @@ def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
         ("losses", "older.json", "KeyError('jobs'); give a file of make bench-losses"),
     ):
         done = run([sys.executable, "-m", f"benchmarks.{report}_report", str(tmp_path / name)])
-        assert done.returncode == 1 and done.stdout.startswith("error: ") and told in done.stdout
+        assert done.returncode == 1 and done.stdout.startswith("error: ") and message in done.stdout
 
 
 # ---------------------------------------------------------------------------- bench-check
 
 
 def compared(tmp_path: Path, old: Results, new: Results) -> subprocess.CompletedProcess[str]:
-    for name, made in (("old", old), ("new", new)):
-        (tmp_path / name).write_text(json.dumps(made))
+    for name, benchmark in (("old", old), ("new", new)):
+        (tmp_path / name).write_text(json.dumps(benchmark))
     paths = [str(tmp_path / "old"), str(tmp_path / "new")]
     make = ["make", "-s", "bench-check", f"OLD={paths[0]}", f"NEW={paths[1]}"]
     return run([*make, *HERE])
@@ -737,14 +742,14 @@ def test_a_regression_beyond_the_noise_fails_and_is_named(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("factor, spread", [(1.10, 0.06), (1.02, 0.0), (0.8, 0.01)])
 def test_what_the_noise_or_the_floor_hides_is_no_regression(factor: float, spread: float) -> None:
-    told, regressed = check.compare(noisy(1.0, spread), noisy(factor, spread))
-    assert len(told) == 3 and regressed == []
+    lines, regressed = check.compare(noisy(1.0, spread), noisy(factor, spread))
+    assert len(lines) == 3 and regressed == []
 
 
 def test_what_is_beyond_the_floor_is_told_whichever_way_it_is() -> None:
     assert check.compare(noisy(1.0, 0.0), noisy(1.04, 0.0))[1]
-    told, regressed = check.compare(noisy(1.10), noisy())
-    assert told[2].endswith("faster") and regressed == []
+    lines, regressed = check.compare(noisy(1.10), noisy())
+    assert lines[2].endswith("faster") and regressed == []
 
 
 def test_marks_of_both_files_are_told() -> None:
@@ -753,10 +758,10 @@ def test_marks_of_both_files_are_told() -> None:
     old["runs"][0]["hosts"]["localhost"]["stolen"] = 0.5
     old["runs"][-1]["hosts"]["localhost"]["stolen"] = 0.4
     new["runs"][-1]["hosts"]["localhost"]["busy"] = 0.3
-    told, _ = check.compare(old, new)
-    assert told[0].endswith("as before  (OLD: stolen 50%)")
-    assert told[1].endswith("as before  (OLD: stolen 40%; NEW: other load 30%)")
-    assert told[2].endswith("slower")
+    lines, _ = check.compare(old, new)
+    assert lines[0].endswith("as before  (OLD: stolen 50%)")
+    assert lines[1].endswith("as before  (OLD: stolen 40%; NEW: other load 30%)")
+    assert lines[2].endswith("slower")
 
 
 @pytest.mark.parametrize("hung", ["OLD", "NEW"])
@@ -786,13 +791,13 @@ def test_more_repeats_see_more_and_cry_wolf_no_more_often(repeats: int, caught: 
     draw = random.Random(3)
 
     def share(factor: float, tries: int = 300) -> float:
-        found = 0
+        count = 0
         for _ in range(tries):
             old, new = ([draw.lognormvariate(0, 0.07) for _ in range(repeats)] for _ in range(2))
             slower = [factor * value for value in new]
             before, after = (Row("weak", "horovod", 2, 1, x, [], []) for x in (old, slower))
-            found += check._verdict("", before, after)[1]
-        return found / tries
+            count += check._verdict("", before, after)[1]
+        return count / tries
 
     assert share(1.2) >= caught and share(1.0) <= 0.07
 
@@ -861,11 +866,11 @@ def test_what_is_no_result_is_told(tmp_path: Path, text: str | None, words: str)
 @pytest.mark.parametrize(
     "change",
     [
-        lambda made: made["runs"][0].update(hosts={}),
-        lambda made: made["runs"][0].update(step_ms=0.0),
-        lambda made: made.update(runs=[]),
-        lambda made: made.pop("trial"),
-        lambda made: made["runs"][0].pop("hosts"),
+        lambda benchmark: benchmark["runs"][0].update(hosts={}),
+        lambda benchmark: benchmark["runs"][0].update(step_ms=0.0),
+        lambda benchmark: benchmark.update(runs=[]),
+        lambda benchmark: benchmark.pop("trial"),
+        lambda benchmark: benchmark["runs"][0].pop("hosts"),
     ],
     ids=["hosts of a run: {}", "step_ms 0", "no rows", "no trial", "a run without hosts"],
 )
@@ -874,9 +879,9 @@ def test_files_that_lack_something_have_not_regressed(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """Status 1 is that of a regression."""
-    made = noisy()
-    change(made)
-    (tmp_path / "a.json").write_text(json.dumps(made))
+    benchmark = noisy()
+    change(benchmark)
+    (tmp_path / "a.json").write_text(json.dumps(benchmark))
     monkeypatch.setattr(sys, "argv", ["check", *[str(tmp_path / "a.json")] * 2])
     capsys.readouterr()
     assert check.main() == 2
@@ -955,15 +960,15 @@ train([*ranks, "sleep", "{seconds}"], "sleep", Path("{tmp_path / "log"}"), threa
     deadline = time.monotonic() + 60
 
     def ranks() -> int:
-        found = subprocess.run(["pgrep", "-fx", f"sleep {seconds}"], capture_output=True)
-        return len(found.stdout.split())
+        done = subprocess.run(["pgrep", "-fx", f"sleep {seconds}"], capture_output=True)
+        return len(done.stdout.split())
 
     while ranks() < 2:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     process.send_signal(signal.SIGHUP)
-    _, said = process.communicate(timeout=60)
-    assert said.endswith(b"KeyboardInterrupt\n")
+    _, stderr = process.communicate(timeout=60)
+    assert stderr.endswith(b"KeyboardInterrupt\n")
     assert ranks() == 0
 
 

@@ -27,9 +27,9 @@ TRAIN, VAL = [9, 5, 3, 7, 6, 4, 8, 2], [3, 10]  # samples: 44 and 13
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("data") / "shards"
-    write_shards(made, train=TRAIN, val=VAL)
-    return made
+    path = tmp_path_factory.mktemp("data") / "shards"
+    write_shards(path, train=TRAIN, val=VAL)
+    return path
 
 
 def batches(share: Share, workers: int, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
@@ -42,10 +42,10 @@ def batches(share: Share, workers: int, monkeypatch: pytest.MonkeyPatch) -> list
     parts = []
     for place in range(workers):
         monkeypatch.setattr(tars, "get_worker_info", lambda place=place: Info(place))
-        found = [labels for _, labels in share]
+        chunks = [labels for _, labels in share]
         if share.buffer:
-            found = [found[start : start + 3] for start in range(0, len(found), 3)]
-        parts.append([[int(label) for label in batch] for batch in found])
+            chunks = [chunks[start : start + 3] for start in range(0, len(chunks), 3)]
+        parts.append([[int(label) for label in batch] for batch in chunks])
     turns = range(max(map(len, parts)))
     return [part[turn] for turn in turns for part in parts if turn < len(part)]
 
@@ -59,20 +59,20 @@ class TestShare:
         assert list(shards.values()) == TRAIN
         orders = []
         for epoch in (0, 1):
-            seen: list[int] = []
+            labels: list[int] = []
             for rank in range(ranks):
                 share = Share(shards, 3, ranks, rank, view(8), buffer=5, seed=1)
                 share.epoch = epoch
-                found = batches(share, workers, monkeypatch)
-                assert [len(batch) for batch in found] == [3] * (44 // (3 * ranks))
-                assert found == batches(share, workers, monkeypatch)
-                seen += chain(*found)
+                drawn = batches(share, workers, monkeypatch)
+                assert [len(batch) for batch in drawn] == [3] * (44 // (3 * ranks))
+                assert drawn == batches(share, workers, monkeypatch)
+                labels += chain(*drawn)
                 for trained in (1, 2, share.steps, share.steps + 3):  # a resumed epoch has the rest
                     share.trained = trained
                     rest = batches(share, workers, monkeypatch)
-                    assert rest == found[trained:]
-            assert len(set(seen)) == len(seen) == 44 - 44 % (3 * ranks) == share.samples
-            orders.append(seen)
+                    assert rest == drawn[trained:]
+            assert len(set(labels)) == len(labels) == 44 - 44 % (3 * ranks) == share.samples
+            orders.append(labels)
         assert orders[0] != orders[1] and orders[0] != sorted(orders[0])
 
     def test_evaluation_has_each_sample_once(
@@ -80,11 +80,11 @@ class TestShare:
     ) -> None:
         shards = count_samples("val", f"{folder}/val-*.tar")
         for batch_size in (1, 2, 4, 50):
-            of = [Share(shards, batch_size, ranks, rank, view(8)) for rank in range(ranks)]
-            found = [batches(share, workers, monkeypatch) for share in of]
-            assert len({len(rank) for rank in found}) == 1
-            assert sorted(chain(*chain(*found))) == list(range(13))
-            sizes = [len(batch) for rank in found for batch in rank]
+            shares = [Share(shards, batch_size, ranks, rank, view(8)) for rank in range(ranks)]
+            drawn = [batches(share, workers, monkeypatch) for share in shares]
+            assert len({len(rank) for rank in drawn}) == 1
+            assert sorted(chain(*chain(*drawn))) == list(range(13))
+            sizes = [len(batch) for rank in drawn for batch in rank]
             assert min(sizes) > 0 and max(sizes) <= max(2, batch_size)
 
 
@@ -116,9 +116,9 @@ def test_a_broken_sample_is_named(changed: str, held: bytes | None, folder: Path
     share = Share(count_samples("val", f"{folder}/val-*.tar"), 1, 1, 0, view(8))
     sample = next(share._read(4, 5))
     sample[changed] = sample[changed][:-40] if held is None else held
-    with pytest.raises(RuntimeError, match=r"val-1.tar: pictures/0004 cannot be read: ") as told:
+    with pytest.raises(RuntimeError, match=r"val-1.tar: pictures/0004 cannot be read: ") as error:
         share._decode(sample)
-    assert told.value.__cause__ is not None
+    assert error.value.__cause__ is not None
 
 
 class Seen(LightningModule):
@@ -164,11 +164,11 @@ def shards(folder: Path, batch_size: int) -> Shards:
 @pytest.fixture(scope="module")
 def checkpoints(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of each of 14 steps of 3 samples, and of the end of each epoch."""
-    made = tmp_path_factory.mktemp("checkpoints")
-    steps = ModelCheckpoint(made, filename="{step}", save_top_k=-1, every_n_train_steps=1)
-    ends = ModelCheckpoint(made, filename="end{epoch}", save_top_k=-1, every_n_epochs=1)
-    fit(made, shards(folder, 3), callbacks=[steps, ends])
-    return made
+    path = tmp_path_factory.mktemp("checkpoints")
+    steps = ModelCheckpoint(path, filename="{step}", save_top_k=-1, every_n_train_steps=1)
+    ends = ModelCheckpoint(path, filename="end{epoch}", save_top_k=-1, every_n_epochs=1)
+    fit(path, shards(folder, 3), callbacks=[steps, ends])
+    return path
 
 
 class TestGoingOn:
@@ -203,9 +203,9 @@ class TestGoingOn:
         write_shards(tmp_path / "more", train=[*TRAIN, 6], val=VAL)
         with pytest.warns(UserWarning, match="of 8 with 44 samples, these are 9 with 50"):
             fit(checkpoints, shards(tmp_path / "more", 3), "endepoch=0.ckpt")
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             fit(checkpoints, shards(folder, 3), "endepoch=0.ckpt")
-        assert not any("other shards" in str(warning.message) for warning in told)
+        assert not any("other shards" in str(warning.message) for warning in caught)
 
 
 class TestIndex:
@@ -238,8 +238,8 @@ class TestIndex:
         write_shards(tmp_path / "a", train=[4, 2])
         monkeypatch.setattr(Path, "rename", fail)
         with pytest.warns(UserWarning, match=r"index.json cannot be written there \(No space left"):
-            found = count_samples("train", f"{tmp_path}/a/train-*.tar")
-        assert list(found.values()) == [4, 2]
+            counts = count_samples("train", f"{tmp_path}/a/train-*.tar")
+        assert list(counts.values()) == [4, 2]
         assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [
             "train-0.tar", "train-1.tar",
         ]  # fmt: skip
@@ -307,22 +307,22 @@ def train_on_shards(folder: str) -> dict[str, Any]:
     whole, trainer = Seen(), run(callbacks=steps)
     trainer.fit(whole, data())
     trainer.test(whole, data(), verbose=False)
-    found: dict[str, Any] = {"whole": whole.trained, "tested": whole.tested}
+    results: dict[str, Any] = {"whole": whole.trained, "tested": whole.tested}
     for name in ("step=3", "endepoch=0"):
         model = Seen()
         run(enable_checkpointing=False).fit(model, data(), ckpt_path=f"{folder}/{name}.ckpt")
-        found[name] = model.trained
+        results[name] = model.trained
     other = Seen()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         run(enable_checkpointing=False).fit(other, data(1), ckpt_path=f"{folder}/step=3.ckpt")
-    found["other"] = other.trained
-    found["told"] = [str(warning.message) for warning in told]
+    results["other"] = other.trained
+    results["told"] = [str(warning.message) for warning in caught]
     for batch_size in (1, 6):
         model = Seen()
         again = data(batch_size=batch_size)
         run(enable_checkpointing=False).fit(model, again, ckpt_path=f"{folder}/step=3.ckpt")
-        found[batch_size] = [epoch for epoch, _ in model.trained]
-    return found
+        results[batch_size] = [epoch for epoch, _ in model.trained]
+    return results
 
 
 def test_two_ranks_share_an_epoch_and_go_on_in_it(
@@ -334,8 +334,8 @@ def test_two_ranks_share_an_epoch_and_go_on_in_it(
     for epoch in (0, 1):
         shares = [[b for e, b in rank["whole"] if e == epoch] for rank in (first, second)]
         assert [len(batch) for rank in shares for batch in rank] == [3] * 14
-        seen = list(chain(*shares[0], *shares[1]))
-        assert len(set(seen)) == len(seen) == 42
+        labels = list(chain(*shares[0], *shares[1]))
+        assert len(set(labels)) == len(labels) == 42
     assert sorted(first["tested"] + second["tested"]) == list(range(13))
     for rank in (first, second):
         assert rank["whole"][:7] != rank["whole"][7:]

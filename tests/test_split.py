@@ -52,9 +52,9 @@ def test_ranks_do_not_share_a_pair_of_gpus() -> None:
 def test_memory_is_that_of_the_fuller_half() -> None:
     network = Split(width=16, depth=3)
     sizes = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
-    found = split.memory({"_target_": "models.split.Split", "width": 16, "depth": 3})
-    assert found[False] == pytest.approx(16 * sum(sizes) / 2**20)
-    assert found[True] == pytest.approx(16 * max(sizes) / 2**20)
+    memory = split.memory({"_target_": "models.split.Split", "width": 16, "depth": 3})
+    assert memory[False] == pytest.approx(16 * sum(sizes) / 2**20)
+    assert memory[True] == pytest.approx(16 * max(sizes) / 2**20)
 
 
 def test_ways_say_how_the_network_is_placed() -> None:
@@ -85,11 +85,13 @@ def test_a_single_gpu_is_not_what_was_measured() -> None:
 
 @pytest.mark.slow
 def test_all_ways_are_measured(tmp_path: Path) -> None:
-    few = ["--batch", "8", "--steps", "3", "--repeats", "1", "--out", str(tmp_path)]
-    done = run([sys.executable, "-m", "benchmarks.split", *few, "--", "model.width=8"], timeout=250)
+    options = ["--batch", "8", "--steps", "3", "--repeats", "1", "--out", str(tmp_path)]
+    done = run(
+        [sys.executable, "-m", "benchmarks.split", *options, "--", "model.width=8"], timeout=250
+    )
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("split_*.json")
     runs = json.loads(file.read_text())["runs"]
-    assert [found["way"] for found in runs] == [way.name for way in split.WAYS]
-    assert all(found["step_ms"] > 0 for found in runs)
+    assert [row["way"] for row in runs] == [way.name for way in split.WAYS]
+    assert all(row["step_ms"] > 0 for row in runs)
     assert file.with_suffix(".md").read_text().count("\n| ") == len(split.WAYS) + 2

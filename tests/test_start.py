@@ -52,10 +52,10 @@ def test_known_times_give_known_figures_and_an_interrupted_run_goes_on(
 
 @pytest.mark.slow
 def test_all_starts_are_measured(tmp_path: Path) -> None:
-    few = ["--np", "2", "--repeats", "1", "--out", str(tmp_path)]
-    done = run([sys.executable, "-m", "benchmarks.start", *few], timeout=250)
+    options = ["--np", "2", "--repeats", "1", "--out", str(tmp_path)]
+    done = run([sys.executable, "-m", "benchmarks.start", *options], timeout=250)
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("start_*.json")
     runs = json.loads(file.read_text())["runs"]
-    assert [found["way"] for found in runs] == list(start.WAYS)
-    assert all(found["processors_s"] > 0 and found["first_step_s"] > 0 for found in runs)
+    assert [row["way"] for row in runs] == list(start.WAYS)
+    assert all(row["processors_s"] > 0 and row["first_step_s"] > 0 for row in runs)

@@ -92,7 +92,7 @@ class MovesItself(Net):
 
 
 def train_apart() -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, model, options in (
         ("own", Codebook(), {}),
         ("alike", Codebook(), {"broadcast_buffers": True}),
@@ -100,13 +100,13 @@ def train_apart() -> dict[str, Any]:
         ("weight", MovesItself(), {}),
     ):
         validation = DataLoader(samples(16), batch_size=4)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             trainer(HorovodStrategy(**options)).fit(model, loader(), validation)
-        said = [str(warning.message) for warning in told]
-        found[f"{name} told"] = [text for text in said if "differs between ranks" in text]
+        messages = [str(warning.message) for warning in caught]
+        results[f"{name} told"] = [text for text in messages if "differs between ranks" in text]
         if isinstance(model, Codebook):
-            found[name] = torch.stack(model.begins)
-    return found
+            results[name] = torch.stack(model.begins)
+    return results
 
 
 def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
@@ -263,12 +263,12 @@ class TestDevices:
 
         monkeypatch.setattr(buckets, "advance", advance)
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        found = GradientBuckets(model, HorovodStrategy().world, adasum, 4, before=1, after=1)
-        monkeypatch.setattr(found, "_launch", lambda bucket: None)
-        found.start()
+        reducer = GradientBuckets(model, HorovodStrategy().world, adasum, 4, before=1, after=1)
+        monkeypatch.setattr(reducer, "_launch", lambda bucket: None)
+        reducer.start()
         with ThreadPoolExecutor(4) as pool:
-            list(pool.map(found._gradient_is_there, model.parameters()))
-        assert most == [1] and found._seen == set(model.parameters())
+            list(pool.map(reducer._gradient_is_there, model.parameters()))
+        assert most == [1] and reducer._seen == set(model.parameters())
 
     def test_a_bucket_starts_without_a_wait_for_what_the_gpu_has_to_do(
         self, monkeypatch: pytest.MonkeyPatch
@@ -291,11 +291,11 @@ class TestDevices:
             model = nn.Linear(2, 3, device="cuda")
             model.weight.grad = torch.ones_like(model.weight)
             world = HorovodStrategy().world
-            found = GradientBuckets(model, world, lambda *_: iter([0]), 4, before=1, after=1)
-            found.start(last_batch=True)
-            found._launch(found.buckets[0])
-        assert found.buckets[0].unused == [0]  # the bias
-        assert found.buckets[0].buffer.device.type == "cuda" and copies == []
+            reducer = GradientBuckets(model, world, lambda *_: iter([0]), 4, before=1, after=1)
+            reducer.start(last_batch=True)
+            reducer._launch(reducer.buckets[0])
+        assert reducer.buckets[0].unused == [0]  # the bias
+        assert reducer.buckets[0].buffer.device.type == "cuda" and copies == []
 
     def test_a_training_on_cpus_pins_no_memory(self, tmp_path: Path) -> None:
         """Which would make a context on the first GPU, in each rank."""
@@ -354,14 +354,14 @@ def on_a_gpu_of_rank_0() -> str:
     kind = "cpu" if RANK else "cuda"
     chosen.parallel_devices = [torch.device(kind, 0) if kind == "cuda" else torch.device(kind)]
     gpu = SimpleNamespace(uuid="GPU-a")
-    here = {"device_count": lambda: 2, "get_device_properties": lambda device: gpu}
+    fakes = {"device_count": lambda: 2, "get_device_properties": lambda device: gpu}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hvd, "nccl_built", lambda: True)
-        for name, function in here.items():
+        for name, function in fakes.items():
             patch.setattr(torch.cuda, name, function)
-        with pytest.raises(MisconfigurationException) as refused:
+        with pytest.raises(MisconfigurationException) as error:
             chosen.setup_environment()
-    return str(refused.value)
+    return str(error.value)
 
 
 def test_a_gpu_on_some_ranks_only_is_refused(launch: Callable) -> None:

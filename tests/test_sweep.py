@@ -262,8 +262,8 @@ class TestWhatIsKept:
         clock = iter([0, 10, 10, 40, 40, 60, 60, 70])  # trials of 10, 30, 20 and 10 seconds
         monkeypatch.setattr("runs.sweep.time.monotonic", lambda: next(clock))
         sweep(tmp_path).run(Fake())
-        told = [line for line in capsys.readouterr().out.splitlines() if "  done" in line]
-        assert [line.partition("about ")[2] for line in told] == [
+        lines = [line for line in capsys.readouterr().out.splitlines() if "  done" in line]
+        assert [line.partition("about ")[2] for line in lines] == [
             "0:00:30 left", "0:00:40 left", "0:00:20 left", ""
         ]  # fmt: skip
 
@@ -324,8 +324,8 @@ def test_a_trial_that_left_its_summary_elsewhere(tmp_path: Path) -> None:
 
 
 def test_a_folder_of_logs_may_be_that_of_home() -> None:
-    found = _sweeps_folder(["log_dir='~/logs'"])
-    assert found == Path.home() / "logs" / "classifier" / "sweeps"
+    folder = _sweeps_folder(["log_dir='~/logs'"])
+    assert folder == Path.home() / "logs" / "classifier" / "sweeps"
 
 
 @pytest.fixture
@@ -360,9 +360,9 @@ def test_ctrl_c_reaches_the_trial_once(tmp_path: Path) -> None:
 def test_a_sweep_that_is_killed_leaves_no_trial(tmp_path: Path) -> None:
     output = tmp_path / "output"
     trial = "import time; print('ready', flush=True); time.sleep(60)"
-    sweep = "import sys; from pathlib import Path; from runs.sweep import Launcher; "
-    sweep += "Launcher()([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))"
-    command = [sys.executable, "-c", sweep, trial, str(output)]
+    script = "import sys; from pathlib import Path; from runs.sweep import Launcher; "
+    script += "Launcher()([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))"
+    command = [sys.executable, "-c", script, trial, str(output)]
     with subprocess.Popen(command, cwd=ROOT) as process:
         while not (output.exists() and "ready" in output.read_text()):
             assert process.poll() is None

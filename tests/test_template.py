@@ -74,15 +74,15 @@ def best_epoch(logs: Path) -> int:
 
 def processes_of(logs: Path) -> list[str]:
     """Processes whose command line names this log folder."""
-    found = []
+    commands = []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             line = file.read_bytes().decode(errors="replace")
         except OSError:
             continue
         if str(logs) in line:
-            found.append(line)
-    return found
+            commands.append(line)
+    return commands
 
 
 @pytest.fixture(scope="module")
@@ -96,19 +96,19 @@ def default(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 class TestDefaultRun:
     def test_it_learns_and_stops_early(self, default: tuple[Path, str]) -> None:
-        found = summary(default[0])
-        assert found["world_size"] == 2 and sum(found["hosts"].values()) == 2
-        assert (found["strategy"], found["model"], found["data"]) == (
+        result = summary(default[0])
+        assert result["world_size"] == 2 and sum(result["hosts"].values()) == 2
+        assert (result["strategy"], result["model"], result["data"]) == (
             "horovod", "classifier", "digits",
         )  # fmt: skip
-        assert found["metrics"]["test/acc"] >= 0.97
-        assert 2 < found["epochs"] < 50 and found["global_batch_size"] == 64
-        assert found["steps"] == found["epochs"] * 20  # 1,257 samples in batches of 2 x 32
-        rate = found["epochs"] * 1258 / found["train_seconds"]  # 629 on each rank
-        assert found["samples_per_second"] == pytest.approx(rate, rel=0.01)
-        assert found["versions"]["horovod"].startswith("0.28.1")
-        assert 10 < found["anatomy"]["steps"] <= found["steps"] - 10  # the first ones warm up
-        assert [rank["rank"] for rank in found["anatomy"]["ranks"]] == [0, 1]
+        assert result["metrics"]["test/acc"] >= 0.97
+        assert 2 < result["epochs"] < 50 and result["global_batch_size"] == 64
+        assert result["steps"] == result["epochs"] * 20  # 1,257 samples in batches of 2 x 32
+        rate = result["epochs"] * 1258 / result["train_seconds"]  # 629 on each rank
+        assert result["samples_per_second"] == pytest.approx(rate, rel=0.01)
+        assert result["versions"]["horovod"].startswith("0.28.1")
+        assert 10 < result["anatomy"]["steps"] <= result["steps"] - 10  # the first ones warm up
+        assert [rank["rank"] for rank in result["anatomy"]["ranks"]] == [0, 1]
 
     def test_one_folder_with_all_in_it(self, default: tuple[Path, str]) -> None:
         (folder,) = folders(default[0])
@@ -151,8 +151,8 @@ class TestOtherRuns:
         last.parent.mkdir(parents=True)
         shutil.copy(folders(default[0])[0] / "checkpoints" / "last.ckpt", last)
         epochs = summary(default[0])["epochs"]
-        more = ["~callbacks.early_stopping", f"trainer.max_epochs={epochs + 2}"]
-        done = job(2, tmp_path, "ckpt_path=last", *more, "profiler=simple", "model.lr=0.5")
+        overrides = ["~callbacks.early_stopping", f"trainer.max_epochs={epochs + 2}"]
+        done = job(2, tmp_path, "ckpt_path=last", *overrides, "profiler=simple", "model.lr=0.5")
         assert done.returncode == 0, done.stdout
         assert f"from    {last}\n" in done.stdout
         assert (
@@ -162,15 +162,15 @@ class TestOtherRuns:
         assert f"epoch {epochs}/" not in done.stdout and "dirpath" not in done.stdout
         losses = validation_losses(default[0]) + validation_losses(tmp_path)
         assert best_epoch(tmp_path) == losses.index(min(losses))
-        found = summary(tmp_path)
-        assert found["steps"] == 20 * (epochs + 2)
-        seen = found["samples_per_second"] * found["train_seconds"]
-        assert seen == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
-        told = f"profile {folders(tmp_path)[-1]}: fit-profile_rank0-0.txt, test-profile_rank0-0.txt"
-        assert told in done.stdout, done.stdout
+        result = summary(tmp_path)
+        assert result["steps"] == 20 * (epochs + 2)
+        samples = result["samples_per_second"] * result["train_seconds"]
+        assert samples == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
+        line = f"profile {folders(tmp_path)[-1]}: fit-profile_rank0-0.txt, test-profile_rank0-0.txt"
+        assert line in done.stdout, done.stdout
         reports = folders(tmp_path)[-1].glob("fit-profile*")
         assert sorted(f.name for f in reports) == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
-        assert found["train"] is True
+        assert result["train"] is True
 
         # A copy, told apart from the path of the best that every checkpoint has in it.
         before = summary(default[0])
@@ -187,8 +187,8 @@ class TestOtherRuns:
         data = Digits()
         data.setup("test")
         labels = torch.tensor([label for _, label in data.splits[2]])
-        right = (predicted == labels).float().mean()
-        assert alone["metrics"]["test/acc"] == pytest.approx(float(right), rel=1e-5)
+        accuracy = (predicted == labels).float().mean()
+        assert alone["metrics"]["test/acc"] == pytest.approx(float(accuracy), rel=1e-5)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ctrl_c_without_a_launcher_leaves_a_checkpoint(
@@ -214,12 +214,12 @@ class TestOtherRuns:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        told = output.read_text()
+        text = output.read_text()
         checkpoint = folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt"
-        assert told.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
-        assert "Traceback" not in told
+        assert text.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
+        assert "Traceback" not in text
         line = f"stopped; to go on: {shlex.join(command)} ckpt_path={checkpoint}\n"
-        assert line in told and checkpoint.is_file()
+        assert line in text and checkpoint.is_file()
 
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
         done = job(
@@ -331,8 +331,8 @@ class TestMistakes:
 
     def test_one_line_of_one_process(self, default: tuple[Path, str], tmp_path: Path) -> None:
         (tmp_path / "setup.ckpt").write_text("no checkpoint")
-        held = {"state_dict": {}, "hyper_parameters": {"a": Path("x")}}
-        torch.save(held, tmp_path / "kept.ckpt")
+        content = {"state_dict": {}, "hyper_parameters": {"a": Path("x")}}
+        torch.save(content, tmp_path / "kept.ckpt")
         torch.save({"state_dict": {}}, tmp_path / "weights.ckpt")
         broken = tmp_path / "broken"
         (broken / "classifier" / "runs" / "first").mkdir(parents=True)
@@ -379,12 +379,12 @@ class TestMistakes:
         typed = json.dumps([[f"log_dir={logs}", *overrides] for overrides, _ in mistakes])
         done = run([sys.executable, str(ROOT / "tests" / "forks.py"), typed], cwd=tmp_path)
         ends = json.loads(done.stdout.splitlines()[-1])
-        for (overrides, message), (status, told) in zip(mistakes, ends, strict=True):
-            assert status == 2 and told.count("error: ") == 1, (overrides, told)
-            assert told.splitlines()[-1].startswith("error: ") and message in told
-            assert "Traceback" not in told
+        for (overrides, message), (status, output) in zip(mistakes, ends, strict=True):
+            assert status == 2 and output.count("error: ") == 1, (overrides, output)
+            assert output.splitlines()[-1].startswith("error: ") and message in output
+            assert "Traceback" not in output
             warned = "warning callbacks.early_stopping.monitor=val_loss: nothing is logged by this"
-            assert (warned in told) == (overrides == nobody_logs)  # before training
+            assert (warned in output) == (overrides == nobody_logs)  # before training
         assert not folders(logs) and not processes_of(logs)
         assert not list(mine.iterdir())  # what was the user's stays
 
@@ -492,10 +492,10 @@ class TestMistakes:
     def test_make_takes_arguments_on_several_lines(self, target: str) -> None:
         probe = ["--eval=probe:;@env", "probe"] if target == "sweep" else ["-n", "train"]
         done = run(["make", *probe, "ARGS=seed=1\nmodel.lr=2\n"])
-        found = re.search(
+        match = re.search(
             "^ARGS=.*" if target == "sweep" else r"exec .* seed=.*", done.stdout, re.M
         )
-        assert found and found[0].endswith("seed=1 model.lr=2 "), done.stdout
+        assert match and match[0].endswith("seed=1 model.lr=2 "), done.stdout
 
     def test_sigterm_to_make_reaches_the_training(self, tmp_path: Path) -> None:
         """With a letter in ARGS that make calls a shell for, which would end alone."""
@@ -518,12 +518,12 @@ class TestMistakes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        told = output.read_text()
-        first = told.splitlines()[0]
+        text = output.read_text()
+        first = text.splitlines()[0]
         assert first.endswith(f" template.py {changes} log_dir='{tmp_path}'")  # what can be typed
         launcher = first.partition(" template.py ")[0]
-        assert f"stopped; to go on: {launcher} template.py " in told
-        assert "horovodrun: stopped by SIGTERM" in told
+        assert f"stopped; to go on: {launcher} template.py " in text
+        assert "horovodrun: stopped by SIGTERM" in text
         assert (folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt").is_file()
 
     def test_make_takes_0_for_no(self) -> None:

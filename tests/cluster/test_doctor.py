@@ -226,7 +226,7 @@ def test_processes_on_gpus_that_are_told_and_those_that_are_not(
     )
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
     told = probe.gpus()
-    assert told["processes"] == processes and told["there"][0]["name"] == "NVIDIA T4"
+    assert told["processes"] == processes and told["devices"][0]["name"] == "NVIDIA T4"
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("none", ["", "-1"])
 def test_gpus_that_are_hidden_are_not_asked_for(none: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = {"index": 0, "name": "A", "driver": "580.1", "total": 9, "free": 9, "processes": []}
-    facts = {"gpus": {"there": [gpu], "error": None, "processes": []}, "build": {"gpus": 0}}
+    facts = {"gpus": {"devices": [gpu], "error": None, "processes": []}, "build": {"gpus": 0}}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
     (finding,) = findings.gpus(Host("node1", 4), facts)
     assert finding.level == "ok" and "it uses CPUs" in finding.text

@@ -354,7 +354,7 @@ def test_a_host_is_looked_at_by_its_way(tmp_path: Path, monkeypatch: pytest.Monk
     changed = diagnose(host, 255, "REMOTE HOST IDENTIFICATION HAS CHANGED").mend
     assert changed.endswith(f"ssh-keygen -R '[node1.cluster]:2222', then ssh {way}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    facts = {"gpus": {"there": [], "error": "driver", "processes": []}}
+    facts = {"gpus": {"devices": [], "error": "driver", "processes": []}}
     assert findings.gpus(host, facts)[0].mend == f"ssh {way} nvidia-smi"
 
 

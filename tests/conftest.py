@@ -107,10 +107,10 @@ class Ranks:
             os.killpg(self._process.pid, signal.SIGTERM)
         self._process.wait(timeout=30)
 
-    def _order(self, what: dict[str, Any] | None) -> int:
+    def _order(self, order: dict[str, Any] | None) -> int:
         self._orders += 1
         staged = self.folder / "order"
-        staged.write_text(json.dumps(what))
+        staged.write_text(json.dumps(order))
         staged.rename(self.folder / f"{self._orders}.json")
         return self._orders
 

@@ -155,7 +155,7 @@ class Net(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
 
 
-def results(run: pl.Trainer, model: pl.LightningModule, **more: Any) -> dict[str, Any]:
+def results(run: pl.Trainer, model: pl.LightningModule, **extra: Any) -> dict[str, Any]:
     """What a training is compared by. A gradient left out must not exist as zeros elsewhere."""
     return {
         "weights": {name: value.detach().clone() for name, value in model.state_dict().items()},
@@ -164,7 +164,7 @@ def results(run: pl.Trainer, model: pl.LightningModule, **more: Any) -> dict[str
         "missing": [name for name, p in model.named_parameters() if p.grad is None],
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "schedulers": [config.scheduler.state_dict() for config in run.lr_scheduler_configs],
-        **more,
+        **extra,
     }
 
 

@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from cluster import cores
+import cluster.cores
+import strategies.cores
 from tests.conftest import ROOT
 
 LIMITS = [  # /proc/self/cgroup, file of a limit, what is in it, cores of eight
@@ -23,10 +25,11 @@ LIMITS = [  # /proc/self/cgroup, file of a limit, what is in it, cores of eight
 ]
 
 
+@pytest.mark.parametrize("cores", [cluster.cores, strategies.cores])
 @pytest.mark.parametrize("groups, name, limit, expected", LIMITS)
 def test_limits_of_containers_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    groups: str, name: str, limit: str, expected: int,
+    groups: str, name: str, limit: str, expected: int, cores: ModuleType,
 ) -> None:  # fmt: skip
     (tmp_path / "groups").write_text(f"{groups}\n")
     file = tmp_path / name
@@ -53,8 +56,3 @@ def test_a_process_in_a_real_group_of_half_a_core_has_one() -> None:
     finally:
         group.rmdir()
     assert done.stdout == "1\n", done.stderr
-
-
-def test_the_strategy_counts_alike() -> None:
-    one, other = ((ROOT / name / "cores.py").read_text() for name in ("cluster", "strategies"))
-    assert one.partition('"""\n    limits')[2] == other.partition('"""\n    limits')[2] != ""

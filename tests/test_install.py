@@ -274,16 +274,26 @@ class TestMissing:
         assert (tmp_path / ".venv" / "bin" / "activate").exists()
 
     def test_two_at_once_take_turns(self, tmp_path: Path) -> None:
-        """The second waits, and says so."""
+        """The second waits, and says so; the first is in until its input ends."""
         code = (
-            "import sys, time; from pathlib import Path; from cluster.environment import locked\n"
-            "with locked(Path(sys.argv[1]), 'waiting'): print('in', flush=True); time.sleep(1)"
+            "import sys; from pathlib import Path; from cluster.environment import locked\n"
+            "with locked(Path(sys.argv[1]), 'waiting'): print('in', flush=True); sys.stdin.read()"
         )
         command = [sys.executable, "-c", code, str(tmp_path / "folder" / "lock")]
-        first = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        assert first.stdout is not None and first.stdout.readline() == "in\n"
-        second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-        assert first.wait() == 0 and second.stdout == "waiting\nin\n"
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with (
+            subprocess.Popen(command, cwd=ROOT, **pipes) as first,
+            subprocess.Popen(["sh", "-c", 'read go; exec "$@" < /dev/null', "", *command],
+                             cwd=ROOT, **pipes) as second,
+        ):  # fmt: skip
+            assert first.stdout and first.stdin and second.stdout and second.stdin
+            assert first.stdout.readline() == "in\n"
+            second.stdin.write("go\n")
+            second.stdin.flush()
+            assert second.stdout.readline() == "waiting\n"
+            first.stdin.close()
+            assert second.stdout.readline() == "in\n"
+        assert first.returncode == second.returncode == 0
 
     def test_a_python_that_does_not_run_is_passed_over(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

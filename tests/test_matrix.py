@@ -43,23 +43,23 @@ def results(
     return results
 
 
-def assert_same(found: Any, expected: Any, tolerance: float, where: str = "") -> None:
+def assert_same(actual: Any, expected: Any, tolerance: float, where: str = "") -> None:
     """Equal structure, and numbers within a tolerance: relative, absolute for those below 1."""
     if isinstance(expected, dict):
-        assert found.keys() == expected.keys(), where
+        assert actual.keys() == expected.keys(), where
         for key in expected:
-            assert_same(found[key], expected[key], tolerance, f"{where}.{key}")
+            assert_same(actual[key], expected[key], tolerance, f"{where}.{key}")
     elif isinstance(expected, (list, tuple)):
-        assert len(found) == len(expected), where
-        for index, (one, other) in enumerate(zip(found, expected)):
+        assert len(actual) == len(expected), where
+        for index, (one, other) in enumerate(zip(actual, expected)):
             assert_same(one, other, tolerance, f"{where}[{index}]")
     elif isinstance(expected, Tensor):
         message = lambda text: f"{where}: {text}"  # noqa: E731
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=message)
+        torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance, msg=message)
     elif isinstance(expected, float):
-        assert found == pytest.approx(expected, rel=tolerance, abs=tolerance), where
+        assert actual == pytest.approx(expected, rel=tolerance, abs=tolerance), where
     else:
-        assert found == expected, where
+        assert actual == expected, where
 
 
 @pytest.mark.parametrize("strategy,ranks", LAUNCHES, ids=lambda value: str(value))

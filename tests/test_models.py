@@ -327,8 +327,8 @@ def learning_rates(
     rates: list[float] = []
 
     class Rates(Callback):
-        def on_before_optimizer_step(self, *given: Any) -> None:
-            rates.append(given[2].param_groups[0]["lr"])
+        def on_before_optimizer_step(self, *arguments: Any) -> None:
+            rates.append(arguments[2].param_groups[0]["lr"])
 
     model: Any = ResNet()
     model.network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))

@@ -93,15 +93,17 @@ class Source:
         }  # fmt: skip
 
 
-def measured(source: Source, of: Results | None = None) -> Results:
-    benchmark = of or results()
+def measured(source: Source, benchmark: Results | None = None) -> Results:
+    benchmark = benchmark or results()
     scaling.run(benchmark, source, lambda: None)
     return benchmark
 
 
-def by_size(made: Results, **where: str) -> dict[int, Row]:
+def by_size(benchmark: Results, **where: str) -> dict[int, Row]:
     return {
-        row.np: row for row in rows(made) if all(getattr(row, k) == v for k, v in where.items())
+        row.np: row
+        for row in rows(benchmark)
+        if all(getattr(row, key) == value for key, value in where.items())
     }
 
 

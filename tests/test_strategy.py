@@ -193,9 +193,9 @@ def test_an_exception_on_one_rank_ends_all(launch: Callable, tmp_path: Path, whe
 
 
 def train_without_a_batch() -> None:
-    def collate(found: list[Any]) -> Any:
+    def collate(batch: list[Any]) -> Any:
         counted.append(1)
-        return None if RANK == 1 and len(counted) == 3 else torch.utils.data.default_collate(found)
+        return None if RANK == 1 and len(counted) == 3 else torch.utils.data.default_collate(batch)
 
     counted: list[int] = []
     trainer("horovod").fit(Net(), DataLoader(samples(), batch_size=4, collate_fn=collate))

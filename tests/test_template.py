@@ -553,10 +553,9 @@ class TestMistakes:
         assert f" -np {ranks} -H localhost:{ranks} " in done.stdout, done.stdout
 
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
-        started = time.monotonic()
         make = ["make", "train", f"PYTHON={sys.executable}"]
         done = run([*make, f"ARGS=trainer.max_epoch=1 log_dir={tmp_path}"])
-        assert done.returncode != 0 and time.monotonic() - started < 60
+        assert done.returncode != 0
         assert "did you mean max_epochs?" in done.stdout
         assert "horovodrun" not in done.stdout
         done = run([*make, "ARGS=--halp"])

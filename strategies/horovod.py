@@ -104,6 +104,10 @@ class HorovodStrategy(ParallelStrategy):
             all in an epoch after the first is found only when it ends.
     """
 
+    # Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce? With one
+    # process too: it then sees samples in the order in which several would.
+    is_distributed = True
+
     def __init__(
         self,
         bucket_mib: float = 4,
@@ -126,7 +130,7 @@ class HorovodStrategy(ParallelStrategy):
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.broadcast_buffers = broadcast_buffers
-        self._num_nodes = 1
+        self.num_nodes = 1  # the Trainer's, to be refused where it is not horovodrun's
         self._seed = 0  # of samplers that Lightning puts in
         self._buckets: GradientBuckets | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
@@ -139,23 +143,6 @@ class HorovodStrategy(ParallelStrategy):
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
             # The ranks of a host share its cores; torch would start a thread a core in each.
             torch.set_num_threads(max(1, usable_cores() // hvd.local_size()))
-
-    @property
-    def is_distributed(self) -> bool:
-        """Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce?
-
-        With one process too: it then sees samples in the order in which several would.
-        """
-        return True
-
-    @property
-    def num_nodes(self) -> int:
-        """What the Trainer was given; horovodrun decides."""
-        return self._num_nodes
-
-    @num_nodes.setter
-    def num_nodes(self, num_nodes: int) -> None:
-        self._num_nodes = num_nodes
 
     @property
     @override
@@ -222,7 +209,7 @@ class HorovodStrategy(ParallelStrategy):
             ) from error
         assert self.parallel_devices is not None
         devices = len(self.parallel_devices)
-        refuse_contradictions(devices, self._num_nodes, self.root_device, self.world)
+        refuse_contradictions(devices, self.num_nodes, self.root_device, self.world)
         self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if self.root_device.type == "cpu":
             keep_freed_memory()

@@ -33,7 +33,7 @@ def synchronize_metrics(module: nn.Module, world: World) -> None:
             metric.dist_sync_fn = world.gather
             metric.distributed_available_fn = world.has_several_ranks
             if _lists(metric):
-                metric._sync_dist = PaddedLists(metric, world)  # type: ignore[method-assign]
+                metric._sync_dist = partial(sync_padded_lists, metric, world)  # type: ignore[method-assign]
             if hasattr(metric, "_gather_tuple_list"):  # MeanAveragePrecision's, of masks
                 metric._gather_tuple_list = partial(gather_lists, world)
 
@@ -47,48 +47,44 @@ def _lists(metric: Metric) -> list[str]:
     ]  # fmt: skip
 
 
-class PaddedLists:
+def sync_padded_lists(
+    metric: Metric, world: World, dist_sync_fn: Any = None, process_group: Any = None
+) -> None:
     """In the place of Metric._sync_dist, which gathers the tensors of such lists one by one.
 
     Ranks with fewer have empty ones gathered beside the others', which are then dropped, before a
     reduction of the metric's own. With samples repeated to make shares equal, as under DDP, all
     have equally many.
     """
-
-    def __init__(self, metric: Metric, world: World) -> None:
-        self.metric, self.world = metric, world
-
-    def __call__(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-        metric, size = self.metric, self.world.size
-        lists = {name: getattr(metric, name) for name in _lists(metric)}
-        mine = {
-            name: len(tensors)
-            for name, tensors in lists.items()
-            if all(isinstance(tensor, Tensor) for tensor in tensors)
-        }
-        ranks = self.world.gather_objects(mine)
-        counts = {
-            name: [other[name] for other in ranks]
-            for name in mine
-            if all(name in other for other in ranks)
-        }
-        device = "cpu" if metric.compute_on_cpu else metric.device
-        for name, lengths in counts.items():
-            missing = max(lengths) - mine[name]
-            setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * missing])
-        reductions = {name: metric._reductions[name] for name in counts}
-        try:
-            metric._reductions.update(dict.fromkeys(counts))
-            type(metric)._sync_dist(metric, dist_sync_fn, process_group)
-        finally:
-            metric._reductions.update(reductions)
-        for name, lengths in counts.items():
-            # The first of each rank, then the second of each, ...
-            gathered = enumerate(getattr(metric, name))
-            kept: Any = [tensor for i, tensor in gathered if i // size < lengths[i % size]]
-            if callable(reduce := reductions[name]) and kept:
-                kept = reduce(kept)
-            setattr(metric, name, kept)
+    lists = {name: getattr(metric, name) for name in _lists(metric)}
+    mine = {
+        name: len(tensors)
+        for name, tensors in lists.items()
+        if all(isinstance(tensor, Tensor) for tensor in tensors)
+    }
+    ranks = world.gather_objects(mine)
+    counts = {
+        name: [other[name] for other in ranks]
+        for name in mine
+        if all(name in other for other in ranks)
+    }
+    device = "cpu" if metric.compute_on_cpu else metric.device
+    for name, lengths in counts.items():
+        missing = max(lengths) - mine[name]
+        setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * missing])
+    reductions = {name: metric._reductions[name] for name in counts}
+    try:
+        metric._reductions.update(dict.fromkeys(counts))
+        type(metric)._sync_dist(metric, dist_sync_fn, process_group)
+    finally:
+        metric._reductions.update(reductions)
+    for name, lengths in counts.items():
+        # The first of each rank, then the second of each, ...
+        gathered = enumerate(getattr(metric, name))
+        kept: Any = [tensor for i, tensor in gathered if i // world.size < lengths[i % world.size]]
+        if callable(reduce := reductions[name]) and kept:
+            kept = reduce(kept)
+        setattr(metric, name, kept)
 
 
 def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> list[Any]:

@@ -13,11 +13,12 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def new_folder(parent: Path) -> Path:
     """A folder named after this second, with a number behind it where another run took it."""
+    parent.mkdir(parents=True, exist_ok=True)  # FileExistsError: a link to what is not there
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count():
         folder = parent / (f"{now}_{number}" if number else now)
         with contextlib.suppress(FileExistsError):
-            folder.mkdir(parents=True)
+            folder.mkdir()
             return folder
     raise AssertionError("unreachable")
 

@@ -151,9 +151,9 @@ class Run:
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
             OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
             OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")
-        except FileExistsError:
-            return f"run_dir={config.run_dir}: it exists already; give another, or none"
         except OSError as error:
+            if isinstance(error, FileExistsError) and error.filename == str(requested):
+                return f"run_dir={requested}: it exists already; give another, or none"
             key = "run_dir" if requested else "log_dir"
             return (
                 f"{key}={config[key]}: the run's folder cannot be written: "

@@ -49,6 +49,7 @@ from runs.anatomy import Anatomy
 from runs.beforehand import refuse_clashes, refuse_model, refuse_shares
 from runs.config import CONF, parse
 from runs.curves import Curves
+from runs.folders import new_folder
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.ranks import gather_texts
@@ -57,6 +58,13 @@ from runs.report import Report, _git
 from runs.run import BY_POSITION, Run, _mistake, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 from strategies import HorovodStrategy
+
+
+@pytest.mark.timeout(10)  # it tried for ever
+def test_no_folder_is_made_behind_a_link_to_what_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "logs").symlink_to(tmp_path / "disk")
+    with pytest.raises(FileExistsError, match="logs"):
+        new_folder(tmp_path / "logs" / "classifier" / "runs")
 
 
 def test_the_last_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:

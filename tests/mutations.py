@@ -127,7 +127,8 @@ MUTATIONS = [
     ),
     Mutation(
         "lists of metrics have what fills them up in them", "metrics.py",
-        "if i // world.size < lengths[i % world.size]", "if True", "horovod-2 and sampler_of_ones_own",
+        "if i // world.size < lengths[i % world.size]", "if True",
+        "horovod-2 and sampler_of_ones_own",
     ),
     Mutation(
         "a progress bar reads metrics on one rank", "horovod.py",

@@ -70,8 +70,9 @@ class StopOnSignal(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if launched_size() is None:  # a launcher ends ranks by it
-            # Only now: behind on_fit_start Lightning sets its own.
-            self._before[signal.SIGTERM] = signal.signal(signal.SIGTERM, self._ask)
+            # Only now: behind on_fit_start Lightning sets its own. Nor is that put back: before
+            # teardown Lightning has restored what was there before both.
+            signal.signal(signal.SIGTERM, self._ask)
 
     def _ask(self, number: int, _: Any) -> None:
         if os.getpid() != self._process:

@@ -1153,7 +1153,8 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
 @pytest.fixture
 def handlers() -> Iterator[None]:
     """The signal handlers of this process, put back."""
-    before = {number: signal.getsignal(number) for number in (SIGNAL, signal.SIGINT)}
+    numbers = (SIGNAL, signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
     signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     for number, handler in before.items():
@@ -1354,6 +1355,12 @@ def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
         s for s in torch.load(tmp_path / "s.ckpt")["callbacks"].values() if "best_k_models" in s
     ]
     assert list(state["best_k_models"]) == [best.best_model_path]
+
+
+def test_after_training_sigterm_is_what_it_was_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    train(tmp_path, StopOnSignal(str(tmp_path / "s.ckpt")))
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 class StopsInEvaluation(Times):

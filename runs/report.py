@@ -52,23 +52,24 @@ class Report(pl.Callback):
         choices: which file of each group of conf/ was taken.
 
     Attributes:
-        started: whether a batch was trained or evaluated.
+        started: whether a batch was trained or evaluated, be it to check the validation.
+        trained: whether a batch was trained.
     """
 
     def __init__(self, config: DictConfig, choices: dict[str, str]) -> None:
         self.config = config
         self.choices = choices
-        self.started = False
+        self.started = self.trained = False
         self.hosts: dict[str, int] = {}
         self._asked: dict[str, list[Any]] = {}  # settings of optimizers and schedulers
         self.metrics: dict[str, float] = {}
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
+        self._first_logged = 0
         self.seconds = 0.0
         self.train_samples: int | None = None
         self.classes = 0  # 0: not known
         self.drop_last = False
         self._lr = ""
-        self._compared = False  # the first batches of all ranks
         self._clock: float | None = None
         self._epoch_began = (0, 0.0)  # samples and seconds until then
 
@@ -150,6 +151,7 @@ class Report(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.first_step, self.first_epoch = trainer.global_step, trainer.current_epoch
+        self._first_logged = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._begin_epoch()  # on_train_epoch_start is left out when a run resumes within an epoch
         if self.config.ckpt_path and trainer.is_global_zero and _lr(pl_module) != self._lr:
             print(f"lr      {_lr(pl_module)}, as the checkpoint has it", flush=True)
@@ -174,12 +176,12 @@ class Report(pl.Callback):
         batch = arguments[2]
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
         self.samples += len(tensors[0]) if tensors else 0
-        if not self._compared:
-            self._compared = True
-            self._compare(trainer, batch)
+        if not self.trained:
+            self.trained = True
+            self._compare_first(trainer, batch)
 
-    def _compare(self, trainer: pl.Trainer, batch: Any) -> None:
-        """Lightning splits data sets over ranks, and no stream."""
+    def _compare_first(self, trainer: pl.Trainer, batch: Any) -> None:
+        """The first batches of all ranks: Lightning splits data sets over ranks, and no stream."""
         stream = getattr(trainer.train_dataloader, "dataset", None)
         if not isinstance(stream, IterableDataset) or trainer.world_size == 1:
             return
@@ -217,24 +219,31 @@ class Report(pl.Callback):
         self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        unlogged = self.steps // every == self.first_step // every if every else False
-        has_loggers = trainer.loggers and not trainer.fast_dev_run  # type: ignore[attr-defined]
-        if trainer.is_global_zero and has_loggers and self.started and unlogged:
-            trained = self.steps - self.first_step
-            hint = f"{_counted(trained, 'step')}, and trainer.log_every_n_steps is {every}; give a "
-            hint += "smaller one"
-            if not trained:
-                hint = "no step was made; is each batch of the training loader None?"
-            print(f"curves  have no step of training: {hint}", flush=True)
+        if trainer.is_global_zero and trainer.loggers and self.trained:
+            self._tell_of_no_curves(trainer)
         if trainer.is_global_zero and trainer.should_stop:
             for callback in trainer.early_stopping_callbacks:
                 if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
                     reason = _why_stopped(callback)
                     print(f"stopped early: {callback.monitor} {reason}", flush=True)
 
+    def _tell_of_no_curves(self, trainer: pl.Trainer) -> None:
+        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if not every or trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        # Loggers count a step for each batch, also where several optimizers step.
+        last = trainer.fit_loop.epoch_loop._batches_that_stepped
+        why = ""
+        if last // every == self._first_logged // every:
+            steps = _counted(last - self._first_logged, "step")
+            why = f"{steps}, and trainer.log_every_n_steps is {every}; give a smaller one"
+        if self.steps == self.first_step:
+            why = "no step was made; is each batch of the training loader None?"
+        if why:
+            print(f"curves  have no step of training: {why}", flush=True)
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.started or not trainer.is_global_zero:
+        if self.trained or not trainer.is_global_zero:
             return
         if self.config.ckpt_path:
             why = (

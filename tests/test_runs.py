@@ -673,7 +673,7 @@ def test_a_stream_that_gives_all_ranks_the_same_is_told(
 
 def train(
     folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1,
-    log_every_n_steps: int = 1, fast_dev_run: bool = False,
+    log_every_n_steps: int = 1, fast_dev_run: bool = False, model: type[Times] = Times,
 ) -> Report:  # fmt: skip
     config = OmegaConf.create(
         {"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x", "train": True}
@@ -684,7 +684,8 @@ def train(
         log_every_n_steps=log_every_n_steps, callbacks=[report, Progress(), *callbacks],
         enable_model_summary=False, max_epochs=max_epochs, fast_dev_run=fast_dev_run,
     )  # fmt: skip
-    trainer.fit(Times(), DataLoader(torch.ones(20), batch_size=2), ckpt_path=ckpt_path)  # type: ignore[arg-type]
+    twenty, one = DataLoader(torch.ones(20), batch_size=2), DataLoader(torch.ones(1))  # type: ignore[arg-type]
+    trainer.fit(model(), twenty, one, ckpt_path=ckpt_path)
     return report
 
 
@@ -747,6 +748,11 @@ def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyP
     assert logged == [({"samples_per_second": 20}, 4)]
 
 
+class IsValidated(Times):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
 def test_a_run_that_is_done_says_that_it_trains_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -756,7 +762,7 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     output = capsys.readouterr().out
     assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in output
     assert "a larger trainer.max_epochs, or max_steps or max_time where that ended it" in output
-    train(tmp_path / "third", max_epochs=0)
+    train(tmp_path / "third", max_epochs=0, model=IsValidated)  # as it does, to begin with
     output = capsys.readouterr().out
     assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in output
 
@@ -769,11 +775,13 @@ def test_one_batch_that_is_not_logged_has_no_curves_to_miss(
     assert "epoch 1/1" in output and "curves" not in output
 
 
+@pytest.mark.parametrize("model", [Times, TimesTwo])  # whose loggers count a step a batch, too
 @pytest.mark.parametrize(("every", "told"), [(0, False), (10, False), (11, True)])
 def test_curves_without_a_step_of_training_are_told(
-    every: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train(tmp_path, log_every_n_steps=every)
+    every: int, told: bool, model: type[Times], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    train(tmp_path, log_every_n_steps=every, model=model)
     line = "curves  have no step of training: 10 steps, and trainer.log_every_n_steps is 11;"
     assert (line in capsys.readouterr().out) == told
 

@@ -119,31 +119,33 @@ class Report(pl.Callback):
         ranks = trainer.world_size
         batch, windows = self.config.data.get("batch_size"), trainer.accumulate_grad_batches
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        samples = ""
+        if self.train_samples:
+            of = f" of {_counted(self.classes, 'class')}" if self.classes else ""
+            samples = f", {self.train_samples:,} samples{of} to train"
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
+        operations = getattr(strategy, "operations", None)
+        over = f" over {operations}" if operations and ranks > 1 else ""
         device = str(strategy.root_device)
         if strategy.root_device.type == "cuda":
             device = f"{torch.cuda.get_device_name(strategy.root_device)} ({device})"
-        operations = getattr(strategy, "operations", None)
-        of = f" of {_counted(self.classes, 'class')}" if self.classes else ""
-        lines = {
-            "model": f"{self.choices['model']}, {parameters:,} parameters, lr {self._lr}",
-            "data": self.choices["data"]
-            + (f", {self.train_samples:,} samples{of} to train" if self.train_samples else ""),
-            "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}"
-            + (f" over {operations}" if operations and ranks > 1 else ""),
-            "device": f"{device}, precision {trainer.precision}",
-            "batch": f"{batch} a process x {_counted(ranks, 'rank')}"
-            + (f" x {windows} accumulated" if windows > 1 else "")
-            + f" = {batch * ranks * windows} global"
-            if batch
-            else "",
-            "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
-            "run": shown(Path(self.config.run_dir)),
-            "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
-        }
-        for name, text in lines.items():
-            if text:
-                print(f"{name:<7} {text}", flush=True)
+        whole = ""
+        if batch:
+            accumulated = f" x {windows} accumulated" if windows > 1 else ""
+            whole = f"{batch} a process x {_counted(ranks, 'rank')}{accumulated}"
+            whole += f" = {batch * ranks * windows} global"
+        _tell(
+            {
+                "model": f"{self.choices['model']}, {parameters:,} parameters, lr {self._lr}",
+                "data": f"{self.choices['data']}{samples}",
+                "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}{over}",
+                "device": f"{device}, precision {trainer.precision}",
+                "batch": whole,
+                "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
+                "run": shown(Path(self.config.run_dir)),
+                "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
+            }
+        )
 
     on_fit_start = on_test_start = on_predict_start = _announce
 
@@ -280,14 +282,53 @@ class Report(pl.Callback):
         """
         if not trainer.is_global_zero:
             return
-        rate = self.samples / self.seconds if self.seconds else 0.0
-        batch = self.config.data.get("batch_size")
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        timed = [callback.found for callback in callbacks if isinstance(callback, Anatomy)]
-        anatomy = timed[0] if timed else None
+        anatomy = next((c.found for c in callbacks if isinstance(c, Anatomy)), None)
         predicted = next((c for c in callbacks if isinstance(c, Predictions)), None)
         predictions = predicted.file if predicted else None
-        summary = {
+        file = Path(self.config.run_dir) / "summary.json"
+        unfinished = file.with_suffix(".part")
+        summary = self._summary(trainer, checkpoint, anatomy, predictions)
+        unfinished.write_text(json.dumps(summary, indent=2) + "\n")
+        unfinished.rename(file)
+        tests = [f"{k} {v:.4g}" for k, v in self.metrics.items() if k.startswith("test/")]
+        predict, speed, step, limit = "", "", "", ""
+        if predicted and predictions:
+            predict = f"{shown(predictions)}: {predicted.samples:,} samples"
+        if self.samples:
+            speed = (
+                f"{self._rate:,.0f} samples/s: {_counted(self.steps - self.first_step, 'step')}, "
+                f"{_counted(self.epochs - self.first_epoch, 'epoch')} in {self.seconds:.1f} s of "
+                f"training on {_counted(trainer.world_size, 'rank')}"
+            )
+        if anatomy and self.choices.get("profiler") not in SLOW:
+            parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
+            step = f"{anatomy['step_ms']['median']:.1f} ms: {', '.join(parts)}".replace("_", "-")
+            limit = anatomy["verdict"]
+        _tell(
+            {
+                "test": "  ".join(tests),
+                "predict": predict,
+                "speed": speed,
+                "step": step,
+                "limit": limit,
+                "profile": _tables(trainer),
+                "summary": shown(file),
+            }
+        )
+
+    @property
+    def _rate(self) -> float:
+        """Samples a second."""
+        return self.samples / self.seconds if self.seconds else 0.0
+
+    def _summary(
+        self, trainer: pl.Trainer, checkpoint: str | None, anatomy: dict[str, Any] | None,
+        predictions: Path | None,
+    ) -> dict[str, Any]:  # fmt: skip
+        """What summary.json holds."""
+        batch, windows = self.config.data.get("batch_size"), trainer.accumulate_grad_batches
+        return {
             "world_size": trainer.world_size,
             "hosts": self.hosts,
             "strategy": self.choices["strategy"],
@@ -296,14 +337,13 @@ class Report(pl.Callback):
             "train": self.config.train,
             "epochs": self.epochs,
             "steps": self.steps,
-            "global_batch_size": batch
-            and batch * trainer.world_size * trainer.accumulate_grad_batches,
-            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "global_batch_size": batch and batch * trainer.world_size * windows,
+            "accumulate_grad_batches": windows,
             "train_samples": self.train_samples,
             "drop_last": self.drop_last,
             "operations": getattr(trainer.strategy, "operations", None),
             "train_seconds": round(self.seconds, 3),
-            "samples_per_second": round(rate, 1),
+            "samples_per_second": round(self._rate, 1),
             "anatomy": anatomy,
             # JSON has no NaN.
             "metrics": {k: v if math.isfinite(v) else None for k, v in self.metrics.items()},
@@ -312,37 +352,23 @@ class Report(pl.Callback):
             "versions": _versions(),
             "git": _git(),
         }
-        file = Path(self.config.run_dir) / "summary.json"
-        unfinished = file.with_suffix(".part")
-        unfinished.write_text(json.dumps(summary, indent=2) + "\n")
-        unfinished.rename(file)
-        tests = {name: value for name, value in self.metrics.items() if name.startswith("test/")}
-        if tests:
-            print("test    " + "  ".join(f"{k} {v:.4g}" for k, v in tests.items()), flush=True)
-        if predicted and predictions:
-            print(f"predict {shown(predictions)}: {predicted.samples:,} samples", flush=True)
-        if self.samples:
-            print(
-                f"speed   {rate:,.0f} samples/s: {_counted(self.steps - self.first_step, 'step')}, "
-                f"{_counted(self.epochs - self.first_epoch, 'epoch')} in {self.seconds:.1f} s of "
-                f"training on {_counted(trainer.world_size, 'rank')}",
-                flush=True,
-            )
-        if anatomy and self.choices.get("profiler") not in SLOW:
-            parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
-            milliseconds = anatomy["step_ms"]["median"]
-            print(
-                f"step    {milliseconds:.1f} ms: {', '.join(parts)}".replace("_", "-"), flush=True
-            )
-            print(f"limit   {anatomy['verdict']}", flush=True)
-        profiler = trainer.profiler  # type: ignore[attr-defined]
-        tables: list[Path] = []
-        if profiler.dirpath and profiler.filename:
-            tables = sorted(Path(profiler.dirpath).glob(f"*-{profiler.filename}*.txt"))
-        if tables:
-            names = ", ".join(table.name for table in tables)
-            print(f"profile {shown(Path(profiler.dirpath))}: {names}", flush=True)
-        print(f"summary {shown(file)}", flush=True)
+
+
+def _tell(lines: dict[str, str]) -> None:
+    """A line for each that has something to say, its name before it."""
+    for name, text in lines.items():
+        if text:
+            print(f"{name:<7} {text}", flush=True)
+
+
+def _tables(trainer: pl.Trainer) -> str:
+    """Where the profiler has left its tables; "" without."""
+    profiler = trainer.profiler  # type: ignore[attr-defined]
+    if not (profiler.dirpath and profiler.filename):
+        return ""
+    tables = sorted(Path(profiler.dirpath).glob(f"*-{profiler.filename}*.txt"))
+    names = ", ".join(table.name for table in tables)
+    return f"{shown(Path(profiler.dirpath))}: {names}" if tables else ""
 
 
 def _why_stopped(callback: EarlyStopping) -> str:

@@ -39,8 +39,8 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from runs.checkpoints import UNREADABLE
+from runs.mistakes import MISTAKES
 from runs.refusal import Refusal, refuse
-from runs.run import MISTAKES
 
 FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
 TOLERANCE = 1e-4  # of an output, or absolute: other kernels round otherwise

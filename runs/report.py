@@ -34,9 +34,9 @@ from runs.beforehand import (
     refuse_shares,
 )
 from runs.folders import ROOT, shown
+from runs.mistakes import no_metric
 from runs.predictions import Predictions
 from runs.ranks import gather_texts, same_on_all
-from runs.refusal import guess
 from runs.resuming import kept_settings, settings
 
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
@@ -423,19 +423,3 @@ def _git() -> str | None:
     except OSError:
         return None
     return result.stdout.strip() or None
-
-
-def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
-    """That nothing logs it, with all that watch it: each would end a run of its own."""
-    watching = [
-        f"callbacks.{name}.monitor={metric}"
-        for name, member in callbacks.items()
-        if isinstance(member, DictConfig) and member.get("monitor") == metric
-    ]
-    names = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
-    of_loader = f"{metric}/dataloader_idx_0"  # of several, each of which has its own
-    close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, names)
-    return (
-        f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
-        f"{', '.join(names) or 'none'}{close}"
-    )

@@ -18,7 +18,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from traceback import extract_tb
 from types import TracebackType
 from typing import Any
 
@@ -27,31 +26,21 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.utilities.exceptions import MisconfigurationException, SIGTERMException
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, quoted, shown
+from runs.mistakes import MISTAKES, mistake
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
-from runs.report import Report, no_metric
+from runs.report import Report
 from runs.resuming import EvaluatesAverages, keeping, save_average
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
 
-MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
-NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
-    r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
-    r".*?: (.*?)(?:\. HINT|$)"
-)
-# In Lightning's error where it cannot make a loader anew, whose arguments were given by position.
-BY_POSITION = "more than one `__init__` argument"
-UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of datamodules/, a file
-NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
-SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 # Horovod's errors that begin so were caused on this rank, and not by the end of another.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 MADE = {  # by each group of which there is one
@@ -250,9 +239,7 @@ class Run:
             if launched_rank() == 0:
                 print(f"stopped; to go on: {to_go_on(Path(error.args[0]))}", flush=True)
             sys.exit(128 + error.args[1])
-        mistake = _mistake(
-            error, started=self.report.started, callbacks=self.config.get("callbacks")
-        )
+        line = mistake(error, started=self.report.started, callbacks=self.config.get("callbacks"))
         # Horovod: the same error says that ranks asked for different things, or what NCCL and CUDA
         # had against this rank's; these are its own.
         internal = type(error).__name__ == "HorovodInternalError"
@@ -268,8 +255,8 @@ class Run:
             sys.exit(128 + signal.SIGTERM)
         if os.environ.get("HYDRA_FULL_ERROR"):
             return
-        if mistake:
-            refuse(mistake)
+        if line:
+            refuse(line)
         if horovod_stopped:
             # Another rank ended in the middle of a collective: its own words tell why.
             if not self.report.started:  # of a mistake, in one line: no line of each other rank
@@ -324,41 +311,3 @@ def _for_the_shell(word: str) -> str:
     """As shlex does it, but readable around the quotes of Hydra."""
     double = "'" in word and not re.search(r'["$`\\!]', word)
     return f'"{word}"' if double else shlex.quote(word)
-
-
-def _mistake(
-    error: BaseException, started: bool, callbacks: DictConfig | None = None
-) -> str | None:
-    """One line for an error that the user can mend in the configuration; None for any other."""
-    if match := NO_METRIC.match(str(error)):
-        return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
-    if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
-        return (
-            "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
-            "DataLoader(data, batch_size=...) in the data module"
-        )
-    if any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
-        return (
-            "DistributedSampler(data) asks torch.distributed for the ranks: leave it out, as each "
-            "rank gets its share by itself, or give it num_replicas=trainer.world_size and "
-            "rank=trainer.global_rank"
-        )
-    if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
-        error = type(error)(str(error).strip().splitlines()[-1])
-    if isinstance(error, MISTAKES):
-        return str(error)
-    if match := UNREADABLE.fullmatch(str(error)):
-        return match[1]
-    if match := NO_OUTPUT.match(str(error)):
-        return (
-            f"a label is {match[1]}, for which the model has no output: they count from 0 to "
-            "model.classes - 1"
-        )
-    if started:
-        return None
-    if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
-        lines = str(error).splitlines()
-        return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"
-    if isinstance(error, (ValueError, OSError)):
-        return f"{error} (HYDRA_FULL_ERROR=1 shows where)"
-    return None

@@ -50,12 +50,13 @@ from runs.beforehand import refuse_clashes, refuse_model, refuse_shares
 from runs.config import CONF, parse
 from runs.curves import Curves
 from runs.folders import new_folder
+from runs.mistakes import BY_POSITION, mistake
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.ranks import gather_texts
 from runs.refusal import Refusal
 from runs.report import Report, _git
-from runs.run import BY_POSITION, Run, _mistake, to_go_on
+from runs.run import Run, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 from strategies import HorovodStrategy
 
@@ -525,7 +526,7 @@ class WithoutNames(Numbers):
 def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> None:
     with pytest.raises(MisconfigurationException) as error:
         predict(Doubles(), WithoutNames(), tmp_path)
-    message = _mistake(error.value, started=True)
+    message = mistake(error.value, started=True)
     assert message and "write DataLoader(data, batch_size=...)" in message
 
 
@@ -938,7 +939,7 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
         trainer.fit(Loses(3), ones, ones)
     config = OmegaConf.load(CONF / "callbacks" / "default.yaml")
     config.early_stopping.monitor = config.best_checkpoint.monitor = "val/los"
-    assert _mistake(error.value, started=True, callbacks=config) == (
+    assert mistake(error.value, started=True, callbacks=config) == (
         "callbacks.early_stopping.monitor=val/los callbacks.best_checkpoint.monitor=val/los: "
         "nothing is logged by this name; there are: val/loss (did you mean val/loss?)"
     )
@@ -1228,38 +1229,38 @@ class SignalsEarly(Callback):
 def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
     text = "my images/003.png cannot be read: cannot identify image file"
     of_worker = f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\n{text}"
-    assert _mistake(RuntimeError(text), started) == text
+    assert mistake(RuntimeError(text), started) == text
     worker = of_worker.replace(text, f"RuntimeError: {text}").replace("back:", "back (most):")
-    assert _mistake(RuntimeError(worker), started) == text
+    assert mistake(RuntimeError(worker), started) == text
 
 
 def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
     with pytest.raises(IndexError) as caught:
         cross_entropy(torch.zeros(1, 10), torch.tensor([11]))
-    told = _mistake(caught.value, started=True)
+    told = mistake(caught.value, started=True)
     assert told and told.startswith("a label is 11, for which the model has no output")
-    assert _mistake(IndexError("list index out of range"), started=True) is None
+    assert mistake(IndexError("list index out of range"), started=True) is None
 
 
 def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
         DistributedSampler(range(3))  # type: ignore[arg-type]
-    message = _mistake(caught.value, started=False)
+    message = mistake(caught.value, started=False)
     assert message and "DistributedSampler(data) asks torch.distributed for the ranks" in message
-    other = _mistake(RuntimeError(str(caught.value)), started=False)
+    other = mistake(RuntimeError(str(caught.value)), started=False)
     assert other is None
 
 
 def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
     for error in (ValueError("batch sizes differ"), FileNotFoundError("no such picture")):
-        assert _mistake(error, started=True) is None  # its traceback says where
-        assert _mistake(error, started=False) == f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+        assert mistake(error, started=True) is None  # its traceback says where
+        assert mistake(error, started=False) == f"{error} (HYDRA_FULL_ERROR=1 shows where)"
 
 
 def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
     text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'
-    message = _mistake(OSError(text), started=False)
+    message = mistake(OSError(text), started=False)
     assert message == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
 
 

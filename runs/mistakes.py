@@ -1,0 +1,77 @@
+"""What an error says that the user can mend, in one line; others keep their traceback."""
+
+from __future__ import annotations
+
+import re
+from traceback import extract_tb
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from runs.refusal import Refusal, guess
+
+MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
+NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
+    r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
+    r".*?: (.*?)(?:\. HINT|$)"
+)
+# In Lightning's error where it cannot make a loader anew, whose arguments were given by position.
+BY_POSITION = "more than one `__init__` argument"
+UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of datamodules/, a file
+NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
+SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
+
+
+def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = None) -> str | None:
+    """One line for an error that the user can mend in the configuration; None for any other."""
+    if match := NO_METRIC.match(str(error)):
+        return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
+    if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
+        return (
+            "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
+            "DataLoader(data, batch_size=...) in the data module"
+        )
+    if any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
+        return (
+            "DistributedSampler(data) asks torch.distributed for the ranks: leave it out, as each "
+            "rank gets its share by itself, or give it num_replicas=trainer.world_size and "
+            "rank=trainer.global_rank"
+        )
+    if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
+        error = type(error)(str(error).strip().splitlines()[-1])
+    if isinstance(error, MISTAKES):
+        return str(error)
+    if match := UNREADABLE.fullmatch(str(error)):
+        return match[1]
+    if match := NO_OUTPUT.match(str(error)):
+        return (
+            f"a label is {match[1]}, for which the model has no output: they count from 0 to "
+            "model.classes - 1"
+        )
+    if started:
+        return None
+    if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+        lines = str(error).splitlines()
+        return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"
+    if isinstance(error, (ValueError, OSError)):
+        return f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+    return None
+
+
+def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
+    """That nothing logs it, with all that watch it: each would end a run of its own."""
+    watching = [
+        f"callbacks.{name}.monitor={metric}"
+        for name, member in callbacks.items()
+        if isinstance(member, DictConfig) and member.get("monitor") == metric
+    ]
+    names = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
+    of_loader = f"{metric}/dataloader_idx_0"  # of several, each of which has its own
+    close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, names)
+    return (
+        f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
+        f"{', '.join(names) or 'none'}{close}"
+    )

@@ -22,8 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import horovod.torch as hvd
@@ -36,32 +35,8 @@ from torch.profiler import record_function
 
 from strategies.clock import Moment, moment
 from strategies.collectives import World, wait, wait_until
+from strategies.layout import MIB, Bucket, allocate, fill, split, strided_as
 from strategies.reductions import InFlight, Reduction, add
-
-MIB = 2**20
-
-
-@dataclass
-class Bucket:
-    """Parameters whose gradients travel together. Its memory is taken when it is first used."""
-
-    name: str
-    parameters: list[Parameter]
-    buffer: Tensor = field(default_factory=lambda: torch.empty(0))
-    views: list[Tensor] = field(default_factory=list)
-    trained: bool = True
-    missing: int = 0
-    unused: list[int] = field(default_factory=list)
-    work: InFlight | None = None
-
-    @property
-    def sizes(self) -> list[int]:
-        return [parameter.numel() for parameter in self.parameters]
-
-    @property
-    def flags(self) -> Tensor:
-        """One a parameter, then "last batch", then "not the last"."""
-        return self.buffer[-len(self.parameters) - 2 :]
 
 
 @dataclass
@@ -278,8 +253,24 @@ class GradientBuckets:
                 advance(self.buckets)
 
     def _launch(self, bucket: Bucket) -> None:
+        """Begin to combine a bucket whose gradients are all there."""
+        allocate(bucket)
+        self._collect(bucket)
+        # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
+        bucket.flags[-1 if self._last_batch else -2].zero_()
+        while self._on_the_wire and self._on_the_wire[0].rests():
+            self._on_the_wire.popleft()
+        if not self._on_the_wire:
+            # Of one GPU, also for a model on several: times between those of two cannot be told.
+            self._busy, self._busy_bytes = moment(self.parameters[0].device), 0
+        with shown_as(f"all-reduce {bucket.name}: start"):
+            steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
+            bucket.work = InFlight(steps)
+        self._on_the_wire.append(bucket.work)
+        self._busy_bytes += bucket.buffer.nbytes
+
+    def _collect(self, bucket: Bucket) -> None:
         """Gather the bucket's gradients in its buffer, of which they are views from then on."""
-        _allocate(bucket)
         gradients, views = [], []
         bucket.flags.fill_(1)
         for index, (parameter, view) in enumerate(zip(bucket.parameters, bucket.views)):
@@ -301,25 +292,13 @@ class GradientBuckets:
                 )
             if gradient.data_ptr() != view.data_ptr() and view.dtype == gradient.dtype:
                 if gradient.stride() != view.stride():
-                    view = bucket.views[index] = _strided_as(parameter, view)
+                    view = bucket.views[index] = strided_as(parameter, view)
                 # Another tensor on the same memory: p.grad.data = ... shall not move the view.
                 parameter.grad = view.data
             gradients.append(gradient)
             views.append(view)
         if gradients:
-            _fill(views, gradients, self.before)
-        # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
-        bucket.flags[-1 if self._last_batch else -2].zero_()
-        while self._on_the_wire and self._on_the_wire[0].rests():
-            self._on_the_wire.popleft()
-        if not self._on_the_wire:
-            # Of one GPU, also for a model on several: times between those of two cannot be told.
-            self._busy, self._busy_bytes = moment(self.parameters[0].device), 0
-        with shown_as(f"all-reduce {bucket.name}: start"):
-            steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
-            bucket.work = InFlight(steps)
-        self._on_the_wire.append(bucket.work)
-        self._busy_bytes += bucket.buffer.nbytes
+            fill(views, gradients, self.before)
 
     def _unpack(self, bucket: Bucket) -> None:
         self._reduced.update(bucket.parameters)
@@ -367,54 +346,3 @@ def shown_as(name: str) -> contextlib.AbstractContextManager:
     """A range in the trace of torch's profiler, where one runs; else nothing, which costs less."""
     running = torch.autograd._profiler_enabled()
     return record_function(name) if running else contextlib.nullcontext()
-
-
-def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:
-    """Consecutive parameters of one kind in groups that end when they reach `bytes_`.
-
-    The first end at 1, 2, 4, ... MiB. At each moment one group of each kind is open.
-    """
-    groups: list[list[Parameter]] = []
-    open_: dict[object, tuple[list[Parameter], int]] = {}
-    limit = min(MIB, bytes_)
-    for parameter, kind in parameters:
-        group, size = open_.pop(kind, ([], 0))
-        group.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-        if size >= limit:
-            groups.append(group)
-            limit = min(2 * limit, bytes_)
-        else:
-            open_[kind] = group, size
-    return groups + [group for group, _ in open_.values()]
-
-
-def _fill(views: list[Tensor], gradients: list[Tensor], factor: float) -> None:
-    """Each view becomes its gradient times the factor; on a CPU in one pass over the memory."""
-    if factor != 1 and views[0].is_cpu and views[0].dtype == gradients[0].dtype:
-        for view, gradient in zip(views, gradients):
-            torch.mul(gradient, factor, out=view)
-        return
-    torch._foreach_copy_(views, gradients)
-    if factor != 1:
-        torch._foreach_mul_(views, factor)
-
-
-def _allocate(bucket: Bucket) -> None:
-    if bucket.views:
-        return
-    first, sizes = bucket.parameters[0], bucket.sizes
-    # Horovod: bfloat16 is unknown to it, and sums of 16-bit floats lose digits.
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    count = sum(sizes)
-    bucket.buffer = torch.zeros(count + len(sizes) + 2, dtype=dtype, device=first.device)
-    for parameter, chunk in zip(bucket.parameters, bucket.buffer[:count].split(sizes)):
-        bucket.views.append(_strided_as(parameter, chunk))
-
-
-def _strided_as(parameter: Parameter, chunk: Tensor) -> Tensor:
-    """The memory of `chunk` with the parameter's shape and strides (channels_last, transposed), as
-    autograd makes gradients: fused optimizers go through the memory of both alike."""
-    strides = torch.empty_like(parameter, device="meta").stride()
-    # data: an ordinary tensor to autograd, where a view that is made under no_grad is none.
-    return chunk.as_strided(parameter.shape, strides, chunk.storage_offset()).data

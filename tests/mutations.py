@@ -236,7 +236,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are not divided where they are copied", "buckets.py",
-        "_fill(views, gradients, self.before)", "_fill(views, gradients, 1)",
+        "fill(views, gradients, self.before)", "fill(views, gradients, 1)",
         "horovod-2 and plain",
     ),
     Mutation(
@@ -348,7 +348,7 @@ MUTATIONS = [
         "orders_of_its_own", "test_evaluation",
     ),
     Mutation(
-        "gradients are strided otherwise than parameters", "buckets.py",
+        "gradients are strided otherwise than parameters", "layout.py",
         "torch.empty_like(parameter, device", "torch.empty(parameter.shape, device",
         "horovod-2 and fused",
     ),

@@ -99,9 +99,9 @@ def main() -> int:
         folder = Path(asked.folder).expanduser() if asked.folder else ROOT.parent / asked.name
         count = new(asked.name, folder.resolve())
     except Refusal as refusal:
-        refuse(str(refusal))
+        refuse(str(refusal), a_rank=False)
     except OSError as error:
-        refuse(f"{error.filename or 'writing'}: {error.strerror}")
+        refuse(f"{error.filename or 'writing'}: {error.strerror}", a_rank=False)
     print(f"new     {folder}: {count} files, one commit")
     if untracked := _git("ls-files", "--others", "--exclude-standard", where=ROOT).splitlines():
         more = f" and {len(untracked) - 3} more" if len(untracked) > 3 else ""

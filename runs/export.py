@@ -232,7 +232,7 @@ def main() -> None:
     try:
         print(export(arguments.checkpoint, arguments.format))
     except Refusal as refusal:
-        refuse(str(refusal))
+        refuse(str(refusal), a_rank=False)
 
 
 if __name__ == "__main__":

@@ -103,7 +103,9 @@ class Sweep:
             grid = self.space.grid()
             self.trials = [Trial(number, changes) for number, changes in enumerate(grid, 1)]
         for trial in self.trials:
-            if trial.state == "done":
+            if trial.state == "done" and not (Path(trial.folder) / "summary.json").exists():
+                trial.state = "waiting"  # its folder was removed: it is run again
+            elif trial.state == "done":
                 judge(trial, self.metric, self.mode)
         self._save()
 

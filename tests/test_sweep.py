@@ -8,6 +8,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,6 +237,16 @@ class TestWhatIsKept:
         mended = sweep(tmp_path, metric="test/acc", mode="max")
         assert mended.run(launch) == 0 and len(launch.seen) == 4
         assert [trial.value for trial in mended.trials][:2] == [1 / 32.1, 1 / 64.1]
+
+    def test_a_trial_whose_folder_was_removed_is_run_again(self, tmp_path: Path) -> None:
+        begun = sweep(tmp_path)
+        assert begun.run(Fake(stop_after=3)) == 130
+        shutil.rmtree(begun.trials[0].folder)
+        os.close(begun.held)
+        launch = Fake()
+        resumed = sweep(tmp_path)
+        assert resumed.run(launch) == 0 and len(launch.seen) == 3
+        assert [trial.value for trial in resumed.trials] == [32.1, 64.1, 32.01, 64.01]
 
     def test_another_number_of_draws_is_another_sweep(self, tmp_path: Path) -> None:
         begun = sweep(tmp_path, count=3)

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -193,26 +193,17 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}: {result.stderr.strip()}")
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """So that what was made is removed also when this process is told to end."""
-
-    def end(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, end)
-    yield
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", help="of each host's link, as 500mbit")
     parser.add_argument("command", nargs="+", help="to run on node1")
     arguments = parser.parse_args()
+    # What was made is removed also then. A script: cluster/signals.py cannot be imported.
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
     try:
-        with _ended_by_signals(), Testbed(arguments.hosts, arguments.rate) as hosts:
+        with Testbed(arguments.hosts, arguments.rate) as hosts:
             return subprocess.run(hosts[0].command(*arguments.command)).returncode
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -387,18 +387,23 @@ def address_of(interface: str) -> str | None:
             return None
 
 
+def own_address(towards: str) -> str:
+    """The address of this host by which packets to `towards` leave."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards, 9))  # UDP: looks up the route, sends nothing
+        return str(probe.getsockname()[0])
+
+
 def interface_towards(address: str) -> str:
     """The network interface by which this host reaches another, or which has the address itself.
 
     Raises:
         ValueError: when there is no route.
     """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((address, 9))  # UDP: looks up the route, sends nothing
-        except OSError as error:
-            raise ValueError(f"no route to the launch host, {address}: {error.strerror}") from None
-        own = probe.getsockname()[0]
+    try:
+        own = own_address(address)
+    except OSError as error:
+        raise ValueError(f"no route to the launch host, {address}: {error.strerror}") from None
     names = [name for _, name in socket.if_nameindex() if address_of(name) == own]
     if not names:
         raise ValueError(f"no network interface has the address {own}: give nic in HOSTFILE")

@@ -30,6 +30,7 @@ from typing import Any, NoReturn
 
 import yaml
 
+from cluster.agent import own_address
 from cluster.findings import (
     ROOT,
     Finding,
@@ -55,7 +56,6 @@ from cluster.hosts import (
 )
 from cluster.install import read_pins
 from cluster.probe import CODE, CONNECT_SECONDS
-from cluster.rendezvous import own_address
 from cluster.ssh import connecting, diagnose
 from cluster.sync import synced, tracked
 

@@ -30,7 +30,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files
+from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files, own_address
 from cluster.hosts import (
     SSH_SECONDS,
     Host,
@@ -42,7 +42,7 @@ from cluster.hosts import (
     refuse_one_twice,
 )
 from cluster.record import Record, fail
-from cluster.rendezvous import Rendezvous, own_address
+from cluster.rendezvous import Rendezvous
 from cluster.ssh import NO_FOLDER, connecting, explain
 
 # What leaves this host: variables with these names or beginnings, and those that FORWARD adds.

@@ -19,7 +19,6 @@ import asyncio
 import hmac
 import re
 import secrets
-import socket
 import sys
 import threading
 from http import HTTPStatus
@@ -158,10 +157,3 @@ class _Connection(asyncio.Protocol):
             head = f"HTTP/1.0 {status.value} {status.phrase}\r\nContent-Length: {len(value)}\r\n"
             self._transport.write(head.encode() + b"\r\n" + value)
             self._transport.close()
-
-
-def own_address(towards: str) -> str:
-    """The address of this host by which packets to `towards` leave."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((towards, 9))  # UDP: looks up the route, sends nothing
-        return str(probe.getsockname()[0])

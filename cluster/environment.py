@@ -68,20 +68,18 @@ def make_environment(folder: Path) -> None:
     made_here = not folder.exists()
     try:
         result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True)
-    except KeyboardInterrupt:
-        if made_here:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    if result.returncode != 0:
-        if made_here:
-            shutil.rmtree(folder, ignore_errors=True)
-        version = probe(python)["python"].rsplit(".", 1)[0]
-        if "ensurepip" in result.stdout + result.stderr:
+        if result.returncode and "ensurepip" in result.stdout + result.stderr:
+            version = probe(python)["python"].rsplit(".", 1)[0]
             raise InstallError(
                 f"{python} cannot make virtual environments: "
                 f"sudo apt-get install python3-venv (or python{version}-venv)"
             )
-        raise InstallError(f"{python} -m venv {folder}: {last_line(result.stderr)}")
+        if result.returncode:
+            raise InstallError(f"{python} -m venv {folder}: {last_line(result.stderr)}")
+    except BaseException:  # Ctrl-C too
+        if made_here:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def probe(python: str) -> dict:

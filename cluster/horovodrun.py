@@ -282,11 +282,7 @@ class Job:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)
             who = f"rank {rank} on {host.name}"
-            if code == -signal.SIGABRT and (late := self._late(rank)):  # Gloo's, when it has waited
-                self._fail(1, f"{late} did not come to hvd.init(), and {who} gave up", code)
-            elif code == -signal.SIGABRT and self._rendezvous and not self._has_come(rank):
-                why = f"{who} {_told(code)} before hvd.init() had begun: where its last lines say "
-                why += "HTTP request failed, it did not reach this host (make doctor)"
+            if code == -signal.SIGABRT and (why := self._gave_up(who, rank)):
                 self._fail(1, why, code)
             elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
@@ -302,19 +298,19 @@ class Job:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
 
-    def _has_come(self, rank: int) -> bool:
-        """To hvd.init()."""
-        assert self._rendezvous is not None
-        return f"global/{rank}" in list(self._rendezvous.store)
-
-    def _late(self, rank: int) -> str:
-        """Ranks for which this one has waited in hvd.init(); empty when it had not come to it."""
+    def _gave_up(self, who: str, rank: int) -> str:
+        """Why a rank that aborted may have, by who has come to hvd.init(); empty if all have."""
         assert self._rendezvous is not None
         keys = list(self._rendezvous.store)  # in one go: another thread adds to it
-        waited = f"global/{rank}" in keys
-        late = [m for m in self.members if waited and f"global/{m.rank}" not in keys]
-        names = [f"rank {member.rank} on {member.host.name}" for member in late[:3]]
-        return ", ".join(names) + (f" and {len(late) - 3} more" if len(late) > 3 else "")
+        late = [member for member in self.members if f"global/{member.rank}" not in keys]
+        if any(member.rank == rank for member in late):
+            return (
+                f"{who} {_told(-signal.SIGABRT)} before hvd.init() had begun: where its last lines "
+                "say HTTP request failed, it did not reach this host (make doctor)"
+            )
+        names = ", ".join(f"rank {member.rank} on {member.host.name}" for member in late[:3])
+        more = f" and {len(late) - 3} more" if len(late) > 3 else ""
+        return f"{names}{more} did not come to hvd.init(), and {who} gave up" if late else ""
 
     def _fail(self, weight: int, cause: str, code: int) -> None:
         """Take note why, and end the others soon. A process that was killed tells more than those

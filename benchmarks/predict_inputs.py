@@ -268,55 +268,67 @@ def networks(
     several = [result for result in results if len(result["hosts"]) > 1]
     operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
     controller = options.get("controller", "mpi" if operations == "mpi" else "gloo")
-    ranks_per_host = options.get("gpus_per_host") or slots
-    default = described(NOT_MEASURED)
-    cases, sources = [], [f"operations {operations}, agreement over {controller}"]
-    for times, share, slower, part in CASES:
-        inside = None if "inside" in options else fits(one_host, times, part)
-        inside_latency = (
-            inside.latency if inside else options["inside"][1] if "inside" in options else None
-        )
-        between = None if "rate" in options else fits(several, times, part)
-        if between and inside_latency is not None and inside_latency < between.latency:
-            between = fits(several, times, part, inside_latency)
-        elif between and inside:  # fixed time that was taken for latency, at one number of ranks
-            inside = replace(inside, latency=between.latency)
-        if between:
-            latency, bandwidth = between.latency, between.share
-        else:
-            link = options if "rate" in options else default
-            latency, bandwidth = slower * link["latency"], share * link["rate"]
-        within = options.get("inside", (bandwidth, latency))
-        if inside:
-            within = (inside.share, inside.latency)
-        fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
-        cases.append(Network(
-            latency, bandwidth, ranks_per_host, within[1], within[0], fixed,
+    cases = [
+        replace(
+            _constants(one_host, several, options, *case),
+            ranks_per_host=options.get("gpus_per_host") or slots,
             algorithms=algorithms(operations),
             controller="ring" if controller == "gloo" else "tree",
             asynchronous=operations == "nccl",
-        ))  # fmt: skip
-    likely = cases[1]
-    between_source = (
-        "as described" if "rate" in options else "fitted" if several
-        else f"NOT MEASURED, taken as {NOT_MEASURED}"
+        )
+        for case in CASES
+    ]
+    agreement = f"operations {operations}, agreement over {controller}"
+    return cases, [agreement, *_sources(cases[1], one_host, several, options)]
+
+
+def _constants(
+    one_host: list[dict[str, Any]], several: list[dict[str, Any]], options: dict[str, Any],
+    times: str, share: float, slower: float, part: float,
+) -> Network:  # fmt: skip
+    """Latencies, bandwidths and fixed time in one of CASES: described, else fitted, else taken."""
+    inside = None if "inside" in options else fits(one_host, times, part)
+    between = None if "rate" in options else fits(several, times, part)
+    inside_latency = inside.latency if inside else options.get("inside", (None, None))[1]
+    if between and inside_latency is not None and inside_latency < between.latency:
+        between = fits(several, times, part, inside_latency)
+    elif between and inside:  # fixed time that was taken for latency, at one number of ranks
+        inside = replace(inside, latency=between.latency)
+    if between:
+        latency, bandwidth = between.latency, between.share
+    else:
+        link = described(NOT_MEASURED) | options
+        latency, bandwidth = slower * link["latency"], share * link["rate"]
+    within = (inside.share, inside.latency) if inside else options.get("inside")
+    inside_bandwidth, inside_latency = within or (bandwidth, latency)
+    fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
+    return Network(
+        latency, bandwidth, inside_latency=inside_latency, inside_bandwidth=inside_bandwidth,
+        fixed=fixed,
     )  # fmt: skip
-    inside_source = (
-        "as described" if "inside" in options else "fitted" if one_host
-        else "taken as between hosts"
-    )  # fmt: skip
-    for where, latency, bandwidth, source in (
-        ("between hosts", likely.latency, likely.bandwidth, between_source),
-        ("inside a host", likely.inside_latency, likely.inside_bandwidth, inside_source),
-    ):
-        sources.append(
+
+
+def _sources(
+    likely: Network, one_host: list[dict[str, Any]], several: list[dict[str, Any]],
+    options: dict[str, Any],
+) -> list[str]:  # fmt: skip
+    """Where the constants come from, a line each."""
+    lines = []
+    for where, key, results, otherwise, latency, bandwidth in (
+        ("between hosts", "rate", several, f"NOT MEASURED, taken as {NOT_MEASURED}",
+         likely.latency, likely.bandwidth),
+        ("inside a host", "inside", one_host, "taken as between hosts",
+         likely.inside_latency, likely.inside_bandwidth),
+    ):  # fmt: skip
+        source = "as described" if key in options else "fitted" if results else otherwise
+        lines.append(
             f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
         )
-    groups = [] if "inside" in options else [one_host]
-    groups += [] if "rate" in options else [several]
-    if any(len({len(result["ranks"]) for result in group}) == 1 for group in groups):
-        sources.append(
+    kinds = (("inside", one_host), ("rate", several))
+    fitted = [results for key, results in kinds if key not in options]
+    if any(len({len(result["ranks"]) for result in results}) == 1 for results in fitted):
+        lines.append(
             "one number of ranks does not tell latency from fixed time: a quarter, half, all of it "
             'is taken as latency; more files (ALLREDUCE="a b") tell'
         )
-    return cases, sources
+    return lines

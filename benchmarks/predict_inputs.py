@@ -226,8 +226,10 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     controller = "tree" if operations == "mpi" else "ring"
     transfer = min(hops(count, hosts, algorithm) for algorithm in algorithms(operations))
     between, within = (sum(pair) for pair in zip(transfer, hops(count, hosts, controller)))
-    known = 0.0 if inside is None or hosts == 1 else within * inside
-    paid = between if known else between + within
+    if inside is None or hosts == 1:
+        paid, known = between + within, 0.0
+    else:  # also where it is 0, as a fit may say
+        paid, known = between, within * inside
     return [
         Measurement(count, row["bytes"], row[times], hops=paid, known=known)
         for row in result["sizes"]

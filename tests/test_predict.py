@@ -136,6 +136,15 @@ def test_latencies_between_and_inside_hosts_are_told_apart(operations: str) -> N
         assert predicted == pytest.approx(true, rel=0.1)
 
 
+def test_no_latency_inside_hosts_is_known_too() -> None:
+    """As a fit says of times that grow faster than bytes: hops inside are not taken for others."""
+    truth = Network(5e-5, 3e9, 4, 0.0, 1e10)
+    rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
+    result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
+    fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=0.0))
+    assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
+
+
 def test_times_without_bandwidth_are_refused() -> None:
     with pytest.raises(ValueError, match="two sizes"):
         fit([Measurement(2, 4096, 1e-3)])

@@ -170,6 +170,26 @@ def numbers(text: str) -> list[int]:
     return ranks
 
 
+def head(
+    summary: dict[str, Any], run: Path, job: Job, sources: list[str], used: dict[Path, Any]
+) -> str:
+    """What is predicted, and from what.
+
+    Args:
+        sources: of the network's constants.
+        used: results of all-reduces that these were fitted to, by their files.
+    """
+    lines = [
+        f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
+        f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
+        f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
+        *slowest_rank(summary, job),
+        *(f"network   {line}" for line in sources),
+        *(f"measured  {file}{disturbed(result)}" for file, result in used.items()),
+    ]
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
@@ -180,18 +200,18 @@ def main() -> int:
     parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
     arguments = parser.parse_args()
     try:
-        ranks, options = numbers(arguments.ranks), described(arguments.network)
+        ranks, network = numbers(arguments.ranks), described(arguments.network)
         run = Path(arguments.run) if arguments.run else newest_run()
         summary = read(run, "RUN", RUN_KEYS)
         if not summary["hosts"]:
             raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
         named = [Path(name) for name in arguments.allreduce.split()]
         files = named or newest_all_reduces(summary)
-        results = [read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files]
+        results = {file: read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files}
         job = job_of(summary, run)
-        if not named:
-            options = {"operations": summary.get("operations", "Gloo").lower()} | options
-        cases, sources = networks(results, options, max(summary["hosts"].values()))
+        options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
+        options |= network
+        cases, sources = networks([*results.values()], options, max(summary["hosts"].values()))
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -200,21 +220,14 @@ def main() -> int:
         return 2
     # What was measured belongs beside the prediction where that is for the hosts at hand.
     median = summary["anatomy"]["step_ms"]["median"] / 1e3
-    measured = {} if described(arguments.network) else {summary["world_size"]: median}
+    measured = {} if network else {summary["world_size"]: median}
     rows = predictions(job, sorted({*ranks, *measured}), cases)
-    head = [
-        f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
-        f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
-        f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
-        *slowest_rank(summary, job),
-        *(f"network   {line}" for line in sources),
-        *(
-            f"measured  {file}{disturbed(result)}"
-            for file, result in zip(files, results)
-            if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
-        ),
-    ]
-    text = "\n".join(head) + "\n\n" + table(rows, measured)
+    used = {
+        file: result
+        for file, result in results.items()
+        if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
+    }
+    text = head(summary, run, job, sources, used) + "\n\n" + table(rows, measured)
     out = unused(run.with_name("prediction.md")).with_suffix("")
     link = cases[1]
     caption = (

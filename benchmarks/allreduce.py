@@ -182,11 +182,11 @@ def file_name(results: dict[str, Any]) -> str:
 
 
 def write(results: dict[str, Any], folder: Path) -> Path:
-    file = unused(folder / f"{file_name(results)}.json").with_suffix("")
-    write_json(results, file.with_name(f"{file.name}.json"))  # first: the others can be made of it
-    plot(results, file)
-    file.with_name(f"{file.name}.md").write_text(f"{head(results)}\n\n{table(results)}\n")
-    with open(file.with_name(f"{file.name}.csv"), "w", newline="") as text:
+    file = unused(folder / f"{file_name(results)}.json")
+    write_json(results, file)  # first: the others can be made of it
+    plot(results, file.with_suffix(""))
+    file.with_suffix(".md").write_text(f"{head(results)}\n\n{table(results)}\n")
+    with open(file.with_suffix(".csv"), "w", newline="") as text:
         writer = csv.DictWriter(text, list(results["sizes"][0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(results["sizes"])
@@ -270,7 +270,7 @@ def main() -> int:
         "sizes": bandwidths(sizes, seconds, len(members)),
     }  # fmt: skip
     file = write(results, arguments.out)
-    print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}.json, .md, .csv, .png, .svg")
+    print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}, .md, .csv, .png, .svg")
     return 0
 
 

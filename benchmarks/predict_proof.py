@@ -228,12 +228,12 @@ def main() -> int:
     }  # fmt: skip
     kind = slug(results["cpu"])
     name = f"predict_{kind}_{results['date'][:10]}.json"
-    file = unused(arguments.out / name).with_suffix("")
-    write_json(results, file.with_name(f"{file.name}.json"))
-    plot(results, file)
+    file = unused(arguments.out / name)
+    write_json(results, file)
+    plot(results, file.with_suffix(""))
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"
-    file.with_name(f"{file.name}.md").write_text(text)
-    print(f"{text}\nwritten to {file}.json, .md, .png, .svg")
+    file.with_suffix(".md").write_text(text)
+    print(f"{text}\nwritten to {file}, .md, .png, .svg")
     return 0
 
 

@@ -361,19 +361,19 @@ def main() -> int:
         for model in arguments.models:
             if model not in results["models"]:
                 results["models"][model] = measure(model, arguments.variants, arguments)
-                write(results, file.with_suffix(""))
+                write(results, file)
     except KeyboardInterrupt:
         print("\nstopped; the same command goes on", file=sys.stderr)
         return 130
     results["finished"] = True
-    write(results, file.with_suffix(""))
+    write(results, file)
     print(table(results) + wire(results))
     print(f"written to {file} and .md")
     return 0
 
 
 def write(results: dict[str, Any], file: Path) -> None:
-    write_json(results, file.with_name(f"{file.name}.json"))
+    write_json(results, file)
     batch = f", {results['batch']} images" if results["batch"] else ""
     on_gpu = results["device"] == "cuda"
     gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
@@ -382,7 +382,7 @@ def write(results: dict[str, Any], file: Path) -> None:
         f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
         f"{results['repeats']} interleaved blocks, one thread{batch} a rank.\n\n"
     )
-    file.with_name(f"{file.name}.md").write_text(head + table(results) + wire(results) + "\n")
+    file.with_suffix(".md").write_text(head + table(results) + wire(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -14,17 +14,14 @@ All is checked before any ssh is started. One source for sync, doctor, launch an
 from __future__ import annotations
 
 import argparse
-import array
 import base64
 import contextlib
-import fcntl
 import functools
 import os
 import re
 import shlex
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 from collections import Counter
@@ -32,6 +29,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
@@ -39,7 +37,6 @@ VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KINDS: dict[str, Any] = {  # of what a host file says of a host
     "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
 }  # fmt: skip
-SIOCGIFCONF = 0x8912  # netdevice(7)
 JOB_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 SSH_SECONDS = 10  # to wait for a host that does not answer
 
@@ -181,13 +178,9 @@ def make(what: str) -> str:
 
 def own_addresses() -> set[str]:
     """IPv4 addresses of this host's network interfaces."""
-    entry_size, most = 40, 1024  # bytes of a struct ifreq, and how many we have room for
-    buffer = array.array("B", bytes(entry_size * most))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("iL", len(buffer), buffer.buffer_info()[0])
-        # To bind to an address proves nothing where net.ipv4.ip_nonlocal_bind is set.
-        size, _ = struct.unpack("iL", fcntl.ioctl(probe.fileno(), SIOCGIFCONF, request))
-    return {socket.inet_ntoa(buffer[at + 20 : at + 24]) for at in range(0, size, entry_size)}
+    # To bind to an address proves nothing where net.ipv4.ip_nonlocal_bind is set.
+    found = [address for each in psutil.net_if_addrs().values() for address in each]
+    return {address.address for address in found if address.family == socket.AF_INET}
 
 
 def parse(text: str) -> list[Host]:

@@ -117,16 +117,7 @@ class Probe:
             answer = self._line(limit)
         self.answered_at = time.time()
         if answer is None:
-            errors = self.process.communicate()[1]
-            if self.process.returncode == -9:
-                look = f"look there: ssh {host.destination} uptime"
-                self._fail(f"no answer within {limit} s", look)
-            elif "python3: not found" in errors or self.process.returncode == 127:
-                self._fail("there is no python3", f"on {host.name}: sudo apt-get install python3")
-            else:
-                trouble = diagnose(host, self.process.returncode, errors)
-                self._fail(trouble.what, trouble.mend)
-            return
+            self._fail(*self._why_silent(limit))
         self.facts = answer
 
     def reaches(self, peers: list[tuple[str, str, int]]) -> dict[str, str | None]:
@@ -156,6 +147,17 @@ class Probe:
             return None
         finally:
             timer.cancel()
+
+    def _why_silent(self, limit: float) -> tuple[str, str]:
+        """What kept it from its answer, and what mends that."""
+        host, errors = self.host, self.process.communicate()[1]
+        status = self.process.returncode
+        if status == -signal.SIGKILL:  # ours
+            return f"no answer within {limit} s", f"look there: ssh {host.destination} uptime"
+        if "python3: not found" in errors or status == 127:
+            return "there is no python3", f"on {host.name}: sudo apt-get install python3"
+        trouble = diagnose(host, status, errors)
+        return trouble.what, trouble.mend
 
     def _fail(self, text: str, mend: str) -> None:
         self.trouble = Finding("FAIL", "ssh", self.host.name, text, mend)

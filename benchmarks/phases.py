@@ -48,13 +48,17 @@ def plain_steps(trace: Trace) -> list[Event]:
     return plain or steps
 
 
+def overlaps(event: Event, begin: float, end: float) -> bool:
+    return event["ts"] < end and event["ts"] + event["dur"] > begin
+
+
 def segments(trace: Trace, step: Event) -> list[Segment]:
     """The step cut at each change of phase: (start, end, phase), in µs, without gaps."""
     begin, end = step["ts"], step["ts"] + step["dur"]
     ranges = [
         (max(e["ts"], begin), min(e["ts"] + e["dur"], end), label)
         for e in trace.events
-        if "dur" in e and e["ts"] < end and e["ts"] + e["dur"] > begin and place(e) == trace.main
+        if "dur" in e and overlaps(e, begin, end) and place(e) == trace.main
         and (label := phase(str(e["name"])))
     ]  # fmt: skip
     ranges.sort(key=lambda r: (r[0], -r[1]))
@@ -196,29 +200,27 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     end = max(step["ts"] + step["dur"] for step in steps)
     outer = [
         e for e in horovod.ranges
-        if e["ts"] < end and e["ts"] + e["dur"] > begin
+        if overlaps(e, begin, end)
         and (e["args"] or e["name"].startswith("NEGOTIATE_"))  # args: only of whole operations
     ]  # fmt: skip
-    rows = [(f"rank {trace.rank} on {trace.host}", trace) for trace in traces]
     tensors = list(dict.fromkeys(e["tensor"] for e in sorted(outer, key=lambda e: e["ts"])))
-    height = 0.32 * (len(rows) + len(tensors)) + 1.3
+    labels = [f"rank {trace.rank} on {trace.host}" for trace in traces]
+    labels += [f"Horovod: {tensor}" for tensor in tensors]
+    height = 0.32 * len(labels) + 1.3
     figure, axes = plt.subplots(figsize=(9, height), dpi=110)
-    for number, (_, trace) in enumerate(rows):
-        for step in trace.steps:
-            if step["ts"] >= end or step["ts"] + step["dur"] <= begin:
-                continue
-            for start, stop, name in segments(trace, step):
-                axes.barh(
-                    number, (stop - start) / 1e3, left=(start - begin) / 1e3, height=0.8,
-                    color=COLOURS[name],
-                )  # fmt: skip
+    for number, trace in enumerate(traces):
+        shown = [step for step in trace.steps if overlaps(step, begin, end)]
+        for start, stop, name in [piece for step in shown for piece in segments(trace, step)]:
+            axes.barh(
+                number, (stop - start) / 1e3, left=(start - begin) / 1e3, height=0.8,
+                color=COLOURS[name],
+            )  # fmt: skip
     for event in outer:
         name = "negotiation" if event["name"].startswith("NEGOTIATE_") else "all-reduce"
         axes.barh(
-            len(rows) + tensors.index(event["tensor"]), event["dur"] / 1e3,
+            len(traces) + tensors.index(event["tensor"]), event["dur"] / 1e3,
             left=(event["ts"] - begin) / 1e3, height=0.6, color=COLOURS[name],
         )  # fmt: skip
-    labels = [label for label, _ in rows] + [f"Horovod: {tensor}" for tensor in tensors]
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xlim(0, (end - begin) / 1e3)
     axes.invert_yaxis()

@@ -70,24 +70,30 @@ def train(arguments: argparse.Namespace) -> Path:
     command = [sys.executable, "-m", "cluster.horovodrun", *given(arguments)]
     command += [sys.executable, "template.py", *overrides]
     print(shlex.join(command), flush=True)
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True,
-        env={**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"},
-    )  # fmt: skip
-    for number in (signal.SIGINT, signal.SIGHUP):  # of a terminal: the job ends by it, and tells
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, lambda *_: process.terminate())
-    assert process.stdout is not None
-    folder = None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        if match := SAID.match(line):
-            folder = Path(match[1])
-    status = process.wait()
+    environment = {**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        for number in (
+            signal.SIGINT,
+            signal.SIGHUP,
+        ):  # of a terminal: the job ends and tells
+            signal.signal(number, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, lambda *_: process.terminate())
+        assert process.stdout is not None
+        folder = None
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if match := SAID.match(line):
+                    folder = Path(match[1])
+        except BaseException:  # nobody reads, say: make profile | head -1
+            process.terminate()
+            raise
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if status:
-        raise Refusal(f"nothing to show: the job ended with {status}; its last lines tell why")
+    if process.returncode:
+        raise Refusal(
+            f"nothing to show: the job ended with {process.returncode}; its last lines tell why"
+        )
     if folder is None:
         raise Refusal(
             "nothing to show: training ended before the first traced batch; lower profiler.warmup"
@@ -148,6 +154,10 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
+        print("error: who reads this went away: the job was ended", file=sys.stderr)
+        return 2
     note = f" ({fetched} fetched)" if fetched else ""
     with contextlib.suppress(BrokenPipeError):  # make profile | head
         print(f"\n{phases.table(rank_traces, horovod)}")

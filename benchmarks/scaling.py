@@ -54,7 +54,10 @@ Measure = Callable[[Job, list[str]], dict[str, Any]]
 def try_out(results: Results, measure: Measure) -> None:
     """A short run at the largest size; fills results["trial"]."""
     settings = results["settings"]
-    job = jobs({**settings, "sizes": settings["sizes"][-1:]}, [])[0]
+    # Horovod's, if it is one of them, tells which all-reduces a prediction needs.
+    strategies = sorted(settings["strategies"], key=lambda name: name != "horovod")
+    largest = {**settings, "sizes": settings["sizes"][-1:], "strategies": strategies}
+    job = jobs(largest, [])[0]
     measured = measure(job, steps_of(settings["warmup"], TRIAL_STEPS))
     steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / measured["step_ms"]))
     results["trial"] = {

@@ -194,7 +194,7 @@ def facts(request: dict) -> dict:
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # to which jobs raise theirs
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": os.path.isdir("/sys/class/infiniband"),
     }

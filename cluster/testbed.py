@@ -28,6 +28,7 @@ PROGRAMS = {
     "ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client",
     "nsenter": "util-linux", "unshare": "util-linux",
 }  # fmt: skip
+ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BURST = ["burst", "256kb", "latency", "50ms"]  # of the token bucket that limits a link
 
 
@@ -167,6 +168,8 @@ class Testbed:
         return Host(name, address, namespace, process)
 
     def _remove(self) -> None:
+        # A second Ctrl-C would leave the rest.
+        before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDS}
         for namespace in [*(f"{self.prefix}-{name}" for name in self.names), self.switch]:
             for _ in range(50):
                 result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True)
@@ -185,6 +188,8 @@ class Testbed:
             host.sshd.wait()
         self.hosts.clear()
         shutil.rmtree(self._folder, ignore_errors=True)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _run(*command: str | Path) -> None:
@@ -200,7 +205,7 @@ def main() -> int:
     parser.add_argument("command", nargs="+", help="to run on node1")
     arguments = parser.parse_args()
     # What was made is removed also then. A script: cluster/signals.py cannot be imported.
-    for number in (signal.SIGTERM, signal.SIGHUP):
+    for number in ENDS:
         signal.signal(number, signal.default_int_handler)
     try:
         with Testbed(arguments.hosts, arguments.rate) as hosts:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -285,6 +287,24 @@ def test_a_job_without_a_trace(tmp_path: Path, script: str, told: str) -> None:
     done = run(command, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 2 and "Traceback" not in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"error: {told}")
+
+
+def test_a_job_ends_where_nobody_reads_its_output(tmp_path: Path) -> None:
+    """make profile | head -1"""
+    script = "import time\nfor _ in range(600): print('epoch', flush=True); time.sleep(1)"
+    (tmp_path / "template.py").write_text(script)
+    command = [sys.executable, "-m", "benchmarks.profiling", "-np", "1"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    while "epoch" not in process.stdout.readline():
+        assert process.poll() is None
+    process.stdout.close()
+    assert process.wait() == 2
+    assert "who reads this went away" in process.stderr.read()
+    assert not subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True).stdout
 
 
 @pytest.mark.parametrize(

@@ -323,6 +323,14 @@ def test_a_run_has_enough_steps_for_some_seconds() -> None:
     assert benchmark["trial"]["steps"] == scaling.MIN_STEPS
 
 
+def test_horovod_is_tried_out_whichever_strategy_is_named_first() -> None:
+    """A prediction needs the all-reduces of its operations, which DDP does not tell."""
+    for strategies in (["ddp", "horovod"], ["ddp"]):
+        source = Source(lambda job, _: 2.0)
+        scaling.try_out(results(strategies=strategies), source)
+        assert source.asked[0][0].strategy == strategies[-1]
+
+
 def test_steps_are_batches_also_where_they_are_accumulated() -> None:
     benchmark = results(steps=100)
     benchmark["config"]["trainer"] = {"accumulate_grad_batches": 4}

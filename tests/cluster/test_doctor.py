@@ -249,6 +249,8 @@ def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
             host.shows(none.parent, Path("/usr/local/bin"))
         sshd = str(hosts[1].sshd.pid)
         subprocess.run(["prlimit", "--pid", sshd, "--nofile=256:256"], check=True)
+        raised = str(hosts[3].sshd.pid)  # by each job
+        subprocess.run(["prlimit", "--pid", raised, "--nofile=256:20000"], check=True)
         hosts[2].shows(smi.parent, Path("/usr/local/bin"))
         hosts[3].shows(broken.parent, Path("/usr/local/bin"))
         mount = ["nsenter", "-t", str(hosts[4].sshd.pid), "--mount", "mount", "-t", "tmpfs"]
@@ -275,6 +277,7 @@ def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert silent["level"] == "ok" and "hidden by CUDA_VISIBLE_DEVICES" in silent["text"]
     bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
+    assert not [finding for finding in bad if finding[1:3] == ("limits", "node4")]
     for level, check, host, words, mend in (
         ("FAIL", "memory", "node1", "for 9999 processes", "node1: {slots: "),
         ("warn", "cores", "node1", "9999 processes on", "} in HOSTFILE="),

@@ -71,6 +71,8 @@ class TestHosts:
             assert time.monotonic() < deadline
             time.sleep(0.1)
         os.killpg(process.pid, number)
+        time.sleep(0.05)  # impatient
+        os.killpg(process.pid, number)
         assert process.wait(timeout=60) in (130, 143)
         assert not left(prefix)
         assert subprocess.run(sleeping, capture_output=True).returncode == 1

@@ -1,11 +1,16 @@
 """Images in folders, one a class: `folder`/<class>/<image>.png, or with a split that is made.
 
 Where the folder holds train/ and val/, each with a folder for each class, as ImageNet is unpacked,
-these are the split; val/ is tested too, for ImageNet's test images have no labels.
+these are the split; val/ is tested too, for ImageNet's test images have no labels, unless there is
+a test/ with these folders.
+
+Else 80 % of the images are to train, 10 % to validate and 10 % to test, by a hash of their names:
+where some are added later, few of the others change sides.
 
 Each image is scaled to `size` and cut to its middle square. Batches are (images, labels): float32
 of shape (batch, channels, size, size) from 0 to 1, int64 of (batch,), classes in alphabetical
-order. Nothing is downloaded.
+order. Nothing is downloaded. Names that begin with a dot are passed over, as file managers make
+them.
 """
 
 from __future__ import annotations
@@ -14,34 +19,25 @@ import copy
 import hashlib
 import os
 import re
+import warnings
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
-from PIL import Image
 from pytorch_lightning import LightningDataModule
-from torch.utils.data import DataLoader, Dataset, Subset, random_split
+from pytorch_lightning.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, Dataset, Subset
 from torchvision.datasets import ImageFolder
-from torchvision.datasets.folder import pil_loader
-from torchvision.transforms.v2 import (
-    CenterCrop,
-    Compose,
-    Grayscale,
-    Identity,
-    RandomHorizontalFlip,
-    RandomResizedCrop,
-    Resize,
-    ToDtype,
-    ToImage,
-)
 
+from datamodules.pictures import Images, Unlabelled, split_by_name, view
 from datamodules.ranks import draws_of_rank, refuse_other_files, workers_of_rank
+
+SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
 
 
 class Folder(LightningDataModule):
-    """Without train/ and val/: 80 % of the images to train, 10 % to validate, 10 % to test.
-
-    The split is one for all ranks.
+    """Images to train, to validate and to test; the split is one for all ranks.
 
     Args:
         folder: with a folder for each class in it; each host needs it.
@@ -53,10 +49,13 @@ class Folder(LightningDataModule):
         num_workers: processes that read; None: as many as this rank has cores, at most 4.
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
         split_seed: decides which image goes where, where there is no train/ and val/.
+        predict: a folder of images, in folders or not, to predict in the order of their names;
+            None: those to test.
 
     Raises:
         FileNotFoundError: when the folder or images in it are missing.
-        ValueError: when train/ and val/ have other classes, or hosts other files.
+        ValueError: when train/ and val/ have other classes, or hosts other files, or a checkpoint
+            is of other classes.
     """
 
     def __init__(
@@ -69,17 +68,21 @@ class Folder(LightningDataModule):
         num_workers: int | None = None,
         pin_memory: bool | None = None,
         split_seed: int = 0,
+        predict: str | None = None,
     ) -> None:
         super().__init__()
         if channels not in (1, 3):
             raise ValueError(f"channels={channels}: 3 for colours, 1 for grey")
         self.save_hyperparameters()
         self.splits: list[Dataset] = []
+        self.classes: list[str] = []
+        self.listed = ""  # a digest of all names
 
     def setup(self, stage: str) -> None:
         if self.splits:
             return
         folder, seed = Path(self.hparams["folder"]), self.hparams["split_seed"]
+        size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
         split = [name for name in ("train", "val") if _holds_folders(folder / name)]
         if len(split) == 1:
             raise FileNotFoundError(
@@ -88,30 +91,61 @@ class Folder(LightningDataModule):
             )
         if split:
             train, val = self._images(folder / "train"), self._images(folder / "val")
-            if differing := set(train.classes) ^ set(val.classes):
-                raise ValueError(
-                    f"data.folder={folder}: train/ and val/ need the same classes; only one has "
-                    f"{', '.join(sorted(differing)[:3])}"
-                )
-            self.splits = [train, val, val]
+            test = self._images(folder / "test") if _holds_folders(folder / "test") else val
+            for name, images in (("val", val), ("test", test)):
+                if differing := set(train.classes) ^ set(images.classes):
+                    raise ValueError(
+                        f"data.folder={folder}: train/ and {name}/ need the same classes; only one "
+                        f"has {', '.join(sorted(differing)[:3])}"
+                    )
+            self.splits = [train, val, test]
         else:
-            val = self._images(folder)
+            test = val = self._images(folder)
+            if {name.casefold() for name in val.classes} <= SPLITS:
+                raise ValueError(
+                    f"data.folder={folder}: {', '.join(val.classes)} would be classes; rename "
+                    "them train and val, and test, if they are the parts of a split"
+                )
             train = copy.copy(val)
-            parts = random_split(val, [0.8, 0.1, 0.1], torch.Generator().manual_seed(seed))
-            self.splits = [Subset(train, parts[0].indices), *parts[1:]]
+            parts = split_by_name(val, seed)
+            self.splits = [Subset(train, parts[0]), Subset(val, parts[1]), Subset(val, parts[2])]
         # A rank takes images by their numbers: of another list they would be others.
-        listed = _digest(folder, train, val)
-        refuse_other_files(self.trainer, f"data.folder={folder}", listed)
-        size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
+        self.classes, self.listed = train.classes, _digest(folder, train, val, test)
+        refuse_other_files(self.trainer, f"data.folder={folder}", self.listed)
         if getattr(self.trainer, "overfit_batches", 0):  # which are to stay the same
             augment = False
         look = view(size, channels, augment)
         train.transform = draws_of_rank(self.trainer, look) if augment else look
-        val.transform = view(size, channels, whole=not augment)
+        val.transform = test.transform = view(size, channels, whole=not augment)
+        if self.hparams["predict"] is not None:
+            folder = Path(self.hparams["predict"])
+            new = Unlabelled(folder, val.transform, val.class_to_idx)
+            refuse_other_files(self.trainer, f"data.predict={folder}", _digest(folder, new))
+            self.splits.append(new)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"classes": self.classes, "files": self.listed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        task, where = getattr(self.trainer, "state", None), f"data.folder={self.hparams['folder']}"
+        if not state_dict or task is None or task.fn == TrainerFn.PREDICTING:
+            return
+        trained, mine = state_dict["classes"], self.classes
+        if trained != mine:
+            raise ValueError(
+                f"{where}: the checkpoint's classes are {_few(trained)}, these are {_few(mine)}: "
+                "labels would mean others"
+            )
+        if state_dict["files"] != self.listed and isinstance(self.splits[0], Subset):
+            warnings.warn(
+                f"{where}: other files than the checkpoint was trained with: of those that it "
+                "trained, some may be among those to validate and to test now",
+                stacklevel=2,
+            )
 
     def _images(self, folder: Path) -> ImageFolder:
         try:
-            return ImageFolder(str(folder), loader=read)
+            images = Images(folder)
         except FileNotFoundError as error:
             reason = "it holds no images" if folder.is_dir() else "there is no such folder"
             if match := re.search("Found no valid file for the classes (.+?)[.] ", str(error)):
@@ -120,6 +154,14 @@ class Folder(LightningDataModule):
                 f"data.folder={folder}: {reason}; images are expected as "
                 f"{folder}/<class>/<name>.png or .jpg, with at least one image in each class"
             ) from error
+        if images.left_out:
+            kinds = ", ".join(f"{count} {kind}" for kind, count in images.left_out.most_common(5))
+            warnings.warn(
+                f"data.folder={folder}: files that are no images, by their names, are left out: "
+                f"{kinds}",
+                stacklevel=2,
+            )
+        return images
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(0, shuffle=True)
@@ -131,7 +173,7 @@ class Folder(LightningDataModule):
         return self._loader(2)
 
     def predict_dataloader(self) -> DataLoader:
-        return self._loader(2)
+        return self._loader(-1)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         workers, pin_memory = self.hparams["num_workers"], self.hparams["pin_memory"]
@@ -147,43 +189,17 @@ class Folder(LightningDataModule):
         )
 
 
+def _few(classes: list[str]) -> str:
+    return ", ".join(classes[:5]) + (f" and {len(classes) - 5} more" if len(classes) > 5 else "")
+
+
 def _holds_folders(folder: Path) -> bool:
     return folder.is_dir() and any(path.is_dir() for path in folder.iterdir())
 
 
-def _digest(folder: Path, *images: ImageFolder) -> str:
+def _digest(folder: Path, *images: ImageFolder | Unlabelled) -> str:
     """Of the names in the folder, in their order."""
     digest, start = hashlib.sha256(), len(str(folder))
     for path, _ in chain(*(dataset.samples for dataset in images)):
         digest.update(os.fsencode(path[start:]) + b"\0")
     return digest.hexdigest()
-
-
-def read(path: str) -> Image.Image:
-    """The image in a file, in colours.
-
-    Raises:
-        RuntimeError: with the path, when it is none.
-    """
-    try:
-        return pil_loader(path)
-    except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a broken PNG
-        raise RuntimeError(f"{path} cannot be read: {error}") from error
-
-
-def view(size: int, channels: int = 3, augment: bool = False, whole: bool = True) -> Compose:
-    """What a model sees of a PIL image: float32 of shape (channels, size, size) from 0 to 1.
-
-    Args:
-        size: in pixels.
-        channels: 3 for colours, 1 for grey.
-        augment: a random part of 8 to 100 % of the area, half of them mirrored, as in Szegedy et
-            al. 2014, https://arxiv.org/abs/1409.4842; else the middle square.
-        whole: the middle square is of the image's height or width; else of 7/8 of that (224 of
-            256 pixels), which suits models that were trained on random parts.
-    """
-    cut = [Resize(size if whole else size * 8 // 7, antialias=True), CenterCrop(size)]
-    if augment:
-        cut = [RandomResizedCrop(size, antialias=True), RandomHorizontalFlip()]
-    grey = Identity() if channels == 3 else Grayscale()
-    return Compose([ToImage(), grey, *cut, ToDtype(torch.float32, scale=True)])

@@ -33,7 +33,7 @@ from pytorch_lightning import LightningDataModule
 from pytorch_lightning.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
-from datamodules.folder import view
+from datamodules.pictures import view
 from datamodules.ranks import Look, draws_of_rank, refuse_other_files, workers_of_rank
 from datamodules.tars import Share, count_samples
 

@@ -25,6 +25,8 @@ from torch.utils.data import IterableDataset, default_collate, get_worker_info
 from webdataset.filters import shuffle
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
+from datamodules.pictures import UNREADABLE, in_colours
+
 Sample = tuple[Tensor, int]
 PICTURES = ("jpg", "jpeg", "png")
 NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # names that WebDataset passes over
@@ -112,16 +114,14 @@ class Share(IterableDataset):
 
     def _decode(self, sample: dict[str, Any]) -> Sample:
         name = next((name for name in PICTURES if name in sample), None)
+        where = f"{sample['__url__']}: {sample['__key__']}"
         if name is None or "cls" not in sample:
-            raise RuntimeError(
-                f"{sample['__url__']}: {sample['__key__']} needs .cls and one of "
-                f"{', '.join(f'.{name}' for name in PICTURES)}"
-            )
+            endings = ", ".join(f".{name}" for name in PICTURES)
+            raise RuntimeError(f"{where} cannot be read: it needs .cls and one of {endings}")
         try:
             with Image.open(io.BytesIO(sample[name])) as image:
-                return self.look(image.convert("RGB")), int(sample["cls"])
-        except (OSError, SyntaxError, ValueError) as error:  # SyntaxError: of a broken PNG
-            where = f"{sample['__url__']}: {sample['__key__']}"
+                return self.look(in_colours(image)), int(sample["cls"])
+        except UNREADABLE as error:
             raise RuntimeError(f"{where} cannot be read: {error}") from error
 
 

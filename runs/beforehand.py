@@ -72,7 +72,7 @@ def refuse_shares(
         )
 
 
-def refuse_classes(model: pl.LightningModule, classes: int, choice: str) -> None:
+def refuse_classes(model: pl.LightningModule, classes: list[str], choice: str) -> None:
     """Labels that the model has no output for: on a GPU they end a run without a word of them.
 
     Args:
@@ -80,10 +80,10 @@ def refuse_classes(model: pl.LightningModule, classes: int, choice: str) -> None
         choice: the file of conf/data that was taken.
     """
     outputs = model.hparams.get("classes")
-    if isinstance(outputs, int) and outputs < classes:
+    if isinstance(outputs, int) and outputs < len(classes):
         raise Refusal(
-            f"model.classes={outputs}: data={choice} has {classes} classes; give "
-            f"model.classes={classes}"
+            f"model.classes={outputs}: data={choice} has {len(classes)} classes; give "
+            f"model.classes={len(classes)}"
         )
 
 
@@ -115,12 +115,13 @@ def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: st
         )
 
 
-def classes_of(loader: Any) -> int:
-    """How many there are to learn, by torchvision's `class_to_idx`; 0 where the data do not say."""
+def classes_of(loader: Any) -> list[str]:
+    """A name for each label, by torchvision's `class_to_idx`; none where the data do not say."""
     dataset = getattr(loader, "dataset", None)
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
-    return 1 + max((getattr(dataset, "class_to_idx", None) or {"": -1}).values())
+    names = {label: name for name, label in (getattr(dataset, "class_to_idx", None) or {}).items()}
+    return [str(names.get(label, label)) for label in range(1 + max(names, default=-1))]
 
 
 def is_sized(loader: Any) -> bool:

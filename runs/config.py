@@ -95,6 +95,10 @@ def _undecodable() -> str:
     return ""
 
 
+# Once for Hydra, once for the shell; the value of make's ARGS is read by one shell more.
+QUOTED = 'as "key=\'a value\'", in make\'s ARGS="..." as \\"key=\'a value\'\\"'
+
+
 def parse(argument: str) -> Override:
     """A change as Hydra reads it.
 
@@ -102,7 +106,10 @@ def parse(argument: str) -> Override:
         Refusal: when it cannot.
     """
     if "=" not in argument and not argument.startswith("~"):
-        raise Refusal(f"{argument}: a change has the form key=value, like data.batch_size=64")
+        raise Refusal(
+            f"{argument}: a change has the form key=value, like data.batch_size=64; a value with "
+            f"blanks is quoted, {QUOTED}"
+        )
     try:
         return OverridesParser.create().parse_override(argument)
     except HydraException:
@@ -110,7 +117,7 @@ def parse(argument: str) -> Override:
         if any(unquoted.count(left) != unquoted.count(right) for left, right in ("[]", "{}", "()")):
             why = ": its brackets do not balance"
         else:
-            why = "; quote it for Hydra: \"key='...'\""
+            why = f"; quote it for Hydra and the shell, {QUOTED}"
         raise Refusal(f"{argument}: the value cannot be read{why}") from None
 
 

@@ -61,19 +61,21 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
     if not file.is_file():
         raise Refusal(f"{checkpoint}: no run's folder, {file} is missing; export it where it lay")
     config = OmegaConf.load(file)
+    hint = ""
     try:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
         model: LightningModule = instantiate(config.model, _convert_="all")
         model.load_state_dict(weights)
         example = model.example_input_array
         if example is None:
+            hint = "; with self.example_input_array in the model no data are needed"
             data = instantiate(config.data, _convert_="all")
             data.prepare_data()
             data.setup("fit")
             batch = data.on_before_batch_transfer(next(iter(data.val_dataloader())), 0)
             example = data.on_after_batch_transfer(batch, 0)
     except (*MISTAKES, *UNREADABLE, KeyError, AttributeError) as error:
-        raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}") from error
+        raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error
     if model.example_input_array is not None:
         example = example if isinstance(example, tuple) else (example,)
         if not example or not all(isinstance(each, Tensor) and each.ndim for each in example):

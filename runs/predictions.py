@@ -7,11 +7,15 @@ Samples are those of predict_dataloader, or of test_dataloader where there is no
 of the data set, each once, whatever the number of ranks. What predict_step returns is a tensor, or
 a dict, list or tuple of tensors, with the samples of the batch along the first dimension; the file
 holds the same with all samples along it. Every rank holds all predictions for a moment.
+
+Where samples are files, as torchvision's image folders tell in `samples`, predictions.csv has a row
+for each: the file, and where there is one number for a sample that, with its name if it is a label.
 """
 
 from __future__ import annotations
 
 import copy
+import csv
 from collections.abc import Sequence, Sized
 from pathlib import Path
 from typing import Any
@@ -25,8 +29,9 @@ from pytorch_lightning.utilities.data import _update_dataloader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
+from runs.beforehand import classes_of
 from runs.ranks import gather_rows
 from runs.refusal import Refusal
 
@@ -37,13 +42,14 @@ class Predictions(BasePredictionWriter):
     Attributes:
         file: predictions.pt in the run's folder; None until it is written.
         samples: in it.
+        names_files: whether predictions.csv is beside it.
     """
 
     def __init__(self) -> None:
         super().__init__(write_interval="epoch")
         self.file: Path | None = None
         self.samples = 0
-        self._of_test_set = False
+        self.names_files = self._of_test_set = self._checked = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse before training what would fail after it."""
@@ -64,9 +70,10 @@ class Predictions(BasePredictionWriter):
             if stage == "predict":
                 data.setup("test")
             data.predict_dataloader, self._of_test_set = data.test_dataloader, True
-        if stage == "test":
+        if stage == "test" and self._checked:
             return
-        if stage == "fit":
+        self._checked = True
+        if stage != "predict":
             # A copy is set up, as a data module may hold the data of one stage at a time.
             data = copy.copy(data)
             data.setup("test" if self._of_test_set else "predict")
@@ -89,8 +96,8 @@ class Predictions(BasePredictionWriter):
             _check(prediction, len(batch))
         structure = tree_flatten(predictions[0])[1]
         columns = [torch.cat(parts) for parts in zip(*(tree_flatten(p)[0] for p in predictions))]
-        indices = torch.tensor([index for batch in batches for index in batch])
-        order = gather_rows(trainer.strategy, indices).argsort()
+        mine = torch.tensor([index for batch in batches for index in batch])
+        indices, order = gather_rows(trainer.strategy, mine).sort()
         gathered = [gather_rows(trainer.strategy, column)[order] for column in columns]
         self.samples = len(order)
         self.file = Path(trainer.default_root_dir) / "predictions.pt"
@@ -98,6 +105,28 @@ class Predictions(BasePredictionWriter):
             unfinished = self.file.with_suffix(".part")
             torch.save(tree_unflatten(gathered, structure), unfinished)
             unfinished.rename(self.file)
+            self._write_files(trainer.predict_dataloaders, indices.tolist(), gathered)
+
+    def _write_files(self, loader: Any, indices: list[int], gathered: list[Tensor]) -> None:
+        assert self.file is not None
+        dataset, classes = loader.dataset, classes_of(loader)
+        while isinstance(dataset, Subset):
+            indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
+        samples = getattr(dataset, "samples", None)
+        if not (isinstance(samples, list) and samples and isinstance(samples[0], tuple)):
+            return
+        rows = [[str(samples[index][0])] for index in indices]
+        header, numbers = ["file"], gathered[0]
+        if len(gathered) == 1 and numbers.dim() == 1:
+            header.append("prediction")
+            labels = classes if not numbers.is_floating_point() else []
+            header += ["class"] if labels else []
+            for row, number in zip(rows, numbers.tolist()):
+                name = labels[number] if 0 <= number < len(labels) else ""
+                row += [str(number), name] if labels else [str(number)]
+        with self.file.with_suffix(".csv").open("w", newline="") as file:
+            csv.writer(file).writerows([header, *rows])
+        self.names_files = True
 
 
 def _check_loader(loader: Any, ranks: int) -> None:
@@ -110,7 +139,10 @@ def _check_loader(loader: Any, ranks: int) -> None:
         or isinstance(dataset, IterableDataset)
         or not isinstance(dataset, Sized)
     ):
-        raise Refusal("predict=true: one DataLoader with a data set of known length is needed")
+        raise Refusal(
+            "predict=true: one DataLoader with a data set of known length is needed, no stream, as "
+            "that of data=shards is; predict=false leaves it out"
+        )
     if len(dataset) < ranks:
         raise Refusal(
             f"predict=true: {len(dataset)} samples to predict on {ranks} ranks; use fewer, or more "

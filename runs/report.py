@@ -67,7 +67,7 @@ class Report(pl.Callback):
         self._first_logged = 0
         self.seconds = 0.0
         self.train_samples: int | None = None
-        self.classes = 0  # 0: not known
+        self.classes: list[str] = []
         self.drop_last = False
         self._lr = ""
         self._clock: float | None = None
@@ -121,7 +121,8 @@ class Report(pl.Callback):
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         samples = ""
         if self.train_samples:
-            of = f" of {_counted(self.classes, 'class')}" if self.classes else ""
+            names = ", ".join(self.classes[:3]) + (", ..." if len(self.classes) > 3 else "")
+            of = f" of {_counted(len(self.classes), 'class')} ({names})" if self.classes else ""
             samples = f", {self.train_samples:,} samples{of} to train"
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         operations = getattr(strategy, "operations", None)
@@ -295,6 +296,7 @@ class Report(pl.Callback):
         predict, speed, step, limit = "", "", "", ""
         if predicted and predictions:
             predict = f"{shown(predictions)}: {predicted.samples:,} samples"
+            predict += "; their files in predictions.csv" if predicted.names_files else ""
         if self.samples:
             speed = (
                 f"{self._rate:,.0f} samples/s: {_counted(self.steps - self.first_step, 'step')}, "
@@ -340,6 +342,7 @@ class Report(pl.Callback):
             "global_batch_size": batch and batch * trainer.world_size * windows,
             "accumulate_grad_batches": windows,
             "train_samples": self.train_samples,
+            "classes": self.classes or None,
             "drop_last": self.drop_last,
             "operations": getattr(trainer.strategy, "operations", None),
             "train_seconds": round(self.seconds, 3),

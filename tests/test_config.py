@@ -62,10 +62,16 @@ from tests.conftest import run
         ("lr_scaling=cubic", "there are: none, linear, sqrt"),
         ("data.batch_size=null", "a value is needed there, like 32"),
         ("seed=null", "a value is needed there, like 42"),
-        ("data.batch_size", "has the form key=value"),
+        (
+            "data.batch_size",
+            "has the form key=value, .*; a value with blanks is quoted, as \"key='a ",
+        ),
         ("model.lr=[1", "the value cannot be read: its brackets do not balance"),
         ("model.lr={a:1", "the value cannot be read: its brackets do not balance"),
-        ("task='[1", "the value cannot be read; quote it for Hydra"),
+        (
+            "task='[1",
+            r"the value cannot be read; quote it for Hydra and .* make's ARGS=.* as \\\"key=",
+        ),
         ("task=a=b", "the value cannot be read; quote it for Hydra"),
         ("ckpt_path=", "give a path, last or best; null for none"),
         ("strategy.compression=16", "a text is expected there, like none; a number .*'16'"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import warnings
 from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
@@ -15,8 +17,10 @@ import numpy as np
 import pytest
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
+from PIL import Image
 from pytorch_lightning import Trainer
 from pytorch_lightning.plugins.precision import HalfPrecision, Precision
+from pytorch_lightning.trainer.states import TrainerFn
 from sklearn.datasets import load_sample_images
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
@@ -25,10 +29,11 @@ from datamodules import cifar10, mnist, ranks
 from datamodules.cifar10 import Cifar10, InMemory, augmented
 from datamodules.digits import Digits
 from datamodules.fake import Fake
-from datamodules.folder import Folder, view
+from datamodules.folder import Folder
 from datamodules.mnist import Mnist
 from datamodules.noise import Noise
 from datamodules.photos import Photos
+from datamodules.pictures import read, split_by_name, view
 from datamodules.shards import Shards
 from strategies import HorovodStrategy
 from tests.pictures import write_cifar10, write_folder, write_mnist, write_shards
@@ -181,6 +186,45 @@ class TestCifar10:
         assert drawn == possible  # each of 162 is drawn in 2,000 but once in 10^3 runs; seeded
 
 
+class TestPictures:
+    @pytest.mark.parametrize("suffix", ["png", "tif", "pgm"])
+    def test_16_bits_are_scaled(self, suffix: str, tmp_path: Path) -> None:
+        values = np.linspace(0, 65535, 64).astype(np.uint16).reshape(8, 8)
+        file = tmp_path / f"ramp.{suffix}"
+        if suffix == "pgm":
+            file.write_bytes(b"P5 8 8 65535\n" + values.astype(">u2").tobytes())
+        else:
+            Image.fromarray(values).save(file)
+        assert np.array_equal(np.asarray(read(str(file)))[..., 1], values >> 8)
+
+    @pytest.mark.parametrize("dtype", [np.int32, np.float32])
+    def test_of_32_bits_nobody_knows_what_white_is(self, dtype: Any, tmp_path: Path) -> None:
+        Image.fromarray(np.ones((4, 4), dtype)).save(tmp_path / "x.tif")
+        with pytest.raises(RuntimeError, match="x.tif cannot be read: its pixels have 32 bits"):
+            read(str(tmp_path / "x.tif"))
+
+    def test_it_is_turned_as_its_exif_says(self, tmp_path: Path) -> None:
+        exif = Image.Exif()
+        exif[0x0112] = 6  # lies on its side
+        Image.new("RGB", (8, 4)).save(tmp_path / "phone.jpg", exif=exif)
+        assert read(str(tmp_path / "phone.jpg")).size == (4, 8)
+
+    def test_what_is_transparent_is_white(self, tmp_path: Path) -> None:
+        image = Image.new("RGBA", (2, 1), (255, 0, 0, 255))
+        image.putpixel((1, 0), (255, 0, 0, 0))
+        image.save(tmp_path / "icon.png")
+        pixels = np.asarray(read(str(tmp_path / "icon.png"))).tolist()
+        assert pixels == [[[255, 0, 0], [255, 255, 255]]]
+
+    def test_one_that_is_too_large_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        Image.new("RGB", (30, 30)).save(tmp_path / "wide.png")
+        monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+        with pytest.raises(RuntimeError, match="wide.png cannot be read: Image size"):
+            read(str(tmp_path / "wide.png"))
+
+
 class TestFolder:
     def test_pictures_of_any_size_become_squares(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=10)
@@ -229,6 +273,102 @@ class TestFolder:
         (tmp_path / "zebra").mkdir()
         with pytest.raises(FileNotFoundError, match="it holds no images of zebra; images are"):
             Folder(str(tmp_path)).setup("fit")
+
+    def test_a_third_part_is_tested_and_other_names_of_parts_are_no_classes(
+        self, tmp_path: Path
+    ) -> None:
+        for split, each in (("train", 6), ("val", 3), ("test", 2)):
+            write_folder(tmp_path / split, each)
+        data = Folder(str(tmp_path), 4, size=16, num_workers=0)
+        data.setup("fit")
+        assert [len(split) for split in data.splits] == [12, 6, 4]  # type: ignore[arg-type]
+        assert data.splits[2][0][0].shape == (3, 16, 16)
+        (tmp_path / "test" / "tower").rename(tmp_path / "test" / "spire")
+        with pytest.raises(ValueError, match="train/ and test/ need the same classes"):
+            Folder(str(tmp_path)).setup("fit")
+        for name in ("train", "val", "test"):
+            (tmp_path / name).rename(tmp_path / f"{name.title()}")
+        with pytest.raises(ValueError, match="Test, Train, Val would be classes; rename"):
+            Folder(str(tmp_path)).setup("fit")
+
+    def test_few_change_sides_when_images_are_added(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", each=50)
+
+        def parts() -> list[set[str]]:
+            data = Folder(str(tmp_path / "images"))
+            data.setup("fit")
+            splits: Any = data.splits
+            return [{s.dataset.samples[i][0] for i in s.indices} for s in splits]
+
+        before = parts()
+        assert [len(part) for part in before] == [80, 10, 10]
+        shutil.copy(
+            tmp_path / "images" / "tower" / "0.png", tmp_path / "images" / "tower" / "a.png"
+        )
+        after = parts()
+        assert sum(len(a & b) for a, b in zip(before, after)) >= 98
+        assert len(set.union(*after)) == 101
+
+    @pytest.mark.parametrize("count", range(6))
+    def test_small_numbers_have_parts_too(self, count: int) -> None:
+        images: Any = SimpleNamespace(root="/r", samples=[(f"/r/{i}", 0) for i in range(count)])
+        parts = split_by_name(images, 0)
+        assert sorted(index for part in parts for index in part) == list(range(count))
+        assert count < 3 or min(map(len, parts)) == 1
+
+    def test_hidden_names_are_passed_over_and_other_files_told(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / ".mine", each=2)  # above the folder a dot is nobody's business
+        images = tmp_path / ".mine"
+        for name in ("._0.png", "Thumbs.db", "a.gif", "b.gif", "notes"):
+            (images / "tower" / name).write_text("no picture")
+        for name in (".ipynb_checkpoints", "tower/.thumbnails", "__MACOSX"):
+            (images / name).mkdir()
+            (images / name / "1.png").write_text("no picture")
+        data = Folder(str(images))
+        with pytest.warns(UserWarning, match="left out: 2 .gif, 1 without a suffix"):
+            data.setup("fit")
+        assert data.classes == ["bedroom", "tower"]
+        assert sum(map(len, data.splits)) == 4  # type: ignore[arg-type]
+
+    def test_other_images_are_predicted_in_the_order_of_their_names(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", each=5)
+        write_folder(tmp_path / "new" / "b", each=1)
+        shutil.copy(tmp_path / "new" / "b" / "tower" / "0.png", tmp_path / "new" / "z.png")
+        new = tmp_path / "new"
+        data = Folder(str(tmp_path / "images"), size=8, num_workers=0, predict=str(new))
+        data.setup("predict")
+        loader = data.predict_dataloader()
+        names = ["b/bedroom/0.png", "b/tower/0.png", "z.png"]
+        assert loader.dataset.samples == [(f"{new}/{name}", -1) for name in names]
+        (images, labels), *_ = loader
+        assert images.shape == (3, 3, 8, 8) and labels.tolist() == [-1] * 3
+        assert torch.equal(images[1], images[2])
+        data = Folder(str(tmp_path / "images"), predict=str(tmp_path / "none"))
+        with pytest.raises(FileNotFoundError, match="data.predict=.*none: there are no images"):
+            data.setup("predict")
+
+    def test_a_checkpoint_of_other_classes_or_files_is_told(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", each=10)
+
+        def at(task: TrainerFn) -> Folder:
+            data = Folder(str(tmp_path / "images"))
+            data.setup("fit")
+            data.trainer = among(1, 0)
+            data.trainer.state = SimpleNamespace(fn=task)  # type: ignore[union-attr]
+            return data
+
+        kept = at(TrainerFn.FITTING).state_dict()
+        with warnings.catch_warnings(action="error"):
+            at(TrainerFn.FITTING).load_state_dict(kept)
+        shutil.copy(
+            tmp_path / "images" / "tower" / "0.png", tmp_path / "images" / "tower" / "a.png"
+        )
+        with pytest.warns(UserWarning, match="other files than the checkpoint was trained with"):
+            at(TrainerFn.TESTING).load_state_dict(kept)
+        (tmp_path / "images" / "bedroom").rename(tmp_path / "images" / "zoo")
+        with pytest.raises(ValueError, match="classes are bedroom, tower, these are tower, zoo"):
+            at(TrainerFn.TESTING).load_state_dict(kept)
+        at(TrainerFn.PREDICTING).load_state_dict(kept)
 
     def test_half_a_split_is_no_class(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "train", 2)

@@ -42,6 +42,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    Subset,
 )
 
 from runs import checkpoints, resuming
@@ -281,6 +282,54 @@ def test_predictions_are_in_the_order_of_the_data_set(tmp_path: Path) -> None:
     assert torch.load(tmp_path / "predictions.pt")["twice"].tolist() == [0, 2, 4, 6, 8, 10, 12]
 
 
+class OfFiles(LightningDataModule):
+    """Seven of ten files, of two classes."""
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(Subset(Files(), [9, 0, 1, 2, 3, 4, 5]), batch_size=3, shuffle=True)
+
+
+class Files(Dataset):
+    def __init__(self) -> None:
+        self.class_to_idx = {"cat": 0, "dog": 1}
+        self.samples = [(f"{number}.png", 0) for number in range(10)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Labels(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch % 2
+
+
+class Scores(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch / 2
+
+
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [
+        (Labels, ["file,prediction,class", "9.png,1,dog", "0.png,0,cat", "1.png,1,dog"]),
+        (Scores, ["file,prediction", "9.png,4.5", "0.png,0.0", "1.png,0.5"]),
+        (Doubles, ["file", "9.png", "0.png", "1.png"]),
+    ],
+)
+def test_files_have_their_names_beside_the_predictions(
+    model: type[LightningModule], head: list[str], tmp_path: Path
+) -> None:
+    assert predict(model(), OfFiles(), tmp_path).names_files
+    rows = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert rows[:4] == head and len(rows) == 8
+    (tmp_path / "predictions.csv").unlink()
+    assert not predict(Doubles(), Numbers(), tmp_path).names_files
+    assert not (tmp_path / "predictions.csv").exists()
+
+
 class Several(Numbers):
     def predict_dataloader(self) -> Any:
         return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]  # type: ignore[arg-type]
@@ -346,9 +395,10 @@ def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path
     ],
 )
 def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
-    trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
-    with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
-        Predictions().setup(trainer, model(), "fit")
+    for stage in ("fit", "test"):  # also where nothing is trained
+        trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
+        with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
+            Predictions().setup(trainer, model(), stage)
 
 
 def test_a_sample_for_each_rank_is_enough_to_predict() -> None:

@@ -71,6 +71,26 @@ class EvaluatesAverages(callbacks.Callback):
             trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
 
 
+class EndsEpochsOnce(callbacks.Callback):
+    """A checkpoint of an epoch's end goes on with the next one. With max_steps Lightning comes to
+    that end once more (`FitLoop.restarting`): schedules step twice, or a batch too many is trained.
+    """
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn != TrainerFn.FITTING or trainer.max_steps == -1:
+            return
+        loop = checkpoint["loops"]["fit_loop"]
+        epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
+        if epochs["current"]["processed"] != epochs["current"]["started"]:
+            return  # within an epoch
+        for counts in (epochs["total"], epochs["current"]):
+            counts["completed"] = counts["processed"]
+        batches["current"] = dict.fromkeys(batches["current"], 0)
+        batches["is_last_batch"] = False
+
+
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
     """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first that is a
     Checkpoint to Lightning, as ours are that only want a turn behind all others."""

@@ -37,7 +37,7 @@ from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report
-from runs.resuming import EvaluatesAverages, keeping, save_average
+from runs.resuming import EndsEpochsOnce, EvaluatesAverages, keeping, save_average
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
 
@@ -67,7 +67,7 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         predictions = [Predictions()] if config.predict else []
-        self.callbacks = [self.report, EvaluatesAverages(), *predictions]
+        self.callbacks = [self.report, EvaluatesAverages(), EndsEpochsOnce(), *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._parents: list[Path] = []  # of the folder, ours too
@@ -114,20 +114,28 @@ class Run:
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
         config.run_dir, config.ckpt_path = strategy.broadcast([config.run_dir, config.ckpt_path])
+        # Ranks of DDP meet in fit, and none has heard a thing; they see the same files.
+        if config.ckpt_path in NAMED and (problem := self._find_checkpoint(runs)):
+            raise Refusal(problem)
         return Path(config.run_dir)
+
+    def _find_checkpoint(self, runs: Path) -> str | None:
+        """Put a path in the place of last or best; what stands against it, if anything."""
+        find, what = NAMED[self.config.ckpt_path]
+        try:
+            checkpoint = find(runs)
+        except ValueError as error:
+            return f"ckpt_path={self.config.ckpt_path}: {error}"
+        if checkpoint is None:
+            return f"ckpt_path={self.config.ckpt_path}: no run in {shown(runs)} has {what}"
+        self.config.ckpt_path = str(checkpoint)
+        return None
 
     def _make_folder(self, runs: Path, requested: Path | None) -> str | None:
         """The run's folder with what was asked for in it; what stands against it, if anything."""
         config, hydra = self.config, HydraConfig.get()
-        if config.ckpt_path in NAMED:
-            find, what = NAMED[config.ckpt_path]
-            try:
-                checkpoint = find(runs)
-            except ValueError as error:
-                return f"ckpt_path={config.ckpt_path}: {error}"
-            if checkpoint is None:
-                return f"ckpt_path={config.ckpt_path}: no run in {shown(runs)} has {what}"
-            config.ckpt_path = str(checkpoint)
+        if config.ckpt_path in NAMED and (problem := self._find_checkpoint(runs)):
+            return problem
         if config.ckpt_path and (problem := unreadable(Path(config.ckpt_path), config.train)):
             return problem
         try:

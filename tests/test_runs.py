@@ -799,6 +799,52 @@ def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyP
     assert logged == [({"samples_per_second": 20}, 4)]
 
 
+class Logs(Times):
+    """What comes when: batches, validations, epochs' beginnings and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.events.append((self.current_epoch, batch_idx, batch.tolist()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.events.append(f"validation at {self.global_step}")
+
+    def on_train_epoch_start(self) -> None:
+        self.events.append(f"begin {self.current_epoch}")
+
+    def on_train_epoch_end(self) -> None:
+        self.events.append(f"end {self.current_epoch}")
+
+
+def events(folder: Path, ckpt_path: str | None = None, **options: Any) -> list[Any]:
+    model, saved = Logs(), ModelCheckpoint(folder, "last", save_on_train_epoch_end=True)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, callbacks=[saved, resuming.EndsEpochsOnce()], **options,
+    )  # fmt: skip
+    batches: Any = DataLoader(torch.arange(8.0), 2)  # type: ignore[arg-type]
+    held_out: Any = DataLoader(torch.ones(1))  # type: ignore[arg-type]
+    trainer.fit(model, batches, held_out, ckpt_path=ckpt_path)
+    return model.events
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 3}, {"limit_val_batches": 0}],
+)
+def test_with_a_number_of_steps_an_epochs_end_comes_once(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = events(tmp_path / "whole", max_steps=6, **options)
+    first = events(tmp_path / "first", max_epochs=1, **options)
+    last = str(tmp_path / "first" / "last.ckpt")
+    assert first + events(tmp_path / "rest", last, max_steps=6, **options) == whole
+
+
 class IsValidated(Times):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass

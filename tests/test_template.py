@@ -190,6 +190,21 @@ class TestOtherRuns:
         accuracy = (predicted == labels).float().mean()
         assert alone["metrics"]["test/acc"] == pytest.approx(float(accuracy), rel=1e-5)
 
+    @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+    def test_a_number_of_steps_goes_on_with_the_next_epoch(
+        self, strategy: str, tmp_path: Path
+    ) -> None:
+        """Of the last checkpoint, whose path each rank of DDP has to find by itself."""
+        common = [f"strategy={strategy}", "~callbacks.early_stopping"]
+        done = job(2, tmp_path, *common, "trainer.max_epochs=1", "test=false")
+        assert done.returncode == 0 and "epoch 1/1 " in done.stdout, done.stdout
+        steps = ["trainer.max_epochs=-1", "trainer.max_steps=25", "ckpt_path=last"]
+        done = job(2, tmp_path, *common, *steps)
+        assert done.returncode == 0, done.stdout
+        epochs = re.findall(r"epoch (\d+)", done.stdout)
+        assert epochs == ["2"], done.stdout
+        assert summary(tmp_path)["steps"] == 25
+
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_ctrl_c_without_a_launcher_leaves_a_checkpoint(
         self, number: signal.Signals, tmp_path: Path

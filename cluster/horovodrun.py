@@ -302,6 +302,8 @@ class Job:
         """Why a rank that aborted may have, by who has come to hvd.init(); empty if all have."""
         assert self._rendezvous is not None
         keys = list(self._rendezvous.store)  # in one go: another thread adds to it
+        if any(key.startswith("ddp/") for key in keys):  # torch's, who meet elsewhere
+            return ""
         late = [member for member in self.members if f"global/{member.rank}" not in keys]
         if any(member.rank == rank for member in late):
             return (

@@ -31,7 +31,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.callbacks import Callback, Checkpoint
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
@@ -64,6 +64,14 @@ class Anatomy(Callback):
     def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
         self.warmup, self.share, self.batches = warmup, share, batches
         self.found: dict[str, Any] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Behind the other callbacks, so that their work at a batch's end is the rest of a step; but
+        # for those that keep checkpoints, which Lightning has last.
+        all_ = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in all_ if callback is not self]
+        last = [callback for callback in others if isinstance(callback, Checkpoint)]
+        trainer.callbacks = [*(c for c in others if c not in last), self, *last]  # type: ignore[attr-defined]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.found = None

@@ -236,6 +236,12 @@ def _written(config: DictConfig, name: Any) -> Any:
 
 def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
     node, target = _written(parent, last), parent.get("_target_")
+    if isinstance(value, dict) and isinstance(node, DictConfig):
+        for name, member in value.items():
+            if name not in node:
+                raise Refusal(f"{key}.{name}: {_no_key(key, name, sorted(_keys(node)))}")
+            _check_value(f"{key}.{name}", name, member, node)
+        return
     if isinstance(value, (int, float)) and value < LEAST.get(key, value):
         raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:

@@ -33,6 +33,7 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningModule
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.export import Dim, ExportedProgram
@@ -72,7 +73,8 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
             data = instantiate(config.data, _convert_="all")
             data.prepare_data()
             data.setup("fit")
-            batch = data.on_before_batch_transfer(next(iter(data.val_dataloader())), 0)
+            loader = CombinedLoader(data.val_dataloader()).flattened[0]  # there may be several
+            batch = data.on_before_batch_transfer(next(iter(loader)), 0)
             example = data.on_after_batch_transfer(batch, 0)
     except (*MISTAKES, *UNREADABLE, KeyError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error

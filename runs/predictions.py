@@ -32,7 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from runs.beforehand import classes_of
-from runs.ranks import gather_rows
+from runs.ranks import gather_rows, gather_texts
 from runs.refusal import Refusal
 
 
@@ -95,9 +95,19 @@ class Predictions(BasePredictionWriter):
         for prediction, batch in zip(predictions, batches):
             _check(prediction, len(batch))
         structure = tree_flatten(predictions[0])[1]
+        shapes = {str([tuple(leaf.shape[1:]) for leaf in tree_flatten(p)[0]]) for p in predictions}
+        mine = "; ".join(sorted(shapes))
+        everyones = sorted(
+            {s for text in gather_texts(trainer.strategy, mine) for s in text.split("; ")}
+        )
+        if len(everyones) > 1:
+            raise Refusal(
+                f"predict=true: predict_step returned samples of the shapes {everyones[0]} and "
+                f"{everyones[1]}: pad them, so that all have one"
+            )
         columns = [torch.cat(parts) for parts in zip(*(tree_flatten(p)[0] for p in predictions))]
-        mine = torch.tensor([index for batch in batches for index in batch])
-        indices, order = gather_rows(trainer.strategy, mine).sort()
+        seen = torch.tensor([index for batch in batches for index in batch])
+        indices, order = gather_rows(trainer.strategy, seen).sort()
         gathered = [gather_rows(trainer.strategy, column)[order] for column in columns]
         self.samples = len(order)
         self.file = Path(trainer.default_root_dir) / "predictions.pt"

@@ -65,6 +65,7 @@ class Report(pl.Callback):
         self.metrics: dict[str, float] = {}
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self._first_logged = 0
+        self._validated = False
         self.seconds = 0.0
         self.train_samples: int | None = None
         self.classes: list[str] = []
@@ -198,6 +199,7 @@ class Report(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()
+        self._validated |= not trainer.sanity_checking
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -224,11 +226,25 @@ class Report(pl.Callback):
         self.metrics |= _plain(trainer.callback_metrics)
         if trainer.is_global_zero and trainer.loggers and self.trained:
             self._tell_of_no_curves(trainer)
+        if trainer.is_global_zero and not self._validated:
+            self._tell_of_no_validation(trainer)
         if trainer.is_global_zero and trainer.should_stop:
             for callback in trainer.early_stopping_callbacks:
                 if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
                     reason = _why_stopped(callback)
                     print(f"stopped early: {callback.monitor} {reason}", flush=True)
+
+    def _tell_of_no_validation(self, trainer: pl.Trainer) -> None:
+        """A stream of unknown length has an epoch that may be shorter than what was asked for."""
+        every: int | None = trainer.check_val_every_n_epoch
+        validates = trainer.enable_validation
+        if validates and every and self.epochs - self.first_epoch >= every:
+            print(
+                "nothing was validated: no epoch has as many batches as trainer.val_check_interval="
+                f"{trainer.val_check_interval}; check_val_every_n_epoch=null has them counted over "
+                "epochs",
+                flush=True,
+            )
 
     def _tell_of_no_curves(self, trainer: pl.Trainer) -> None:
         every = trainer.log_every_n_steps  # type: ignore[attr-defined]

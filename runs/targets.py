@@ -14,7 +14,7 @@ import typing
 from typing import Any
 
 from hydra.utils import get_object
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from runs.folders import ROOT
 from runs.refusal import guess
@@ -72,9 +72,22 @@ def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -
 
 def misfit(config: DictConfig) -> str:
     """The first of its values that is no number or no truth value, where the constructor says that
-    it takes one; "" without. Where it stands, in conf/ or in an experiment, is not known."""
+    it takes one; or argument that is unknown to what is made later (`_partial_`), in the middle of
+    a run; "" without. Where it stands, in conf/ or in an experiment, is not known."""
     target = config.get("_target_")
     for name in map(str, config):
+        member = config[name] if not OmegaConf.is_missing(config, name) else None
+        if isinstance(member, DictConfig) and member.get("_partial_"):
+            later = str(member.get("_target_"))
+            names = arguments(later)
+            unknown = [
+                key for key in map(str, member) if key[0] != "_" and key not in (names or [])
+            ]
+            if names is not None and unknown:
+                return (
+                    f"{name}.{unknown[0]}: {later} takes no such argument; it takes: "
+                    f"{', '.join(names)}{guess(unknown[0], names)}"
+                )
         if (wanted := hint(target, name)) in KINDS and not takes(target, name, config[name]):
             return f"{name}={config[name]}: {target} takes {KINDS[wanted]} for it"
     return ""

@@ -299,8 +299,15 @@ class Ticks(Net):
         self.tick(10_000)
 
 
+class Works(Callback):
+    """Of one's own, that comes behind in the configuration."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.tick(64)
+
+
 @pytest.mark.parametrize(
-    ("automatic", "forward", "rest"), [(True, [1, 2], 8), (False, [49, 50], 0)]
+    ("automatic", "forward", "rest"), [(True, [1, 2], 8 + 64), (False, [113, 114], 0)]
 )
 def test_each_second_is_in_its_phase(
     automatic: bool, forward: list[int], rest: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -312,7 +319,8 @@ def test_each_second_is_in_its_phase(
     monkeypatch.setattr(anatomy, "crowded", lambda ranks: shared.extend(ranks) or "9 ranks share")
     timed, model = Anatomy(warmup=1), Ticks(automatic)
     run = trainer(
-        "single", callbacks=[timed], logger=CSVLogger(tmp_path, "", ""), limit_train_batches=4,
+        "single", callbacks=[timed, Works()], logger=CSVLogger(tmp_path, "", ""),
+        limit_train_batches=4,
         val_check_interval=2,
     )  # fmt: skip
     exchange = Exchange(1, 8, backward=0.25, end=0.75, busy=0.5, busy_bytes=8)

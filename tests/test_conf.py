@@ -26,6 +26,7 @@ from pytorch_lightning import (
     seed_everything,
 )
 from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch.nn import Linear
 from torch.utils._pytree import tree_leaves
@@ -156,7 +157,8 @@ def test_each_data_set_has_batches(data: str, tmp_path: Path) -> None:
         if is_ours(f"{type(dataset).__module__}.{type(dataset).__name__}"):
             raise
         pytest.skip(f"data={data}: {error}")
-    for loader in (dataset.train_dataloader(), dataset.val_dataloader()):
+    loaders = [dataset.train_dataloader(), dataset.val_dataloader()]
+    for loader in CombinedLoader(loaders).flattened:  # each may be several
         assert len(tree_leaves(next(iter(loader)))[0]) > 0
 
 
@@ -280,7 +282,7 @@ def test_where_a_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_to_predict_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    overrides = ["train=false", "test=false", "predict=true", "ckpt_path=best"]
+    overrides = ["train=false", "test=false", "predict=true", "ckpt_path=mine.ckpt"]
     assert opened(monkeypatch, *overrides) == ROOT / "logs" / "mine" / "runs"
 
 

@@ -66,6 +66,8 @@ from tests.conftest import run
             "data.batch_size",
             "has the form key=value, .*; a value with blanks is quoted, as \"key='a ",
         ),
+        ("callbacks.early_stopping={monitor: x, patients: 3}", "key 'patients'; it has:.*patience"),
+        ("callbacks.early_stopping={patience: long}", "a whole number is expected there, like 5"),
         ("model.lr=[1", "the value cannot be read: its brackets do not balance"),
         ("model.lr={a:1", "the value cannot be read: its brackets do not balance"),
         (
@@ -265,6 +267,11 @@ class Hinted:
         ("{width: 64.5}", "width=64.5: .* takes a whole number for it$"),
         ("{deep: 1}", "deep=1: .* takes true or false for it$"),
         ("{lr: 1, width: 3, deep: true, name: 5, unknown: x}", "^$"),
+        ("{lr: 1, later: {_target_: torch.optim.SGD, _partial_: true, lr: 1}}", "^$"),
+        (
+            "{lr: 1, later: {_target_: torch.optim.SGD, _partial_: true, momentun: 1}}",
+            r"^later.momentun: torch.optim.SGD takes no such .*\(did you mean momentum\?\)$",
+        ),
     ],
 )
 def test_a_value_in_a_file_that_does_not_fit(values: str, told: str) -> None:

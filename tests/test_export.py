@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning import LightningDataModule, LightningModule
 from torch import Tensor
 from torch.export import ExportedProgram
+from torch.utils.data import DataLoader
 
 from models.classifier import Classifier
 from runs import export
@@ -168,16 +169,18 @@ def test_an_example_that_forward_does_not_take(
 
 
 class Prepared(LightningDataModule):
-    """Of bytes, which a hook makes floats; there when they were prepared, one sample a batch."""
+    """Of bytes, which a hook makes floats; there when they were prepared, one sample a batch, in
+    two loaders."""
 
     ready = False
 
     def prepare_data(self) -> None:
         self.ready = True
 
-    def val_dataloader(self) -> list[Tensor]:
+    def val_dataloader(self) -> list[DataLoader]:
         assert self.ready
-        return [torch.zeros(1, 1, 8, 8, dtype=torch.uint8)]
+        images: Any = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
+        return [DataLoader(images), DataLoader(images)]
 
     def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
         return batch.float()
@@ -216,8 +219,9 @@ def test_a_batch_size_that_forward_fixes_is_told(tmp_path: Path, fixed: type[OfF
 class Named(LightningDataModule):
     """Batches that are dicts, as those of many text data sets."""
 
-    def val_dataloader(self) -> list[dict[str, Tensor]]:
-        return [{"images": torch.zeros(2, 1, 8, 8)}]
+    def val_dataloader(self) -> DataLoader:
+        batches: Any = [{"images": torch.zeros(2, 1, 8, 8)}]
+        return DataLoader(batches, batch_size=None)
 
 
 def test_a_batch_that_begins_with_no_tensor_is_told_with_what_to_write(

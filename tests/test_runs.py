@@ -330,6 +330,11 @@ def test_files_have_their_names_beside_the_predictions(
     assert not (tmp_path / "predictions.csv").exists()
 
 
+class Ragged(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return torch.zeros(len(batch), 3 + batch_idx % 2)
+
+
 class Several(Numbers):
     def predict_dataloader(self) -> Any:
         return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]  # type: ignore[arg-type]
@@ -371,6 +376,11 @@ class Squares(Dataset):
         (Doubles, Several, "one DataLoader"),
         (Doubles, Streams, "one DataLoader"),
         (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
+        (
+            Ragged,
+            Numbers,
+            r"predict_step returned samples of the shapes \[\(3,\)\] and \[\(4,\)\]: p",
+        ),
         (LeavesOneOut, Numbers, r"predict_step returned shape \(2,\) for a batch of 3 samples"),
         (Names, Numbers, "predict_step returned 'cat' for a batch of 3 samples"),
     ],

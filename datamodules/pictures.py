@@ -44,7 +44,7 @@ def in_colours(image: Image.Image) -> Image.Image:
         ValueError: for pixels of 32 bits, of which nobody knows what white is.
     """
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN)
-    image = ImageOps.exif_transpose(image)
+    ImageOps.exif_transpose(image, in_place=True)
     if sixteen:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):

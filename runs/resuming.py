@@ -32,16 +32,25 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
-        missing = [file for file in state.get("best_k_models", ()) if not Path(file).is_file()]
-        if missing := trainer.strategy.broadcast(missing):
+        # Where the folder was moved, the best lies beside the checkpoint all the same.
+        beside = Path(str(trainer.ckpt_path)).parent
+        places = {
+            file: next((str(p) for p in (Path(file), beside / Path(file).name) if p.is_file()), "")
+            for file in state.get("best_k_models", ())
+        }
+        places = trainer.strategy.broadcast(places)
+        if missing := [file for file, place in places.items() if not place]:
             del checkpoint["callbacks"][self.state_key]
             if self.monitor:
                 rank_zero_warn(
                     f"the best of before is gone ({missing[0]}): best is now that of the epochs "
                     "from here on"
                 )
-        else:
-            state["dirpath"] = self.dirpath
+            return
+        state["dirpath"] = self.dirpath
+        state["best_k_models"] = {places[file]: v for file, v in state["best_k_models"].items()}
+        for key in ("best_model_path", "kth_best_model_path"):
+            state[key] = places.get(state[key], state[key])
 
 
 class EarlyStopping(callbacks.EarlyStopping):

@@ -928,6 +928,9 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     assert worse == first / "epoch=1.ckpt" and worse.is_file()
     better = train_to_the_best(third, 3, 1, 2, 0, ckpt_path=second / "last.ckpt")[0]
     assert better == third / "epoch=3.ckpt" and better.is_file() and worse.is_file()
+    last = first.rename(tmp_path / "moved") / "last.ckpt"
+    worse = train_to_the_best(tmp_path / "5", 3, 1, 2, ckpt_path=last)[0]
+    assert worse == last.with_name("epoch=1.ckpt")
     worse.unlink()
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"

@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         start = datetime.datetime.fromisoformat(arguments.at)
         while (left := (start - datetime.datetime.now()).total_seconds()) > 0:
             time.sleep(min(left, 30))  # by the clock, which may be set meanwhile
-        try:  # again: code may have changed since
+        try:  # again: the code of some host may have changed since
             quick(used(chosen(arguments), arguments.np))
         except (Refusal, OSError) as error:
             fail(arguments.record, str(error))
@@ -264,7 +264,9 @@ def stop(arguments: argparse.Namespace) -> int:
     if state["detached"]:
         state = json.loads(file.read_text())
         if state["state"] in ALIVE:
-            write(file.parent, state | {"state": "stopped", "reason": "stopped before it ended"})
+            now = datetime.datetime.now().isoformat(timespec="seconds")
+            end = {"state": "stopped", "reason": "stopped before it ended", "ended": now}
+            write(file.parent, state | end)
     print(f"stopped {state['id']} after {time.monotonic() - start:.0f} s")
     return 0
 

@@ -41,6 +41,8 @@ from runs.resuming import EndsEpochsOnce, EvaluatesAverages, keeping, save_avera
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
 
+# Of torch.distributed where another rank is gone.
+PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read error|Broken pipe)")
 # Horovod's errors that begin so were caused on this rank, and not by the end of another.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 MADE = {  # by each group of which there is one
@@ -127,7 +129,10 @@ class Run:
         except ValueError as error:
             return f"ckpt_path={self.config.ckpt_path}: {error}"
         if checkpoint is None:
-            return f"ckpt_path={self.config.ckpt_path}: no run in {shown(runs)} has {what}"
+            where = f"{shown(runs)} has {what}"
+            if launched_rank():  # for which rank 0 has found one
+                where += ", as on the host of rank 0: with strategy=ddp each host needs it"
+            return f"ckpt_path={self.config.ckpt_path}: no run in {where}"
         self.config.ckpt_path = str(checkpoint)
         return None
 
@@ -251,7 +256,8 @@ class Run:
         # Horovod: the same error says that ranks asked for different things, or what NCCL and CUDA
         # had against this rank's; these are its own.
         internal = type(error).__name__ == "HorovodInternalError"
-        horovod_stopped = internal and not OWN.match(str(error))
+        other_ended = internal and not OWN.match(str(error))
+        other_ended |= isinstance(error, RuntimeError) and bool(PEER_ENDED.search(str(error)))
         if self.folder is not None and not self.report.started:
             shutil.rmtree(self.folder, ignore_errors=True)
             for parent in self._parents:
@@ -265,7 +271,7 @@ class Run:
             return
         if line:
             refuse(line)
-        if horovod_stopped:
+        if other_ended:
             # Another rank ended in the middle of a collective: its own words tell why.
             if not self.report.started:  # of a mistake, in one line: no line of each other rank
                 let_rank_0_tell()

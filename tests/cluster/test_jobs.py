@@ -854,6 +854,7 @@ class TestDetached:
         assert stopped.returncode == 0
         state = self.state(on, hosts[0], project, run_id)
         assert state["state"] == "stopped" and birth(state["pid"]) is None
+        assert state["ended"] >= state["began"]
         zone = datetime.timezone(datetime.timedelta(hours=9))
         there = datetime.datetime(2999, 1, 1, 2, tzinfo=zone)
         assert jobs._start("2999-01-01T02:00+09:00") == there.astimezone().replace(tzinfo=None)

@@ -73,7 +73,7 @@ def refuse_shares(
 
 
 def refuse_classes(model: pl.LightningModule, classes: list[str], choice: str) -> None:
-    """Labels that the model has no output for: on a GPU they end a run without a word of them.
+    """Labels that the model has no output for.
 
     Args:
         classes: of the data.

@@ -72,10 +72,8 @@ def train(arguments: argparse.Namespace) -> Path:
     print(shlex.join(command), flush=True)
     environment = {**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        for number in (
-            signal.SIGINT,
-            signal.SIGHUP,
-        ):  # of a terminal: the job ends and tells
+        # Of a terminal: the job ends by it, and tells.
+        for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
         assert process.stdout is not None

@@ -236,13 +236,14 @@ class Report(pl.Callback):
 
     def _tell_of_no_validation(self, trainer: pl.Trainer) -> None:
         """A stream of unknown length has an epoch that may be shorter than what was asked for."""
-        every: int | None = trainer.check_val_every_n_epoch
-        validates = trainer.enable_validation
-        if validates and every and self.epochs - self.first_epoch >= every:
+        every, batches = trainer.check_val_every_n_epoch, trainer.val_check_interval
+        trained = trainer.fit_loop.epoch_loop._batches_that_stepped - self._first_logged
+        if not (trainer.enable_validation and isinstance(batches, int) and trained >= batches):
+            return
+        if every and self.epochs - self.first_epoch >= every:
             print(
                 "nothing was validated: no epoch has as many batches as trainer.val_check_interval="
-                f"{trainer.val_check_interval}; check_val_every_n_epoch=null has them counted over "
-                "epochs",
+                f"{batches}; check_val_every_n_epoch=null has them counted over epochs",
                 flush=True,
             )
 

@@ -90,7 +90,8 @@ class EndsEpochsOnce(callbacks.Callback):
     ) -> None:
         if trainer.state.fn != TrainerFn.FITTING or trainer.max_steps == -1:
             return
-        loop = checkpoint["loops"]["fit_loop"]
+        if not (loop := checkpoint.get("loops", {}).get("fit_loop")):
+            return  # it says nothing of epochs
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         if epochs["current"]["processed"] != epochs["current"]["started"]:
             return  # within an epoch

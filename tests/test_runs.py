@@ -874,6 +874,36 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in output
 
 
+class TenBatches(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(10, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"val_check_interval": 13, "max_epochs": 2}, True),
+        ({"val_check_interval": 13, "max_epochs": 1}, False),  # nobody knows: it ended before
+        ({"val_check_interval": 10, "max_epochs": 2}, False),
+        ({"max_steps": 5}, False),
+        ({"val_check_interval": 13, "check_val_every_n_epoch": None, "max_epochs": 2}, False),
+    ],
+)
+def test_a_validation_that_never_came_is_told(
+    options: dict[str, Any], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[report], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+    batches = DataLoader(TenBatches(), batch_size=None)
+    trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)))  # type: ignore[arg-type]
+    line = "nothing was validated: no epoch has as many batches as trainer.val_check_interval=13;"
+    assert (line in capsys.readouterr().out) == told
+
+
 def test_one_batch_that_is_not_logged_has_no_curves_to_miss(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -676,6 +676,14 @@ class TestEnd:
         told += "where its last lines say HTTP request failed, it did not reach this host"
         assert done.stdout.splitlines()[-1] == f"{told} (make doctor)", done.stdout
 
+    def test_a_rank_of_ddp_that_aborts_was_not_to_come_to_horovod(self) -> None:
+        code = "import os; from strategies.ddp import HorovodrunEnvironment as E; e = E(); "
+        code += "e.main_port; e.global_rank() and os.abort()"
+        done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", code))
+        told = "horovodrun: rank 1 on localhost was killed by SIGABRT"
+        assert done.stdout.splitlines()[-1].startswith(told), done.stdout
+        assert "hvd.init()" not in done.stdout
+
     def test_a_stop_hides_no_failure(self, tmp_path: Path) -> None:
         """Ctrl-C while the others of a rank that failed are being ended."""
         lasts = "trap '' TERM; echo ready; while :; do sleep 1; done"

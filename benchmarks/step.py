@@ -165,8 +165,8 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         log = address.with_suffix(".log")
         output = log.open("w")
         launcher = subprocess.Popen(
-            [str(horovodrun), "-np", str(ranks), "-H", arguments.hosts, *worker, name, model,
-             str(address), arguments.device, str(arguments.batch), json.dumps(options)],
+            [str(horovodrun), "--gloo", "-np", str(ranks), "-H", arguments.hosts, *worker, name,
+             model, str(address), arguments.device, str(arguments.batch), json.dumps(options)],
             env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip
         output.close()

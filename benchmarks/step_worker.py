@@ -210,7 +210,7 @@ def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
 
 
 def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
-    """What HorovodStrategy does with gradients, without Lightning around it."""
+    """What HorovodStrategy does with gradients, without Lightning around it; of one rank too."""
     sys.path.insert(0, ROOT)
     from strategies.buckets import GradientBuckets
     from strategies.environment import initialize, keep_freed_memory
@@ -226,7 +226,7 @@ def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
         loss.backward()
         buckets.finish()
 
-    loop(model, sgd(model), batch, pace, backward if world.size > 1 else torch.Tensor.backward)
+    loop(model, sgd(model), batch, pace, backward)
 
 
 class Module(pl.LightningModule):

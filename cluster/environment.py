@@ -29,9 +29,9 @@ try:  # what an installation that was interrupted leaves counts as missing
 except (AttributeError, OSError):
     text = ""
 cuda = re.search(r"^cuda.*= '([0-9.]+)'", text, re.M)
-packages = {
-    re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version for d in m.distributions()
-    if d.metadata["Name"]
+packages = {  # of two, as where a venv sees the system's packages too, the first is imported
+    re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version
+    for d in reversed(list(m.distributions())) if d.metadata["Name"]
 }
 if not text:
     packages.pop("torch", None)

@@ -36,10 +36,15 @@ from cluster.environment import InstallError
 # Python. A process that forked at that moment, as for the workers of a DataLoader, had a child that
 # never began, with Python before 3.10.15, 3.11.10 and 3.12 (python/cpython#112275). Now Python
 # knows the thread from its first tensor on.
-PATCH = "p5"
+#
+# On a GPU it ends an operation when the GPU has, for which the program waits, and hands the GPU
+# nothing meanwhile. HOROVOD_ENABLE_ASYNC_COMPLETION ends it when it is queued, and has the stream
+# wait for it in which backward still goes on. With HOROVOD_COMPLETE_IN_STREAM=1 it is a stream of
+# its own that waits, and for that one the stream of who asks for the result.
+PATCH = "p6"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
-STORE = "horovod/common/gloo/http_store"
+STORE, MPI_OPS = "horovod/common/gloo/http_store", "horovod/torch/mpi_ops_v2.cc"
 SEND = "sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]"
 PATCHES = [
     ("CMakeLists.txt", "project(horovod CXX)\n",
@@ -91,6 +96,63 @@ Status TensorQueue::AddToTensorQueue("""),
   state.last_cycle_start = std::chrono::steady_clock::now();
 
   if"""),
+    ("horovod/common/operations.cc",
+     "  SetBoolFromEnv(HOROVOD_ENABLE_ASYNC_COMPLETION, state.enable_async_completion,\n", """\
+  SetBoolFromEnv("HOROVOD_COMPLETE_IN_STREAM", state.enable_async_completion, true);
+  SetBoolFromEnv(HOROVOD_ENABLE_ASYNC_COMPLETION, state.enable_async_completion,
+"""),
+    (MPI_OPS, "#include <chrono>\n#include <memory>\n",
+     "#include <chrono>\n#include <map>\n#include <memory>\n#include <mutex>\n"),
+    (MPI_OPS, """\
+gpuStream_t GetGPUStream(int device) {
+  return c10::cuda::getCurrentCUDAStream(device);
+}
+""", """\
+// Of a GPU: the stream that waits for all that was done there, and an event of it.
+struct Done {
+  c10::cuda::CUDAStream stream;
+  cudaEvent_t event;
+};
+static std::mutex done_mutex;
+static std::map<int, Done> done;
+
+// For the thread that ends operations: what it does with a result comes behind the operation.
+gpuStream_t GetGPUStream(int device) {
+  std::lock_guard<std::mutex> guard(done_mutex);
+  auto place = done.find(device);
+  if (place == done.end()) {
+    with_device here(device);
+    cudaEvent_t event;
+    C10_CUDA_CHECK(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    place = done.emplace(device, Done{c10::cuda::getStreamFromPool(false, device), event}).first;
+  }
+  c10::cuda::setCurrentCUDAStream(place->second.stream);
+  return place->second.stream;
+}
+
+// For the thread that wants results: what it does with them comes behind all that was done.
+void FollowInStream() {
+  std::lock_guard<std::mutex> guard(done_mutex);
+  for (auto& entry : done) {
+    with_device here(entry.first);
+    C10_CUDA_CHECK(cudaEventRecord(entry.second.event, entry.second.stream));
+    C10_CUDA_CHECK(cudaStreamWaitEvent(
+        c10::cuda::getCurrentCUDAStream(entry.first), entry.second.event, 0));
+  }
+}
+"""),
+    (MPI_OPS, """\
+  auto status = handle_manager.ReleaseHandle(handle);
+  ThrowIfError(*status);
+""", """\
+  auto status = handle_manager.ReleaseHandle(handle);
+  ThrowIfError(*status);
+#if HAVE_GPU
+  if (status->event.event) {
+    FollowInStream();
+  }
+#endif
+"""),
     ("horovod/common/gloo/gloo_controller.cc", "  global_ranks_.reserve(size_);\n",
      "  global_ranks_.resize(size_);\n"),
     (f"{GLOO}/alltoallv.cc", f"    in->send(\n        {SEND});\n", ""),

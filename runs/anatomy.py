@@ -17,7 +17,9 @@ The figures go to summary.json and to the loggers, a sentence at the end names t
 costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed
 steps. Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as
 each tenth might always be the one that waits for the loader. On a GPU moments are events in its
-stream: phases are those of the GPU, not of the program that runs ahead.
+stream: phases are those of the GPU, not of the program that runs ahead. Where it does not run
+ahead, the phases are the program's all the same: when it has queued backward, the GPU is asked
+whether it has begun with it.
 """
 
 from __future__ import annotations
@@ -91,6 +93,7 @@ class Anatomy(Callback):
         self._batches = self._noted = 0  # all, and those that were timed
         self._count = self._logged = 0  # of these: read, and logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
+        self._asked = self._kept_up = 0  # the GPU: in how many steps, and how often it was there
         self._told: set[int] = set()
         after = "rest" if pl_module.automatic_optimization else "forward"
         self._hooks = [
@@ -98,12 +101,23 @@ class Anatomy(Callback):
             for optimizer in trainer.optimizers
             if isinstance(optimizer, Optimizer)
         ]
+        last = next((p for p in pl_module.parameters() if p.requires_grad), None)  # in backward
+        if last is not None and self._device.type == "cuda":
+            self._hooks.append(last.register_post_accumulate_grad_hook(self._ask))
 
     # ---------------------------------------------------------------- noting moments
 
     def _begin(self, phase: str) -> None:
         if self._timed:
             self._marks.append((phase, moment(self._device)))
+
+    def _ask(self, _: Tensor) -> None:
+        """Nearly all of backward is queued: has the GPU come to its beginning?"""
+        if self._timed and self._noted >= self.warmup and self._marks:
+            phase, begun = self._marks[-1]
+            if phase == "backward" and not isinstance(begun, float):
+                self._asked += 1
+                self._kept_up += begun.query()
 
     def _begin_anew(self) -> None:
         """What was since the last batch is not the next one's: an evaluation, a checkpoint."""
@@ -223,6 +237,8 @@ class Anatomy(Callback):
         totals = 1e3 * steps.sum(2).mean(0)
         p10, median, p90 = (round(float(totals.quantile(q)), 4) for q in (0.1, 0.5, 0.9))
         mean = 1e3 * self._total / self._weight
+        keeps_up = torch.tensor(self._kept_up / max(1, self._asked), device=self._device)
+        keeps_up = trainer.strategy.reduce(keeps_up, reduce_op="mean")
         self.found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
@@ -234,10 +250,11 @@ class Anatomy(Callback):
                 for rank, rows in enumerate(steps)
             ],
             "straggler": slow,
+            "gpu_keeps_up": round(float(keeps_up), 4) if self._device.type == "cuda" else None,
             "wire": wire,
             "verdict": verdict(
                 share, median, wire, named(slow, self._hosts) if slow else "",
-                str(trainer.precision), self._crowd,
+                str(trainer.precision), self._crowd, float(keeps_up),
             ),
         }  # fmt: skip
 

@@ -20,6 +20,7 @@ ALL_REDUCE = PHASES.index("all_reduce")
 SLOWER, PERSISTENT = 1.15, 0.75
 # The verdict names a phase that takes at least this share of the step.
 BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}
+STARVED = 0.9  # share of the steps in which a GPU keeps up with the program that queues its work
 LATENCY_BOUND = 2**20  # bytes of gradients: fewer take the time of negotiation, not of the wire
 
 
@@ -70,7 +71,7 @@ def named(slow: dict[str, Any], hosts: list[str]) -> str:
 
 def verdict(
     share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
-    precision: str = "32-true", crowd: str = "",
+    precision: str = "32-true", crowd: str = "", keeps_up: float = 0.0,
 ) -> str:  # fmt: skip
     """What limits the speed, and what to try: the largest of the phases that take too much.
 
@@ -81,12 +82,20 @@ def verdict(
         slow: the straggler, in words.
         precision: the Trainer's.
         crowd: the host with too few cores, in words.
+        keeps_up: share of the steps in which the GPU waits for the program.
     """
     costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
     part = f"{costly.get(name, share['forward'] + share['backward']):.0%} of the step"
     if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
         return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
+    waits_for_data = name == "data" and share["data"] > share["forward"] + share["backward"]
+    if keeps_up >= STARVED and not waits_for_data and name not in ("all_reduce", "straggler"):
+        return (
+            f"launches: in {keeps_up:.0%} of the steps the GPU waits for the program to queue its "
+            "work: try a larger data.batch_size, or a compiled model (model.compile=true where it "
+            "has that)"
+        )
     if name == "compute":
         lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
         return (

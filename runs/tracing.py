@@ -104,8 +104,9 @@ class StepTrace(Profiler):
             return
         hvd.stop_timeline()
         if self._trainer.global_rank == 0 and file.exists():
-            with gzip.open(f"{file}.gz", "wb") as packed:
-                packed.write(file.read_bytes())
+            if file.stat().st_size:  # one rank has nothing to tell
+                with gzip.open(f"{file}.gz", "wb") as packed:
+                    packed.write(file.read_bytes())
             file.unlink()
 
     def _tell_who_and_when(self) -> None:

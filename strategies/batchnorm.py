@@ -76,6 +76,7 @@ class _Normalize(torch.autograd.Function):
         else:
             variance = mean = values.new_zeros(x.shape[1])
         mine = torch.cat([mean, variance, mean.new_tensor([values.numel() / x.shape[1]])])
+        world.together()
         handle = hvd.allgather_async(mine.unsqueeze(0), f"{name}.forward", world.process_set)
         gathered = wait(handle)
         means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -159,11 +160,13 @@ class GradientBuckets:
             return False
         return gradient.is_sparse or bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
 
-    def finish(self) -> bool:
-        """After backward: when it returns, all gradients are those of the global batch.
+    def finish(self) -> Callable[[], bool]:
+        """After backward: when it returns, all gradients are those of the global batch; on a GPU
+        they are when it comes to what is queued after this.
 
         Returns:
-            Whether all ranks agree on `last_batch`. If not, they have unequal numbers of batches.
+            What tells whether all ranks agree on `last_batch`, and on a GPU waits for it. If they
+            do not, they have unequal numbers of batches.
         """
         self._active = self.in_backward = False
         self._local = []
@@ -184,7 +187,10 @@ class GradientBuckets:
             end = moment(self.parameters[0].device)
             busy = self._busy, self._busy_bytes
             self.exchanges.append(Exchange(len(trained), size, backward, end, *busy))
-        return not trained or bool((trained[0].flags[-2:] == 0).any())
+        if not trained:
+            return lambda: True
+        votes = trained[0].flags[-2:].to("cpu", non_blocking=True, copy=True)
+        return partial(agree, votes, moment(trained[0].buffer.device))
 
     def remove(self) -> None:
         for _, hook in self._hooks.values():
@@ -258,7 +264,8 @@ class GradientBuckets:
         self._collect(bucket)
         # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
         bucket.flags[-1 if self._last_batch else -2].zero_()
-        while self._on_the_wire and self._on_the_wire[0].rests():
+        # A GPU is behind: whether its wire rests cannot be told, and it is taken to be busy.
+        while bucket.buffer.is_cpu and self._on_the_wire and self._on_the_wire[0].rests():
             self._on_the_wire.popleft()
         if not self._on_the_wire:
             # Of one GPU, also for a model on several: times between those of two cannot be told.
@@ -334,6 +341,13 @@ class GradientBuckets:
             whole = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
             parameter.grad = whole.to_dense() if dense else whole
         self._reduced.add(parameter)
+
+
+def agree(votes: Tensor, there: Moment) -> bool:
+    """Was one of both raised by no rank?"""
+    if isinstance(there, torch.cuda.Event):
+        wait_until(there.query)
+    return bool((votes == 0).any())
 
 
 def advance(buckets: list[Bucket]) -> bool:

@@ -85,8 +85,17 @@ class World:
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self.process_set = process_set
         self.alone = ""  # what others may not be doing; while it is set, collectives are refused
+        self.later: Callable[[], None] | None = None  # to be called before anything collective
 
-    def _together(self) -> None:
+    def look_back(self) -> None:
+        """Call what was left for later."""
+        if self.later is not None:
+            later, self.later = self.later, None
+            later()
+
+    def together(self) -> None:
+        """Before each collective. Raises RuntimeError where not all ranks come to it."""
+        self.look_back()
         if self.alone:
             raise RuntimeError(
                 f"{self.alone} is there on some ranks only, because the samples do not divide by "
@@ -121,7 +130,7 @@ class World:
         samples would be 4, and an average weighted with it wrong. What Horovod cannot add (16-bit
         floats lose digits, bool and bfloat16 are unknown to it) travels as float32 or int64.
         """
-        self._together()
+        self.together()
         if operation not in OPERATIONS:
             raise ValueError(
                 f"cannot reduce with {operation!r} over Horovod; there are: {', '.join(OPERATIONS)}"
@@ -149,7 +158,7 @@ class World:
         sample can be concatenated. Bytes travel, so every dtype does. `group` is there because
         torchmetrics passes it; it is always this world that is gathered.
         """
-        self._together()
+        self.together()
         with torch.inference_mode(False), torch.no_grad():
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             header = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
@@ -202,7 +211,7 @@ class World:
 
     def broadcast(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""
-        self._together()
+        self.together()
         options = {"process_set": self.process_set}
         # Horovod: roots are counted among all that were launched.
         root = self.process_set.ranks[root]
@@ -226,7 +235,7 @@ class World:
                     tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        self._together()
+        self.together()
         # Horovod: join() is no barrier (horovod#3121), and barrier() keeps a core busy.
         token = torch.zeros(1)
         wait(hvd.allreduce_async_(token, name="barrier", op=hvd.Sum, process_set=self.process_set))

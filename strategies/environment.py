@@ -24,6 +24,10 @@ MIB = 2**20
 # one out of it). And where there is nothing to do, Horovod's thread sleeps up to 100 ms instead of
 # asking all ranks each ms; the Horovod that cluster/wheel.py builds knows this, others ignore it.
 HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
+# On GPUs, where the Horovod of cluster/wheel.py knows it too: an operation has ended when it is
+# queued, and the program goes on to queue what follows. Not where a reduction takes several steps:
+# each would be queued in the midst of backward, which would wait for it.
+IN_STREAM = "HOROVOD_COMPLETE_IN_STREAM"
 
 
 def keep_freed_memory() -> None:
@@ -38,8 +42,14 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 2048 * MIB - 1)
 
 
-def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
+def initialize(
+    process_sets: Sequence[Sequence[int]] | None = None, in_stream: bool = True
+) -> World:
     """Start Horovod unless it runs; the world is all ranks, or the set that this rank is in.
+
+    Args:
+        process_sets: ranks of each.
+        in_stream: see `IN_STREAM`.
 
     Raises:
         MisconfigurationException: for sets that do not hold each rank once, and for new ones when
@@ -52,6 +62,8 @@ def initialize(process_sets: Sequence[Sequence[int]] | None = None) -> World:
     else:
         for name, value in HOROVOD_DEFAULTS.items():
             os.environ.setdefault(name, value)
+        if in_stream:
+            os.environ.setdefault(IN_STREAM, "1")
         try:
             hvd.init(process_sets=sets)
         except ValueError as error:  # of Horovod's start, whatever was wrong

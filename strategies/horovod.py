@@ -118,7 +118,8 @@ class HorovodStrategy(ParallelStrategy):
         process_sets: Sequence[Sequence[int]] | None = None,
     ) -> None:
         refuse_options(bucket_mib, compression, op, gradient_predivide_factor)
-        self.world = initialize(process_sets)
+        in_one_step = op != "adasum" and compression == "none"
+        self.world = initialize(process_sets, in_stream=in_one_step)
         if op == "adasum" and self.world.size & (self.world.size - 1):
             raise MisconfigurationException(
                 f"op=adasum pairs ranks: it needs a power of two of them, not {self.world.size}"
@@ -136,6 +137,7 @@ class HorovodStrategy(ParallelStrategy):
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
         self._looked = self._warned = False  # for what differs between ranks, and of it
+        self._is_ahead = False  # does a GPU come to gradients later than the program?
         self._step_hooks: list[Any] = []  # of optimizers
         self._evaluation = Evaluation(self.world)
         self._groups: dict[int, int] = {}  # how many an optimizer, by id, had when last checked
@@ -247,6 +249,7 @@ class HorovodStrategy(ParallelStrategy):
                 tensors = [*module.parameters(), *shared_buffers(module, self.world)]
                 self.world.broadcast([tensor for tensor in tensors if tensor not in sent])
                 self._buckets = self._make_buckets()
+                self._is_ahead = self.root_device.type == "cuda"
                 read_by_all(trainer)
         self.setup_precision_plugin()
 
@@ -397,6 +400,7 @@ class HorovodStrategy(ParallelStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         if self._buckets is None:
             return
+        self.world.look_back()  # before anything is begun that others never come to
         self._buckets.prepare()
         if self._average:
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
@@ -421,14 +425,24 @@ class HorovodStrategy(ParallelStrategy):
             return
         if not self._average:
             self._buckets.leave()
-        elif not self._buckets.finish():
-            progress = self._trainer.fit_loop.epoch_loop.batch_progress
-            count = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
-            refuse_unequal(count, self.optimizers, self.world)
-            raise MisconfigurationException(
-                "for some ranks the epoch ends with this backward, for others it does not: give "
-                "all ranks equally many batches, and call backward equally often"
-            )
+            return
+        agreed = self._buckets.finish()
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        count = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
+        look = partial(self._refuse_other_ends, agreed, count)
+        if self._is_ahead and not progress.is_last_batch:
+            self.world.later = look  # by then the GPU has more to do than to answer
+        else:
+            look()
+
+    def _refuse_other_ends(self, agreed: Callable[[], bool], count: float) -> None:
+        if agreed():
+            return
+        refuse_unequal(count, self.optimizers, self.world)
+        raise MisconfigurationException(
+            "for some ranks the epoch ends with this backward, for others it does not: give all "
+            "ranks equally many batches, and call backward equally often"
+        )
 
     @override
     def optimizer_step(
@@ -566,6 +580,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
+        self.world.later = None
         self._remove_step_hooks()
         self._looked = self._warned = False
         self._evaluation = Evaluation(self.world)

@@ -20,6 +20,10 @@ from cluster.signals import interrupt_at_signals
 
 ROOT = Path(__file__).resolve().parent.parent
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
+# NCCL, and we, refuse several ranks of one host on the same GPU: each passes for a host of its own,
+# by a name that is an address of the loopback, as Gloo asks for the address of its host's name.
+NAMED = 'echo 127.0.0.$((HOROVOD_RANK + 1)) >/proc/sys/kernel/hostname && exec "$@"'
+AS_HOSTS = ["unshare", "--uts", "sh", "-c", NAMED, "sh"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -32,8 +36,15 @@ def pytest_configure(config: pytest.Config) -> None:
     interrupt_at_signals()  # hosts and processes that fixtures made go with us
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif ranks_share_a_gpu():
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # each is shown a single one
     for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):
         os.environ.pop(name, None)
+
+
+def ranks_share_a_gpu() -> bool:
+    """Where there is a single one, and we may name hosts (unshare of util-linux, as root)."""
+    return torch.cuda.device_count() == 1 and os.geteuid() == 0
 
 
 def run(
@@ -74,7 +85,9 @@ class Ranks:
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder, self.ranks = folder, ranks
         self._orders = 0
-        command = horovodrun(ranks, sys.executable, str(ROOT / "tests" / "worker.py"), str(folder))
+        prefix = AS_HOSTS if ranks_share_a_gpu() else []
+        worker = [sys.executable, str(ROOT / "tests" / "worker.py"), str(folder)]
+        command = horovodrun(ranks, *prefix, *worker)
         with (folder / "output").open("w") as output:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True

@@ -327,7 +327,7 @@ def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
 
     finish, count = GradientBuckets.finish, [0]
 
-    def counting(buckets: GradientBuckets) -> bool:
+    def counting(buckets: GradientBuckets) -> Callable[[], bool]:
         count[0] += 1
         return finish(buckets)
 
@@ -348,7 +348,8 @@ class Noisy(Net):
         noise = torch.Generator().manual_seed(self.global_step)
         for parameter in self.parameters():
             assert parameter.grad is not None
-            parameter.grad.add_(0.1 * torch.randn(parameter.shape, generator=noise))
+            more = 0.1 * torch.randn(parameter.shape, generator=noise)
+            parameter.grad.add_(more.to(parameter.device))
 
 
 @case()
@@ -720,7 +721,8 @@ def nothing_trained_in_a_batch(strategy: str) -> dict[str, Any]:
 
 class MadeLate(Net):
     def configure_optimizers(self) -> Any:
-        self.head = nn.Linear(CLASSES, CLASSES)  # on each rank with its own numbers
+        # On each rank with its own numbers.
+        self.head = nn.Linear(CLASSES, CLASSES).to(self.device)
         return super().configure_optimizers()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -911,7 +913,7 @@ def many_buckets(strategy: str) -> dict[str, Any]:
 
         finish = GradientBuckets.finish
 
-        def watch(buckets: GradientBuckets) -> bool:
+        def watch(buckets: GradientBuckets) -> Callable[[], bool]:
             early.append(sum(bucket.work is not None for bucket in buckets.buckets))
             return finish(buckets)
 
@@ -1022,7 +1024,9 @@ def sync_batchnorm_of_torch(strategy: str) -> dict[str, Any]:
 @case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_without_parameters(strategy: str) -> dict[str, Any]:
     outcomes = {}
-    for missing in (["weight", "bias"], ["weight"], ["bias"]):
+    # torch's own fails in backward on a GPU where only one is missing: "invalid gradient".
+    alone = [["weight"], ["bias"]] if DEVICE == "cpu" else []
+    for missing in [["weight", "bias"], *alone]:
         layers = nn.Linear(FEATURES, FEATURES), nn.BatchNorm1d(FEATURES, momentum=None)
         model = Net(nn.Sequential(*layers, nn.Linear(FEATURES, CLASSES)))
         for name in missing:

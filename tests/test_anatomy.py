@@ -83,11 +83,11 @@ def test_a_straggler_is_persistent() -> None:
 
 def said(
     slow: str = "", wire: dict[str, Any] | None = None, precision: str = "32-true", crowd: str = "",
-    **seconds: float,
+    keeps_up: float = 0.0, **seconds: float,
 ) -> str:  # fmt: skip
     share = dict.fromkeys([*PHASES, "straggler"], 0.0) | seconds
     parts = {phase: spent / sum(share.values()) for phase, spent in share.items()}
-    return verdict(parts, 10.0, wire, slow, precision, crowd)
+    return verdict(parts, 10.0, wire, slow, precision, crowd, keeps_up)
 
 
 def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
@@ -110,6 +110,15 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
     assert "at 93 MB/s that" in few  # which no benchmark of large ones is like
     slow = said(forward=1, all_reduce=1, wire=wire | {"bus_bandwidth_mb_s": 0.02})
     assert " at 20 kB/s" in slow
+
+
+def test_a_gpu_that_waits_for_the_program_is_none_that_computes() -> None:
+    for spent in ({"forward": 1}, {"optimizer": 1}, {"rest": 1}, {"forward": 3, "data": 2}):
+        assert said(keeps_up=0.97, **spent).startswith("launches: in 97% of the steps the GPU")
+        assert not said(keeps_up=0.5, **spent).startswith("launches")
+    assert said(keeps_up=1, forward=1, data=2).startswith("data: 67%")
+    assert said(keeps_up=1, forward=1, all_reduce=1).startswith("network: ")
+    assert said(keeps_up=1, forward=1, straggler=1, slow="rank 1").startswith("straggler: ")
 
 
 def test_ranks_that_share_cores_are_named() -> None:
@@ -181,7 +190,7 @@ def test_pauses_of_backward_are_none_of_the_wire(
     buckets.prepare()
     buckets.start()
     loss.backward()
-    assert buckets.finish()
+    assert buckets.finish()()
     (exchange,) = buckets.exchanges
     sizes = [bucket.buffer.nbytes for bucket in buckets.buckets]
     assert exchange.calls == len(sizes) == 2 and exchange.bytes == sum(sizes)

@@ -1,8 +1,9 @@
 """The engine on GPUs: `make test-gpu`, on a host with at least one.
 
-A single rank sends its gradients through buckets and Horovod too, so that one GPU is enough; where
-there are several, as many ranks are launched as well. `make test-slow` runs the same on a CPU,
-which keeps these tests true where there is no GPU.
+A single rank sends its gradients through buckets and Horovod too. Where there are several GPUs, as
+many ranks are launched as well; on a single one two, which share it and pass for hosts of their
+own, so that NCCL sends what it has over sockets. `make test-slow` runs the same on a CPU, which
+keeps these tests true where there is no GPU.
 """
 
 from __future__ import annotations
@@ -19,21 +20,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runs.anatomy import Anatomy
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import GradientBuckets
 from strategies.collectives import DTYPES, World
 from strategies.environment import initialize
 from strategies.reductions import add
-from tests.conftest import run
-from tests.matrix import CASES, TOLERANCES, run_cases
+from tests import matrix
+from tests.conftest import AS_HOSTS, ranks_share_a_gpu, run
+from tests.matrix import CASES, TOLERANCES, Net, loader, run_cases, trainer
 from tests.test_matrix import assert_same
 
 GPUS = torch.cuda.device_count()  # none where tests/conftest.py hides them
+SHARED = ranks_share_a_gpu()
 MOST = 4 if GPUS >= 4 else 2  # ranks: of the global batch of 8 each has as much
 LAUNCHES = [
     pytest.param("cpu", 1, marks=pytest.mark.slow),
     pytest.param("cuda", 1, marks=pytest.mark.gpu),
-    *([pytest.param("cuda", MOST, marks=pytest.mark.gpu)] if GPUS > 1 else []),
+    *([pytest.param("cuda", MOST, marks=pytest.mark.gpu)] if GPUS > 1 or SHARED else []),
 ]
 NOT_ALONE = {"adasum_of_equal_gradients"}  # it has nothing to send
 LEAST = {"cpu": 0.0, "cuda": 1e-5}  # tolerances: a GPU adds up in an order of its own
@@ -85,8 +89,9 @@ def on(device: str) -> tuple[World, torch.device]:
     if device != "cuda":
         return world, torch.device("cpu")
     assert hvd.nccl_built(), "this Horovod has no NCCL"
-    torch.cuda.set_device(hvd.local_rank())
-    return world, torch.device("cuda", hvd.local_rank())
+    place = torch.device("cuda", hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(place)
+    return world, place
 
 
 def same(tensor: Tensor, expected: Tensor) -> bool:
@@ -131,33 +136,77 @@ def test_every_dtype_travels(launch: Callable, device: str, ranks: int) -> None:
 
 
 def go_backward(device: str) -> list[float]:
-    """The gradient of each step, whose backward may queue, and not wait for what is queued."""
+    """The gradient of each step, which may be queued, and not wait for what is queued."""
     world, place = on(device)
     model = nn.Linear(1, 1).to(place)
     buckets = GradientBuckets(model, world, add, 1, before=1 / world.size, after=1)
     gradients = []
-    for step in range(2):
+    for step in range(3):
         loss = model(torch.full((1, 1), float(world.rank + step), device=place)).sum()
         model.zero_grad()
-        buckets.prepare()
-        buckets.start()
         if device == "cuda":
-            torch.cuda.set_sync_debug_mode("error")
+            torch.cuda._sleep(10**9 * (step > 0))  # half a second; what loads at first, waits
+            awake = torch.cuda.Event()
+            awake.record()
+            torch.cuda.set_sync_debug_mode("error" if step else "default")
         try:
+            buckets.prepare()
+            buckets.start(last_batch=step == 2)
             loss.backward()
+            agreed = buckets.finish()
         finally:
             if device == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
-        buckets.finish()
+        if device == "cuda" and step:
+            assert not awake.query(), "the GPU was waited for"
         assert model.weight.grad is not None
         gradients.append(float(model.weight.grad))
+        assert agreed()
     return gradients
 
 
-def test_backward_does_not_wait_for_the_gpu(launch: Callable, device: str, ranks: int) -> None:
-    """Else it queues no more while an all-reduce is started, and the GPU has nothing to do."""
+def test_a_step_is_queued_without_a_wait_for_the_gpu(
+    launch: Callable, device: str, ranks: int
+) -> None:
+    """Else the program hands it nothing more meanwhile, and it has nothing to do afterwards."""
     mean = (ranks - 1) / 2
-    assert launch(go_backward, ranks, device=device) == [[mean, mean + 1]] * ranks
+    assert launch(go_backward, ranks, device=device) == [[mean, mean + 1, mean + 2]] * ranks
+
+
+class Busy(Net):
+    """Gives a GPU so many cycles of work before what the others do."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.cycles = cycles
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.device.type == "cuda":
+            torch.cuda._sleep(self.cycles)
+        return super().training_step(batch, batch_idx)
+
+
+def keep_up(device: str) -> list[tuple[float | None, str]]:
+    matrix.DEVICE = device
+    told = []
+    for cycles in (0, 10**8):
+        timed = Anatomy(warmup=2)
+        trainer("horovod", callbacks=[timed]).fit(Busy(cycles), loader())
+        assert timed.found is not None
+        told.append((timed.found["gpu_keeps_up"], timed.found["verdict"].partition(":")[0]))
+    return told
+
+
+def test_a_gpu_that_waits_for_the_program_is_told_from_one_that_works(
+    launch: Callable, device: str, ranks: int
+) -> None:
+    for idle, busy in launch(keep_up, ranks, device=device):
+        if device == "cpu":
+            assert idle[0] is None and busy[0] is None
+            continue
+        assert busy[0] <= 0.1 and busy[1] != "launches"
+        if ranks <= GPUS:
+            assert idle[0] >= 0.9 and idle[1] == "launches"
 
 
 def normalize(device: str, half: bool) -> dict[str, tuple[Tensor, Tensor]]:
@@ -193,15 +242,18 @@ def test_batches_are_normalized_as_by_torch(
             assert_same(ours, torchs, 0.05 if half else 1e-5, key)
 
 
+def launcher(ranks: int) -> list[str]:
+    """Under ours, that imports once a host; not where each rank passes for a host."""
+    ours = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
+    return [*ours, "-H", f"localhost:{ranks}", *(AS_HOSTS if SHARED and ranks > 1 else [])]
+
+
 def test_a_job_is_trained_and_explained(device: str, ranks: int, tmp_path: Path) -> None:
-    """Under the launcher that imports once a host, which CUDA must survive; then a CPU tests it."""
+    """CUDA must survive the fork of a rank that has imported all; then a CPU tests it."""
     kind = {"cuda": "gpu"}.get(device, device)
-    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
     job = [sys.executable, "template.py", "profiler=trace", "trainer.max_epochs=8"]
-    done = run(
-        [*launcher, "-H", f"localhost:{ranks}", *job, f"trainer.accelerator={kind}",
-         f"log_dir={tmp_path / device}"],
-    )  # fmt: skip
+    job += [f"trainer.accelerator={kind}", f"log_dir={tmp_path / device}"]
+    done = run([*launcher(ranks), *job])
     assert done.returncode == 0, done.stdout
     (folder,) = tmp_path.glob(f"{device}/*/runs/*")
     trained = json.loads((folder / "summary.json").read_text())
@@ -228,12 +280,9 @@ def test_each_sample_has_its_prediction(
 ) -> None:
     """On the CPU in the file, whatever it was made on; DDP is over NCCL on GPUs."""
     kind = {"cuda": "gpu"}.get(device, device)
-    launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(ranks)]
-    job = ["template.py", f"strategy={strategy}", "trainer.max_epochs=1", "predict=true"]
-    done = run(
-        [*launcher, "-H", f"localhost:{ranks}", sys.executable, *job,
-         f"trainer.accelerator={kind}", f"log_dir={tmp_path}"],
-    )  # fmt: skip
+    job = [sys.executable, "template.py", f"strategy={strategy}", "trainer.max_epochs=1"]
+    job += ["predict=true", f"trainer.accelerator={kind}", f"log_dir={tmp_path}"]
+    done = run([*launcher(ranks), *job])
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob("*/runs/*/summary.json")
     summary = json.loads(file.read_text())
@@ -243,12 +292,14 @@ def test_each_sample_has_its_prediction(
 
 
 def test_a_step_is_timed(device: str, ranks: int, tmp_path: Path) -> None:
+    if SHARED and ranks > 1:
+        pytest.skip("where ranks share a GPU, their times say nothing")
     names = ["no communication", "Lightning DDP", "Lightning + HorovodStrategy"]
-    model, options = ("resnet50", []) if device == "cuda" else ("mlp", ["--variants", *names])
+    model = "resnet50" if device == "cuda" else "mlp"
     done = run(
         [sys.executable, "-m", "benchmarks.step", "--hosts", f"localhost:{ranks}",
          "--device", device, "--models", model, "--batch", "2", "--repeats", "1",
-         "--block-seconds", "0.2", "--out", str(tmp_path), *options],
+         "--block-seconds", "0.2", "--out", str(tmp_path), "--variants", *names],
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob(f"step_{model}_batch-2_*.json")

@@ -34,12 +34,12 @@ class TestWheel:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
         tag = wheel.platform_tag()
         name = wheel.wheel_name(info(), "0.28.1", mpi=False)
-        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p5-cp312-cp312-{tag}.whl"
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p6-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
         label = wheel.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
-        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p5.mpi.sm80.sm90"
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p6.mpi.sm80.sm90"
         label = wheel.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
-        assert label.startswith("0.28.1+torch2.11.0.cpu.p5")
+        assert label.startswith("0.28.1+torch2.11.0.cpu.p6")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
@@ -75,11 +75,11 @@ class TestUnmet:
     @pytest.mark.parametrize(
         ("horovod", "mpi", "expected"),
         [
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p5", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p5.mpi", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p5", True, ["horovod"]),
-            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p5", False, ["horovod"]),
-            ("0.28.1+torch2.11.0.cpu.p5", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p6", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p6.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p6", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p6", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu.p6", False, ["horovod"]),
             ("0.28.1", False, ["horovod"]),
         ],
     )
@@ -89,7 +89,7 @@ class TestUnmet:
         assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
 
     def test_other_versions_are_seen(self) -> None:
-        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p5"
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p6"
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
 
@@ -107,7 +107,7 @@ class TestUnmet:
             "torch": "2.11.0", "timm": "", "py-yaml": "", "peft": "0.21.2", "mine": "", "x": ""
         }  # fmt: skip
         environment = self.environment(
-            "0.28.1+torch2.11.0.cu130.nccl2.28.9.p5",
+            "0.28.1+torch2.11.0.cu130.nccl2.28.9.p6",
             **{"torch": "2.11.0+cu130", "timm": "1.0", "peft": "0.21.1", "mine": "3", "x": "1.2"},
         )
         assert install.unmet(environment, pins, False) == ["py-yaml", "peft"]
@@ -117,7 +117,7 @@ class TestUnmet:
         self, built_for: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It was tried when it was installed, and its wheel may be gone."""
-        environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p5")
+        environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p6")
         pins, steps = {**self.PINS, "timm": ""}, []
         monkeypatch.setattr(install, "run_logged", lambda _, command: steps.append(command))
         monkeypatch.setattr(install, "probe", lambda python: environment)
@@ -153,7 +153,7 @@ class TestPatch:
     def test_has_a_number_of_its_own(self) -> None:
         """Wheels of other patches have other names: count PATCH up with each change."""
         digest = hashlib.sha256(repr(patches.PATCHES).encode()).hexdigest()[:12]
-        assert (patches.PATCH, digest) == ("p5", "d76e64d8c509")
+        assert (patches.PATCH, digest) == ("p6", "a82d31071dbc")
 
     def test_the_library_looks_in_no_folder_of_its_own(self) -> None:
         """That of its build was in /tmp; torch has loaded all that it needs."""
@@ -245,6 +245,16 @@ class TestMissing:
         result = environment.probe(sys.executable)
         half = "torch/__init__.py" in files
         assert ("torch" in result["packages"], result["cuda"] is None) == (not half, half)
+
+    def test_of_a_package_that_is_there_twice_the_imported_one_counts(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """As where an environment sees the system's packages too."""
+        (tmp_path / "hydra_core-0.0.1.dist-info").mkdir()
+        text = "Metadata-Version: 2.1\nName: hydra-core\nVersion: 0.0.1\n"
+        (tmp_path / "hydra_core-0.0.1.dist-info" / "METADATA").write_text(text)
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        assert environment.probe(sys.executable)["packages"]["hydra-core"] == "0.0.1"
 
     @pytest.mark.parametrize("given", [False, True])
     def test_an_environment_without_pip(

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -202,6 +204,44 @@ class Complex(Net):
     def __init__(self) -> None:
         super().__init__()
         self.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+
+class Ahead(HorovodStrategy):
+    """Is told late whether ranks agree, as on a GPU."""
+
+    def setup(self, run: pl.Trainer) -> None:
+        super().setup(run)
+        self._is_ahead = True
+
+
+class LogsForAll(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("mean", loss, on_step=True, sync_dist=True)
+        return loss
+
+
+def ends_apart() -> list[str]:
+    """Rank 1 has fewer batches, and waits to tell it; rank 0 is on its way to the next one, with
+    and without a collective before its backward is over."""
+    normalized = Net(convolutions(normalization=True))
+    messages = []
+    for model, arguments in (
+        (Net(), {}),
+        (LogsForAll(), {}),
+        (normalized, {"sync_batchnorm": True}),
+        (Measured(), {"val_check_interval": 2}),
+    ):
+        run = trainer(Ahead(), max_epochs=1, **arguments)
+        loaders = DataLoader(Counting(6 - 2 * RANK), 4), DataLoader(samples(8), 4)
+        messages.append(refused(partial(run.fit, model, *loaders)))
+    return messages
+
+
+def test_ranks_that_end_apart_are_told_where_a_gpu_is_behind(launch: Callable) -> None:
+    begin = f"rank 1 on {os.uname().nodename} has 4 training batches an epoch"
+    for messages in launch(ends_apart, 2):
+        assert [message[: len(begin)] for message in messages] == [begin] * 4
 
 
 def mistakes() -> dict[str, str]:

@@ -320,6 +320,16 @@ def test_what_make_profile_does_not_do(arguments: list[str], told: str) -> None:
         profiling.job(profiling.parser().parse_args(arguments))
 
 
+def test_one_rank_is_profiled_without_a_timeline(tmp_path: Path) -> None:
+    """Which is what a host with a single GPU gets by itself: Horovod combines nothing there."""
+    command = [sys.executable, "-m", "benchmarks.profiling", "-np", "1", "--steps", "3"]
+    done = run([*command, f"log_dir={tmp_path}"])
+    assert done.returncode == 0, done.stdout
+    (folder,) = tmp_path.glob("*/runs/*")
+    assert "BACKWARD" in done.stdout and (folder / "trace.png").exists()
+    assert not list(folder.glob("trace/horovod*"))
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_the_timeline_is_packed_by_rank_0_alone(
     rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -133,7 +133,7 @@ class TestBuckets:
             for bucket in buckets.buckets:  # else it would wait for backward's end to leave
                 assert len({parameter.requires_grad for parameter in bucket.parameters}) == 1
             torch.stack([layer(torch.ones(2)).sum() for layer in model]).sum().backward()
-            assert buckets.finish()
+            assert buckets.finish()()
             for layer, on in zip(model, trained):
                 assert (layer.weight.grad is not None) == on
                 assert not on or torch.equal(layer.weight.grad, torch.ones(2, 2))

@@ -482,7 +482,7 @@ def reduce_gradients(op: str, gradients: list[list[float]]) -> list[float]:
     buckets.prepare()
     buckets.start()
     loss.backward()
-    assert buckets.finish()
+    assert buckets.finish()()
     return parameter.weight.grad[0].tolist()
 
 

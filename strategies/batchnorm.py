@@ -1,6 +1,6 @@
 """Batch normalization over the global batch: Trainer(sync_batchnorm=True), on any device.
 
-torch's own needs torch.distributed and a GPU, Horovod's a GPU. Tested on CPUs only so far.
+torch's own needs torch.distributed and a GPU, Horovod's a GPU.
 """
 
 from __future__ import annotations

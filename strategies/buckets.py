@@ -189,7 +189,7 @@ class GradientBuckets:
             self.exchanges.append(Exchange(len(trained), size, backward, end, *busy))
         if not trained:
             return lambda: True
-        votes = trained[0].flags[-2:].to("cpu", non_blocking=True, copy=True)
+        votes = trained[0].flags[-2:].to("cpu", non_blocking=True)
         return partial(agree, votes, moment(trained[0].buffer.device))
 
     def remove(self) -> None:

@@ -48,6 +48,11 @@ MUTATIONS = [
         "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
+        "ranks that go on come to a collective before they are told", "collectives.py",
+        "        self.look_back()\n        if self.alone", "        if self.alone",
+        "end_apart", "test_mistakes",
+    ),
+    Mutation(
         "the model is not broadcast", "horovod.py",
         "self.world.broadcast([*module.parameters(), *shared_buffers(module, self.world)])", "pass",
         "horovod-2 and plain",
@@ -251,7 +256,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a backward that trains nothing ends an epoch", "buckets.py",
-        "return not trained or bool(", "return bool(", "horovod-2 and nothing_trained",
+        "        if not trained:\n            return lambda: True\n", "",
+        "horovod-2 and nothing_trained",
     ),
     Mutation(
         "gradients that this backward leaves alone are added up too", "buckets.py",
@@ -392,8 +398,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a proven disagreement is passed over", "horovod.py",
-        "            raise MisconfigurationException(\n                \"for some",
-        "            str(\n                \"for some",
+        "        raise MisconfigurationException(\n            \"for some",
+        "        str(\n            \"for some",
         "mistakes", "test_mistakes",
     ),
     Mutation(
@@ -441,6 +447,11 @@ MUTATIONS = [
     Mutation(
         "a GPU is asked for a time that it has not reached", "clock.py",
         "    second.synchronize()\n", "", "moments_are_events", "test_anatomy",
+    ),
+    Mutation(
+        "a GPU that waits for the program is said to compute", "bottleneck.py",
+        "if keeps_up >= STARVED and", "if False and",
+        "waits_for_the_program", "test_anatomy", "runs",
     ),
     Mutation(
         "what the slowest rank waits is the network's", "bottleneck.py",

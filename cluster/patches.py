@@ -39,8 +39,9 @@ from cluster.environment import InstallError
 #
 # On a GPU it ends an operation when the GPU has, for which the program waits, and hands the GPU
 # nothing meanwhile. HOROVOD_ENABLE_ASYNC_COMPLETION ends it when it is queued, and has the stream
-# wait for it in which backward still goes on. With HOROVOD_COMPLETE_IN_STREAM=1 it is a stream of
-# its own that waits, and for that one the stream of who asks for the result.
+# wait for it in which backward still goes on. Now it is a stream of its own that waits, and for
+# that one the stream of who asks for the result. The other name for it, HOROVOD_COMPLETE_IN_STREAM,
+# says nothing to a Horovod that was built without this.
 PATCH = "p6"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"

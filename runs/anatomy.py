@@ -18,8 +18,8 @@ costs a reading of the clock in each of six hooks, and a gather of some kilobyte
 steps. Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as
 each tenth might always be the one that waits for the loader. On a GPU moments are events in its
 stream: phases are those of the GPU, not of the program that runs ahead. Where it does not run
-ahead, the phases are the program's all the same: when it has queued backward, the GPU is asked
-whether it has begun with it.
+ahead, they are the program's all the same: so when it has queued backward, the GPU is asked whether
+it is there too.
 """
 
 from __future__ import annotations
@@ -94,6 +94,7 @@ class Anatomy(Callback):
         self._count = self._logged = 0  # of these: read, and logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
         self._asked = self._kept_up = 0  # the GPU: in how many steps, and how often it was there
+        self._near: Moment | None = None  # when it came to the last part of backward
         self._told: set[int] = set()
         after = "rest" if pl_module.automatic_optimization else "forward"
         self._hooks = [
@@ -101,9 +102,12 @@ class Anatomy(Callback):
             for optimizer in trainer.optimizers
             if isinstance(optimizer, Optimizer)
         ]
-        last = next((p for p in pl_module.parameters() if p.requires_grad), None)  # in backward
-        if last is not None and self._device.type == "cuda":
-            self._hooks.append(last.register_post_accumulate_grad_hook(self._ask))
+        trained = [p for p in pl_module.parameters() if p.requires_grad]
+        if self._device.type == "cuda" and len(trained) > 1:
+            # Backward comes to the first ones last; a few before, so that the GPU has time.
+            near = trained[max(len(trained) // 10, min(4, len(trained) - 1))]
+            self._hooks.append(near.register_post_accumulate_grad_hook(self._note_near))
+            self._hooks.append(trained[0].register_post_accumulate_grad_hook(self._ask))
 
     # ---------------------------------------------------------------- noting moments
 
@@ -111,13 +115,16 @@ class Anatomy(Callback):
         if self._timed:
             self._marks.append((phase, moment(self._device)))
 
+    def _note_near(self, _: Tensor) -> None:
+        if self._timed and self._noted >= self.warmup:
+            self._near = moment(self._device)
+
     def _ask(self, _: Tensor) -> None:
-        """Nearly all of backward is queued: has the GPU come to its beginning?"""
-        if self._timed and self._noted >= self.warmup and self._marks:
-            phase, begun = self._marks[-1]
-            if phase == "backward" and not isinstance(begun, float):
-                self._asked += 1
-                self._kept_up += begun.query()
+        """All of backward is queued: has the GPU come to its last part?"""
+        if isinstance(self._near, torch.cuda.Event):
+            self._asked += 1
+            self._kept_up += self._near.query()
+            self._near = None
 
     def _begin_anew(self) -> None:
         """What was since the last batch is not the next one's: an evaluation, a checkpoint."""
@@ -237,8 +244,9 @@ class Anatomy(Callback):
         totals = 1e3 * steps.sum(2).mean(0)
         p10, median, p90 = (round(float(totals.quantile(q)), 4) for q in (0.1, 0.5, 0.9))
         mean = 1e3 * self._total / self._weight
-        keeps_up = torch.tensor(self._kept_up / max(1, self._asked), device=self._device)
-        keeps_up = trainer.strategy.reduce(keeps_up, reduce_op="mean")
+        counts = torch.tensor([self._kept_up, self._asked], device=self._device)
+        kept_up, asked = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
+        keeps_up = kept_up / asked if asked else None
         self.found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
@@ -250,11 +258,11 @@ class Anatomy(Callback):
                 for rank, rows in enumerate(steps)
             ],
             "straggler": slow,
-            "gpu_keeps_up": round(float(keeps_up), 4) if self._device.type == "cuda" else None,
+            "gpu_keeps_up": keeps_up and round(keeps_up, 4),
             "wire": wire,
             "verdict": verdict(
                 share, median, wire, named(slow, self._hosts) if slow else "",
-                str(trainer.precision), self._crowd, float(keeps_up),
+                str(trainer.precision), self._crowd, keeps_up or 0.0,
             ),
         }  # fmt: skip
 
@@ -262,8 +270,8 @@ class Anatomy(Callback):
         """Of a step that sends, in the median; None without an all-reduce that can be seen.
 
         The bandwidth is that of the end of a step, from the last moment on at which nothing was on
-        the wire: backward may leave pauses before. And that of the rank with the highest, which
-        waits least for others.
+        the wire: backward may leave pauses before. Of a GPU that cannot be told, and pauses count.
+        And that of the rank with the highest, which waits least for others.
         """
         sent = [step for step in self._wire if step]
         if not sent or not hasattr(strategy, "sent_bytes"):
@@ -277,5 +285,6 @@ class Anatomy(Callback):
             "calls": calls, "payload_bytes": size, "bytes": strategy.sent_bytes(size),
             "busy_ms": round(1e3 * busy, 4),
             "bus_bandwidth_mb_s": round(rate / 1e6, 3), "allreduce_mb_s": benchmarked,
+            "pauses_count": strategy.root_device.type == "cuda",
             "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
         }  # fmt: skip

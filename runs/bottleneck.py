@@ -82,15 +82,14 @@ def verdict(
         slow: the straggler, in words.
         precision: the Trainer's.
         crowd: the host with too few cores, in words.
-        keeps_up: share of the steps in which the GPU waits for the program.
+        keeps_up: share of the steps in which a GPU waits for the program.
     """
     costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
     part = f"{costly.get(name, share['forward'] + share['backward']):.0%} of the step"
     if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
         return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
-    waits_for_data = name == "data" and share["data"] > share["forward"] + share["backward"]
-    if keeps_up >= STARVED and not waits_for_data and name not in ("all_reduce", "straggler"):
+    if name == "compute" and keeps_up >= STARVED:
         return (
             f"launches: in {keeps_up:.0%} of the steps the GPU waits for the program to queue its "
             "work: try a larger data.batch_size, or a compiled model (model.compile=true where it "
@@ -126,7 +125,8 @@ def verdict(
         large = wire["payload_bytes"] > LATENCY_BOUND
         best, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
         note = f", {reached / best:.0%} of what bench-allreduce measured" if best and large else ""
-        rate = f" at {reached:,.0f} MB/s{note}" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
+        rate = f" at {reached:,.0f} MB/s" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
+        rate += (" or more" if wire.get("pauses_count") else "") + note
         advice = "strategy.compression=bf16, " if large and wire["compressible"] else ""
     return (
         f"network: {part} is all-reduce{rate} that backward does not hide: try {advice}a larger "

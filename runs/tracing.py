@@ -6,7 +6,8 @@
 Rank n writes trace/rank-<n>.json.gz, a trace of torch.profiler in which Lightning's actions are
 ranges of their own. It holds the rank's host, and how far its clock is ahead of rank 0's. Where
 HOROVOD_TIMELINE=DYNAMIC was set when the job started, rank 0 adds Horovod's timeline of the same
-steps, trace/horovod.json.gz; the thread that writes it keeps a core of its host busy.
+steps, trace/horovod.json.gz; the thread that writes it keeps a core of its host busy. On a GPU,
+Horovod then has rank 0 wait for each of its operations, which it does not do otherwise.
 
 Times are those of the system's clock of each host. Not seen: clocks that drift from each other
 within the traced steps, or that are set meanwhile.

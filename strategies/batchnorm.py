@@ -106,6 +106,7 @@ class _Normalize(torch.autograd.Function):
         # The statistics hang on the values of all ranks, so on their gradients too. Those of weight
         # and bias stay this rank's: they are averaged with all others.
         sums = torch.stack([grad_bias, grad_weight])
+        ctx.world.look_back()
         wait(
             hvd.allreduce_async_(
                 sums, name=f"{ctx.name}.backward", op=hvd.Sum, process_set=ctx.world.process_set

@@ -48,7 +48,9 @@ class Exchange:
     bytes: int  # of gradients in them
     backward: Moment  # when backward was done,
     end: Moment  # and when all gradients were those of the global batch
-    busy: Moment  # when the last stretch began in which, until `end`, the wire never rested
+    # When the last stretch began in which, until `end`, the wire never rested; on a GPU, where it
+    # cannot be seen to rest, when the first bucket was there.
+    busy: Moment
     busy_bytes: int  # of the buckets that were sent in that stretch
 
 
@@ -264,7 +266,7 @@ class GradientBuckets:
         self._collect(bucket)
         # Not `= 0`, which on a GPU is a copy from the CPU that waits for all that was queued.
         bucket.flags[-1 if self._last_batch else -2].zero_()
-        # A GPU is behind: whether its wire rests cannot be told, and it is taken to be busy.
+        # A GPU is behind: whether its wire will rest then cannot be told.
         while bucket.buffer.is_cpu and self._on_the_wire and self._on_the_wire[0].rests():
             self._on_the_wire.popleft()
         if not self._on_the_wire:

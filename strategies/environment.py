@@ -26,7 +26,8 @@ MIB = 2**20
 HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
 # On GPUs, where the Horovod of cluster/wheel.py knows it too: an operation has ended when it is
 # queued, and the program goes on to queue what follows. Not where a reduction takes several steps:
-# each would be queued in the midst of backward, which would wait for it.
+# each would be queued in the midst of backward, which would wait for it. The first strategy of a
+# process decides, as Horovod reads it when it starts.
 IN_STREAM = "HOROVOD_COMPLETE_IN_STREAM"
 
 

@@ -101,7 +101,8 @@ class HorovodStrategy(ParallelStrategy):
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
             `num_nodes` that contradict horovodrun's, models, numbers of batches or learning rates
             that differ between ranks, and what else refusals.py has. A rank that has no batch at
-            all in an epoch after the first is found only when it ends.
+            all in an epoch after the first is found only when it ends. On GPUs, where batches run
+            out at different steps, ranks hang that call `hvd.*` themselves in the next step.
     """
 
     # Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce? With one
@@ -331,6 +332,7 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def on_train_end(self) -> None:
+        self.world.look_back()
         self._look_at_all_ranks()
 
     def _look_at_all_ranks(self) -> None:
@@ -431,7 +433,7 @@ class HorovodStrategy(ParallelStrategy):
         count = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
         look = partial(self._refuse_other_ends, agreed, count)
         if self._is_ahead and not progress.is_last_batch:
-            self.world.later = look  # by then the GPU has more to do than to answer
+            self.world.later = look  # what is queued by then keeps the GPU busy while it answers
         else:
             look()
 

@@ -450,7 +450,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU that waits for the program is said to compute", "bottleneck.py",
-        "if keeps_up >= STARVED and", "if False and",
+        "if name == \"compute\" and keeps_up >= STARVED:", "if False:",
         "waits_for_the_program", "test_anatomy", "runs",
     ),
     Mutation(

@@ -66,7 +66,7 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, name: str,
         world: World,
-    ) -> tuple[Tensor, Tensor, Tensor, float]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         wide = torch.float64 if x.dtype == torch.float64 else torch.float32
         inner = [d for d in range(x.dim()) if d != 1]
         shape = [1, -1] + [1] * (x.dim() - 2)
@@ -75,13 +75,13 @@ class _Normalize(torch.autograd.Function):
             variance, mean = torch.var_mean(values, inner, correction=0)
         else:
             variance = mean = values.new_zeros(x.shape[1])
-        mine = torch.cat([mean, variance, mean.new_tensor([values.numel() / x.shape[1]])])
+        mine = torch.cat([mean, variance, mean.new_full((1,), values.numel() / x.shape[1])])
         world.together()
         handle = hvd.allgather_async(mine.unsqueeze(0), f"{name}.forward", world.process_set)
         gathered = wait(handle)
         means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
-        count = float(counts.sum())
-        if count < 2:
+        count = counts.sum()
+        if values.numel() < 2 * x.shape[1] and count < 2:  # who has enough need not wait for a GPU
             raise ValueError(f"batch normalization needs more than 1 value a channel: {x.shape}")
         # Chan et al. 1979: the variance of a union from those of its parts.
         mean = (counts * means).sum(0) / count
@@ -93,7 +93,7 @@ class _Normalize(torch.autograd.Function):
             output = output + bias.to(wide).view(shape)
         ctx.save_for_backward(normalized, inverse, weight, bias)
         ctx.name, ctx.world, ctx.count, ctx.inner, ctx.shape = name, world, count, inner, shape
-        ctx.mark_non_differentiable(mean, variance)
+        ctx.mark_non_differentiable(mean, variance, count)
         return output.to(x.dtype), mean, variance, count
 
     @staticmethod

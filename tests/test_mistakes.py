@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import HorovodStrategy
+from strategies.batchnorm import SyncLayers
 from tests.matrix import (
     CLASSES,
     FEATURES,
@@ -299,6 +300,9 @@ def mistakes() -> dict[str, str]:
             lambda: trainer("horovod", val_check_interval="00:00:00:01").fit(Net(), loader())
         ),
     }
+    layer = SyncLayers(HorovodStrategy().world).apply(nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="more than 1 value a channel"):
+        layer(torch.ones(1 - RANK, 3))  # of both ranks together
     for then in ("none", "zeros"):
         trainer("horovod", max_epochs=1).fit(CallsBackward(then), loader())
     run, model = trainer("horovod", max_epochs=1), Net()

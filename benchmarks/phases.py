@@ -3,9 +3,9 @@
 A moment counts for the innermost of Lightning's actions around it, in the thread that trains:
 `[Strategy]....training_step` is forward, and so on (PHASES). "all-reduce" is the wait for gradients
 after backward, for slower ranks too; what backward hides is in Horovod's row. Under strategy=ddp
-the wait is in backward. On GPUs these are the host's times, which runs ahead of the GPU; operations
-are then the GPU's kernels. The profiler itself takes time: shares are to be trusted, step times are
-not.
+the wait is in backward. On GPUs these are the times of the host, which runs ahead of the GPU; an
+operation's time is then that of what it had the GPU do. The profiler itself takes time: shares are
+to be trusted, step times are not.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from benchmarks.traces import Event, Timeline, Trace, place
 
@@ -26,10 +27,11 @@ PHASES = {
 }
 COLOURS = {
     "data": "#e69f00", "forward": "#56b4e9", "backward": "#0072b2", "all-reduce": "#d55e00",
-    "optimizer": "#009e73", "rest": "#dddddd", "negotiation": "#999999",
+    "optimizer": "#009e73", "rest": "#dddddd", "GPU": "#444444", "negotiation": "#999999",
 }  # fmt: skip
 EPOCH = ".on_train_epoch_start"
 OPERATIONS, HOROVOD_PHASES = 8, 4  # in the table
+ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of torch's profiler
 MOST_RANKS = 6  # in the table: with more, the slowest and the fastest
 Segment = tuple[float, float, str]
 Amounts = defaultdict[str, float]
@@ -93,12 +95,34 @@ def inside(events: Iterable[Event], steps: list[Event]) -> list[Event]:
     return [e for e in events if "dur" in e and any(a <= e["ts"] < b for a, b in windows)]
 
 
+def launched(events: list[Event]) -> list[Event]:
+    """What GPUs did, under the names of the operations that had them do it: kernels have names of
+    a hundred letters. Horovod's have no such operation, and keep theirs."""
+
+    def link(event: Event) -> Any:
+        return event.get("args", {}).get("External id")
+
+    names = {link(e): e["name"] for e in events if e.get("cat") == "cpu_op" and link(e)}
+    on_gpu = [e for e in events if e.get("cat") in ON_GPU]
+    return [{**e, "name": names.get(link(e), e["name"])} for e in on_gpu]
+
+
+def busy(events: list[Event]) -> float:
+    """µs in which at least one was going on."""
+    total = until = 0.0
+    for event in sorted(events, key=lambda e: e["ts"]):
+        end = event["ts"] + event["dur"]
+        total += max(0.0, end - max(event["ts"], until))
+        until = max(until, end)
+    return total
+
+
 def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
-    """µs by operation without those inside it, and calls: of kernels where there are some."""
-    kernels = [e for e in events if e.get("cat") == "kernel"]
+    """µs by operation without those inside it, and calls: of those on GPUs where there are some."""
+    on_gpu = [e for e in events if e.get("cat") in ON_GPU]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
-    for event in kernels or events:
-        if event.get("cat") in ("cpu_op", "kernel"):
+    for event in on_gpu or events:
+        if event.get("cat") in ("cpu_op", *ON_GPU):
             threads[place(event)].append(event)
     spent: Amounts = defaultdict(float)
     calls: Amounts = defaultdict(float)
@@ -107,7 +131,7 @@ def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
         for event in sorted(thread_events, key=lambda e: (e["ts"], -e["dur"])):
             while stack and stack[-1]["ts"] + stack[-1]["dur"] <= event["ts"]:
                 stack.pop()
-            if stack and not kernels:
+            if stack and not on_gpu:
                 spent[stack[-1]["name"]] -= event["dur"]
             spent[event["name"]] += event["dur"]
             calls[event["name"]] += 1
@@ -159,12 +183,20 @@ def _share(part: float, whole: float) -> str:
 def _operations(traces: list[Trace]) -> list[str]:
     spent: Amounts = defaultdict(float)
     calls: Amounts = defaultdict(float)
+    at_work: list[float] = []
     for trace in traces:
-        steps = plain_steps(trace)
-        for total, amounts in zip((spent, calls), self_times(inside(trace.events, steps))):
+        steps, on_gpu = plain_steps(trace), launched(trace.events)
+        events = inside(on_gpu or trace.events, steps)
+        if on_gpu:
+            at_work.append(busy(events) / sum(step["dur"] for step in steps))
+        for total, amounts in zip((spent, calls), self_times(events)):
             for name, number in amounts.items():
                 total[name] += number / len(steps) / len(traces)
-    return _ranked("OPERATION, itself, mean of ranks", spent, calls, OPERATIONS)
+    if not at_work:
+        return _ranked("OPERATION, itself, mean of ranks", spent, calls, OPERATIONS)
+    share = f"GPU: at work in {statistics.mean(at_work):.0%} of the steps' time, mean of ranks"
+    ranked = _ranked("OPERATION, on the GPU, mean of ranks", spent, calls, OPERATIONS)
+    return [share, *ranked]
 
 
 def _horovod(traces: list[Trace], horovod: Timeline) -> list[str]:
@@ -186,7 +218,8 @@ def _ranked(title: str, spent: Amounts, calls: Amounts, most: int) -> list[str]:
 
 
 def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
-    """The step of rank 0 with the median time as a PNG: a row a rank, Horovod's tensors below."""
+    """The step of rank 0 with the median time as a PNG: a row a rank, below them what GPUs do, and
+    Horovod's tensors."""
     from matplotlib.patches import Patch
 
     from benchmarks.figures import plt  # slow to import
@@ -204,7 +237,10 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
         and (e["args"] or e["name"].startswith("NEGOTIATE_"))  # args: only of whole operations
     ]  # fmt: skip
     tensors = list(dict.fromkeys(e["tensor"] for e in sorted(outer, key=lambda e: e["ts"])))
+    gpus = {trace.rank: [e for e in trace.events if e.get("cat") in ON_GPU] for trace in traces}
+    gpus = {rank: events for rank, events in gpus.items() if events}
     labels = [f"rank {trace.rank} on {trace.host}" for trace in traces]
+    labels += [f"GPU of rank {rank}" for rank in gpus]
     labels += [f"Horovod: {tensor}" for tensor in tensors]
     height = 0.32 * len(labels) + 1.3
     figure, axes = plt.subplots(figsize=(9, height), dpi=110)
@@ -215,10 +251,15 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
                 number, (stop - start) / 1e3, left=(start - begin) / 1e3, height=0.8,
                 color=COLOURS[name],
             )  # fmt: skip
+    for number, events in enumerate(gpus.values(), start=len(traces)):
+        axes.broken_barh(
+            [((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in events if overlaps(e, begin, end)],
+            (number - 0.3, 0.6), color=COLOURS["GPU"], linewidth=0,
+        )  # fmt: skip
     for event in outer:
         name = "negotiation" if event["name"].startswith("NEGOTIATE_") else "all-reduce"
         axes.barh(
-            len(traces) + tensors.index(event["tensor"]), event["dur"] / 1e3,
+            len(labels) - len(tensors) + tensors.index(event["tensor"]), event["dur"] / 1e3,
             left=(event["ts"] - begin) / 1e3, height=0.6, color=COLOURS[name],
         )  # fmt: skip
     axes.set_yticks(range(len(labels)), labels)
@@ -226,7 +267,8 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("ms")
     axes.spines[["top", "right"]].set_visible(False)
-    names = [name for name in COLOURS if name != "negotiation" or tensors]
+    absent = {"negotiation": not tensors, "GPU": not gpus}
+    names = [name for name in COLOURS if not absent.get(name)]
     axes.legend(
         handles=[Patch(color=COLOURS[name], label=name) for name in names], ncols=len(names),
         loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8,

@@ -21,6 +21,7 @@ import torch
 
 import runs.tracing
 from benchmarks import phases, profiling, traces
+from benchmarks.figures import plt
 from tests.conftest import ROOT, run
 
 MS = 1000.0  # µs
@@ -318,6 +319,41 @@ def test_a_job_ends_where_nobody_reads_its_output(tmp_path: Path) -> None:
 def test_what_make_profile_does_not_do(arguments: list[str], told: str) -> None:
     with pytest.raises(profiling.Refusal, match=told):
         profiling.job(profiling.parser().parse_args(arguments))
+
+
+def test_kernels_count_for_the_operations_that_launched_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU works 6 of 20 µs, a while in two streams; one of its kernels is Horovod's."""
+    step = {"cat": "user_annotation", "name": "ProfilerStep#1", "pid": 1, "tid": 2, "args": {}}
+
+    def event(category: str, name: str, ts: float, dur: float, link: int, stream: int) -> Any:
+        return {
+            "cat": category, "name": name, "pid": 1 + stream, "tid": 2 + stream, "ts": ts,
+            "dur": dur, "args": {"External id": link} if link else {},
+        }  # fmt: skip
+
+    events = [
+        {**step, "ts": 0.0, "dur": 20.0},
+        event("cpu_op", "aten::conv2d", 1, 9, 7, 0),
+        event("cpu_op", "aten::cudnn_convolution", 2, 5, 8, 0),
+        event("kernel", "void at::native::f<float>(int)", 10, 3, 8, 1),
+        event("gpu_memset", "Memset (Device)", 13, 1, 8, 1),
+        event("kernel", "ncclDevKernel", 12, 4, 0, 2),
+    ]
+    trace = traces.Trace(0, "node1", 0.0, events, (1, 2))
+    text = phases.table([trace], traces.Timeline())
+    assert "GPU: at work in 30% of the steps' time" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith(("aten", "nccl"))]
+    assert rows == [
+        ["aten::cudnn_convolution", "0.004", "2.0"], ["ncclDevKernel", "0.004", "1.0"],
+    ]  # fmt: skip
+    drawn: list[Any] = []
+    monkeypatch.setattr(plt, "close", drawn.append)
+    phases.draw([trace], traces.Timeline(), tmp_path / "trace.png")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_yticklabels()][1:] == ["GPU of rank 0"]
+    assert len(axes.collections[0].get_paths()) == 3
 
 
 def test_one_rank_is_profiled_without_a_timeline(tmp_path: Path) -> None:

@@ -222,6 +222,24 @@ class LogsForAll(Net):
         return loss
 
 
+class GoesBackTwice(Net):
+    """Normalizes twice, and asks autograd for the second's gradients itself."""
+
+    def __init__(self) -> None:
+        super().__init__(convolutions(normalization=True))
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = (nn.functional.cross_entropy(self(batch[0]), batch[1]) for _ in range(2))
+        self.manual_backward(first)
+        torch.autograd.grad(second, list(self.parameters()))
+
+
+class LogsNothing(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+
+
 def ends_apart() -> list[str]:
     """Rank 1 has fewer batches, and waits to tell it; rank 0 is on its way to the next one, with
     and without a collective before its backward is over."""
@@ -232,17 +250,23 @@ def ends_apart() -> list[str]:
         (LogsForAll(), {}),
         (normalized, {"sync_batchnorm": True}),
         (Measured(), {"val_check_interval": 2}),
+        (GoesBackTwice(), {"sync_batchnorm": True}),
     ):
         run = trainer(Ahead(), max_epochs=1, **arguments)
         loaders = DataLoader(Counting(6 - 2 * RANK), 4), DataLoader(samples(8), 4)
         messages.append(refused(partial(run.fit, model, *loaders)))
+    # Rank 0 has done its steps when rank 1 has no more batches, and nothing else to ask of it.
+    run = trainer(Ahead(), max_steps=4)
+    run.strategy._warned = True
+    loaders = (DataLoader(Counting(6 - 2 * RANK), 4),)
+    messages.append(refused(partial(run.fit, LogsNothing(), *loaders)))
     return messages
 
 
 def test_ranks_that_end_apart_are_told_where_a_gpu_is_behind(launch: Callable) -> None:
     begin = f"rank 1 on {os.uname().nodename} has 4 training batches an epoch"
     for messages in launch(ends_apart, 2):
-        assert [message[: len(begin)] for message in messages] == [begin] * 4
+        assert [message[: len(begin)] for message in messages] == [begin] * 6
 
 
 def mistakes() -> dict[str, str]:

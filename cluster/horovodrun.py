@@ -330,7 +330,8 @@ class Job:
         if self._signals == 1:
             self._status = 128 + number
             self._cause = (4, f"stopped by {signal.Signals(number).name}")
-            self._deadlines["stop"] = time.monotonic() + self.stop_seconds
+            # A signal that comes meanwhile is heard first: what it has noted stays.
+            self._deadlines.setdefault("stop", time.monotonic() + self.stop_seconds)
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
         # Other signals only ask again: another `make stop`, a terminal that closes (it may tell us
         # twice, and we tell ourselves). Of two at once AT_ONCE may be the first to get here.

@@ -15,12 +15,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from cluster import jobs, record, testbed
 from cluster.agent import SILENCE_SECONDS, Agent
-from cluster.horovodrun import AT_ONCE, GLOO_SECONDS
+from cluster.horovodrun import AT_ONCE, GLOO_SECONDS, Job
 from cluster.hosts import Host, Refusal
 from cluster.record import birth, write
 from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
@@ -615,17 +616,30 @@ class TestEnd:
         assert (tmp_path / "told").read_text() == "saved\n"
 
     def test_at_once_is_at_once_when_it_comes_first(self) -> None:
-        """Of two signals that wait Python takes the one of the lower number."""
+        """Of two signals that wait Python takes the one of the lower number, which is this one."""
         lasts = "trap '' TERM USR1; echo hi; while :; do sleep .1; done"
         command = horovodrun("--stop-seconds", "600", "-H", "localhost:1", "sh", "-c", lasts)
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
         assert process.stdout is not None and b"hi" in process.stdout.readline()
-        # Both wait: else one handler may begin within the other, before that has noted its signal.
-        process.send_signal(signal.SIGSTOP)
-        os.waitid(os.P_PID, process.pid, os.WSTOPPED)
-        for number in (AT_ONCE, signal.SIGTERM, signal.SIGCONT):
-            process.send_signal(number)
+        process.send_signal(AT_ONCE)
         assert process.wait(timeout=60) == 128 + AT_ONCE
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, AT_ONCE])
+    def test_a_signal_within_the_handler_of_another(
+        self, number: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        job = Job([SimpleNamespace(rank=0)], [], None, stop_seconds=600)
+        meanwhile = iter([number])
+
+        def monotonic() -> float:
+            for number in meanwhile:
+                job._on_signal(number, None)
+            return time.monotonic()
+
+        monkeypatch.setattr("cluster.horovodrun.time", SimpleNamespace(monotonic=monotonic))
+        job._on_signal(signal.SIGTERM, None)
+        job._step(wait=0)
+        assert "kill" in job._deadlines  # it is in its end, not at its checkpoint
 
     def test_a_job_that_left_the_foreground_goes_on_without_its_terminal(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -22,6 +22,7 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
 BY_POSITION = "more than one `__init__` argument"
 UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of datamodules/, a file
 NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
+SERVICES = ("wandb", "mlflow")  # no account, no connection
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 
 
@@ -53,6 +54,8 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         )
     if started:
         return None
+    if (package := type(error).__module__.split(".")[0]) in SERVICES:
+        return f"logger={package}: {' '.join(str(error).split())}"
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
         lines = str(error).splitlines()
         return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"

@@ -1390,6 +1390,18 @@ def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
     assert other is None
 
 
+def test_a_logger_without_its_service_is_told_in_one_line() -> None:
+    class UsageError(Exception):
+        pass
+
+    UsageError.__module__ = "wandb.errors.errors"  # as without `wandb login`
+    error = UsageError("No API key configured.\n Use `wandb login`")
+    assert mistake(error, started=False) == (
+        "logger=wandb: No API key configured. Use `wandb login`"
+    )
+    assert mistake(error, started=True) is None
+
+
 def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
     for error in (ValueError("batch sizes differ"), FileNotFoundError("no such picture")):
         assert mistake(error, started=True) is None  # its traceback says where

@@ -196,11 +196,11 @@ bench-readme: dev-environment ## write the README's table from the newest result
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
-	@$(PYTHON) -m benchmarks.step --hosts $(HOSTS) $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
+	@$(PYTHON) -m benchmarks.step --hosts $(or $(HOSTS),localhost:$(or $(NP),2)) $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
-	  $(abspath $(PYTHON)) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit \
+	  $(PYTHON) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit \
 	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import io
 import json
 import statistics
 import subprocess
@@ -31,6 +32,7 @@ from benchmarks.hardware import (
     unused,
     versions,
     write_json,
+    write_text,
 )
 from benchmarks.launching import Failed, ask
 from benchmarks.load import BUSY_SHARE
@@ -185,11 +187,12 @@ def write(results: dict[str, Any], folder: Path) -> Path:
     file = unused(folder / f"{file_name(results)}.json")
     write_json(results, file)  # first: the others can be made of it
     plot(results, file.with_suffix(""))
-    file.with_suffix(".md").write_text(f"{head(results)}\n\n{table(results)}\n")
-    with open(file.with_suffix(".csv"), "w", newline="") as text:
-        writer = csv.DictWriter(text, list(results["sizes"][0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(results["sizes"])
+    write_text(file.with_suffix(".md"), f"{head(results)}\n\n{table(results)}\n")
+    rows = io.StringIO()
+    writer = csv.DictWriter(rows, list(results["sizes"][0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(results["sizes"])
+    write_text(file.with_suffix(".csv"), rows.getvalue())
     return file
 
 

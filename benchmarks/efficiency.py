@@ -200,7 +200,8 @@ def _marks(results: Results, row: Row, runs: list[Run], alone: list[Run]) -> lis
     if len(runs) < MIN_REPEATS:
         marks.append(f"{len(runs)} repeat" + "s" * (len(runs) > 1))
     hosts = [host for run in [*runs, *alone] for host in run["hosts"].values()]
-    busy = max(max(host["busy"], host["gpu_busy"] or 0) for host in hosts)
+    on_gpus = any(host["gpus"] for host in results["hosts"].values())
+    busy = max(max(host["busy"], (on_gpus and host["gpu_busy"]) or 0) for host in hosts)
     if busy > BUSY_SHARE:
         marks.append(f"other load {busy:.0%}")
     stolen = max(host["stolen"] for host in hosts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from pathlib import Path
 
@@ -28,5 +29,11 @@ def save(figure: Figure, name: Path) -> None:
     and names within the SVG come from a fixed salt."""
     with plt.rc_context({"svg.hashsalt": "results"}):
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-            figure.savefig(name.with_name(name.name + suffix), dpi=200, metadata=metadata)
+            file = name.with_name(name.name + suffix)
+            try:
+                figure.savefig(file, dpi=200, metadata=metadata)
+            except OSError as error:  # a full disk
+                with contextlib.suppress(OSError):
+                    file.unlink()
+                raise SystemExit(f"error: {file}: {error.strerror}") from None
     plt.close(figure)

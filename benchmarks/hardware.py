@@ -36,11 +36,15 @@ PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no mach
 
 
 def write_json(results: dict[str, Any], file: Path) -> None:
+    write_text(file, json.dumps(results, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
     """All or nothing, whenever it is interrupted; others may read it at any time."""
     unfinished = file.with_suffix(".part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(json.dumps(results, indent=1) + "\n")
+        unfinished.write_text(text)
         unfinished.replace(file)
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -139,12 +143,8 @@ def machine() -> dict[str, Any]:
 
 
 def gpus() -> list[str]:
-    """Their names; of those that CUDA_VISIBLE_DEVICES lists, where it is set."""
-    rows, visible = nvidia_smi("index", "uuid", "name"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is None or "MIG" in visible:
-        return [name for _, _, name in rows]
-    listed = visible.split(",")
-    return [name for index, uuid, name in rows if index in listed or uuid in listed]
+    """Their names."""
+    return [name for (name,) in nvidia_smi("name")]
 
 
 def software() -> dict[str, Any]:
@@ -226,16 +226,22 @@ def _number(file: Path) -> int | None:
 
 
 def nvidia_smi(*fields: str) -> list[list[str]]:
-    """The fields of each GPU; nothing where there is none."""
+    """The fields of each GPU, or of each that CUDA_VISIBLE_DEVICES lists; nothing without one."""
     if shutil.which("nvidia-smi") is None:
         return []
-    query = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={','.join(fields)}"]
+    asked = ",".join(("index", "uuid", *fields))
+    query = ["nvidia-smi", "--format=csv,noheader,nounits", f"--query-gpu={asked}"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, timeout=20)
     except subprocess.TimeoutExpired:
         return []
-    rows = done.stdout.splitlines() if done.returncode == 0 else []
-    return [[cell.strip() for cell in row.split(",")] for row in rows]
+    lines = done.stdout.splitlines() if done.returncode == 0 else []
+    rows = [[cell.strip() for cell in line.split(",")] for line in lines]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None and "MIG" not in visible:
+        listed = visible.split(",")
+        rows = [row for row in rows if row[0] in listed or row[1] in listed]
+    return [row[2:] for row in rows]
 
 
 def slug(text: str) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.hardware import ROOT
-from cluster.horovodrun import AT_ONCE
+from cluster.horovodrun import AT_ONCE, forwarded
 from cluster.hosts import Host, ranks
 
 # What makes a process one rank of several (cluster/hosts.py, Rank.environment); without it, it
@@ -150,16 +150,17 @@ def collect(host: Host, folder: str) -> list[dict[str, Any]]:
 
 
 def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, Any]]:
-    """What a module of benchmarks/ prints on each host, all at the same time; by name.
+    """What a module of benchmarks/ prints on each host, all at the same time; by name. It sees the
+    GPUs that a job would have there.
 
     Raises:
         Failed: when one does not answer.
     """
-    script = shlex.join([sys.executable, "-m", module, *arguments])
-    script = f"cd {shlex.quote(str(ROOT))} && exec {script}"
+    call = shlex.join([sys.executable, "-m", module, *arguments])
     processes = {
         host.name: subprocess.Popen(
-            host.command(script), encoding="utf-8", errors="replace",
+            host.command(f"cd {shlex.quote(str(ROOT))} && {_its_gpus(host)} exec {call}"),
+            encoding="utf-8", errors="replace",
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )
         for host in hosts
@@ -172,6 +173,14 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
             raise Failed(f"error: {name}: {module}: {reason}; see make doctor {host.given()}")
         answers[name] = json.loads(lines[-1])
     return answers
+
+
+def _its_gpus(host: Host) -> str:
+    """In a shell: those of the host file, else of our environment, which goes to all ranks."""
+    visible = forwarded(dict(os.environ)).get("CUDA_VISIBLE_DEVICES")
+    if host.gpus is not None:
+        visible = ",".join(map(str, host.gpus))
+    return "" if visible is None else f"CUDA_VISIBLE_DEVICES={shlex.quote(visible)}"
 
 
 def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.figures import FONTS, plt, save
-from benchmarks.hardware import versions
+from benchmarks.hardware import versions, write_text
 from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
@@ -156,7 +156,7 @@ def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> 
 def report(results: Results, name: Path) -> str:
     """The table and the plot beside a result; what to print of them."""
     body = f"{description(results)}\n\n{table(results)}\n"
-    name.with_name(f"{name.name}.md").write_text(body)
+    write_text(name.with_name(f"{name.name}.md"), body)
     draw(results, name)
     return f"{body}\nwritten to {name}.json, .md, .png and .svg"
 

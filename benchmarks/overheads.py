@@ -29,7 +29,16 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    ROOT,
+    continued,
+    hardware,
+    slug,
+    versions,
+    write_json,
+    write_text,
+)
 from cluster.signals import interrupt_at_signals
 
 LAWS: dict[str, Callable[[float], float]] = {
@@ -170,7 +179,7 @@ def main() -> int:
         "interleaved repeats.\n\n"
     )
     write_json(results, file)
-    file.with_suffix(".md").write_text(head + text + "\n")
+    write_text(file.with_suffix(".md"), head + text + "\n")
     print(text)
     print(f"written to {file} and .md")
     return 0

@@ -10,6 +10,7 @@ to be trusted, step times are not.
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
@@ -109,7 +110,7 @@ def launched(events: list[Event]) -> list[Event]:
 
 def busy(events: list[Event]) -> float:
     """µs in which at least one was going on."""
-    total = until = 0.0
+    total, until = 0.0, -math.inf  # a rank may begin before rank 0, whose first step is 0
     for event in sorted(events, key=lambda e: e["ts"]):
         end = event["ts"] + event["dur"]
         total += max(0.0, end - max(event["ts"], until))
@@ -273,5 +274,9 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
         handles=[Patch(color=COLOURS[name], label=name) for name in names], ncols=len(names),
         loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8,
     )  # fmt: skip
-    figure.savefig(file, bbox_inches="tight")
+    try:
+        figure.savefig(file, bbox_inches="tight")
+    except OSError:  # a full disk
+        file.unlink(missing_ok=True)
+        raise
     plt.close(figure)

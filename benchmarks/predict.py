@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model import Job, Network, Step, predict
-from benchmarks.hardware import unused
+from benchmarks.hardware import unused, write_text
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_inputs import (
     ALL_REDUCE_KEYS,
@@ -235,13 +235,9 @@ def main() -> int:
         f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
     )
     print(text)
-    try:
-        plot(rows, measured, job, caption, out)
-        out.with_suffix(".csv").write_text(as_csv(rows))
-        out.with_suffix(".md").write_text(text + "\n")
-    except OSError as error:
-        print(f"error: {out}.md, .csv, .png, .svg: {error.strerror}", file=sys.stderr)
-        return 2
+    plot(rows, measured, job, caption, out)
+    write_text(out.with_suffix(".csv"), as_csv(rows))
+    write_text(out.with_suffix(".md"), text + "\n")
     print(f"\nwritten to {out}.md, .csv, .png, .svg")
     return 0
 

@@ -33,6 +33,7 @@ from benchmarks.hardware import (
     unused,
     versions,
     write_json,
+    write_text,
 )
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
@@ -232,7 +233,7 @@ def main() -> int:
     write_json(results, file)
     plot(results, file.with_suffix(""))
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"
-    file.with_suffix(".md").write_text(text)
+    write_text(file.with_suffix(".md"), text)
     print(f"{text}\nwritten to {file}, .md, .png, .svg")
     return 0
 

@@ -117,8 +117,12 @@ def fetch(folder: Path, members: list[Rank]) -> int:
         if done.returncode == 0:
             folder.mkdir(parents=True, exist_ok=True)
             staged = file.with_name(f".{name}")
-            staged.write_bytes(done.stdout)
-            staged.replace(file)
+            try:
+                staged.write_bytes(done.stdout)
+                staged.replace(file)
+            except OSError:  # a full disk
+                staged.unlink(missing_ok=True)
+                raise
             count += 1
         elif needed:
             reason = diagnose(host, done.returncode, done.stderr.decode(errors="replace"))
@@ -139,9 +143,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     arguments = parser().parse_args()
+    folder: Path | None = arguments.merge
     try:
         members = ranks(chosen(arguments), arguments.np)
-        folder = arguments.merge or train(arguments)
+        folder = folder or train(arguments)
         fetched = fetch(folder, members)
         rank_traces, horovod = traces.read(folder, len(members))
         files = [folder.parent / "trace.json.gz", folder.parent / "trace.png"]
@@ -150,12 +155,15 @@ def main() -> int:
     except (Refusal, traces.Unreadable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
         print("error: who reads this went away: the job was ended", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {folder or 'make profile'}: {error.strerror}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
     note = f" ({fetched} fetched)" if fetched else ""
     with contextlib.suppress(BrokenPipeError):  # make profile | head
         print(f"\n{phases.table(rank_traces, horovod)}")

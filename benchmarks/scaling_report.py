@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
-from benchmarks.hardware import RESULTS, ROOT, versions, write_json
+from benchmarks.hardware import RESULTS, ROOT, versions, write_json, write_text
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
 
@@ -184,8 +184,8 @@ def write(results: Results, file: Path, predict: bool = True) -> str:
         results |= {"predicted": curve, "predicted_from": sources}
     results.setdefault("predicted", [])
     body = f"{description(results)}\n\n{table(results)}\n"
-    file.with_suffix(".md").write_text(f"{body}\n{published()}\n")
-    file.with_suffix(".csv").write_text(as_csv(results))
+    write_text(file.with_suffix(".md"), f"{body}\n{published()}\n")
+    write_text(file.with_suffix(".csv"), as_csv(results))
     scaling_plot.draw(results, hardware_of(results), file.with_suffix(""))
     write_json(results, file)
     if not results["predicted"] and lacks_all_reduces(results, all_reduces):
@@ -246,7 +246,7 @@ def main() -> None:
             raise SystemExit(f"error: {file}: lacks what make bench writes: {error!r}") from None
     if arguments.readme:
         file = newest(RESULTS.glob("scaling_*.json"))
-        README.write_text(with_block(README.read_text(), readme_block(file)))
+        write_text(README, with_block(README.read_text(), readme_block(file)))
         print(f"README.md: from {file.name if file else 'no result'}", file=sys.stderr)
 
 

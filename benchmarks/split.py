@@ -36,6 +36,7 @@ from benchmarks.hardware import (
     versions,
     whole_repeats,
     write_json,
+    write_text,
 )
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_plan import configuration, refuse_ours, steps_of
@@ -204,7 +205,7 @@ def main() -> int:
         print("\nstopped; the same command goes on", file=sys.stderr)
         return 130
     text = f"{description(results)}\n\n{table(results)}\n"
-    file.with_suffix(".md").write_text(text)
+    write_text(file.with_suffix(".md"), text)
     print(f"{text}\nwritten to {file} and .md")
     return 0
 

@@ -38,6 +38,7 @@ from benchmarks.hardware import (
     versions,
     whole_repeats,
     write_json,
+    write_text,
 )
 from benchmarks.launching import Failed
 from benchmarks.scaling_plan import refuse_ours
@@ -198,7 +199,7 @@ def main() -> int:
         print(f"\nstopped; {file} is kept: the same command goes on", file=sys.stderr)
         return 130
     text = f"{description(results)}\n\n{table(results)}\n"
-    file.with_suffix(".md").write_text(text)
+    write_text(file.with_suffix(".md"), text)
     print(f"{text}\nwritten to {file} and .md")
     return 0
 

@@ -35,7 +35,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load
-from benchmarks.hardware import RESULTS, ROOT, continued, hardware, slug, versions, write_json
+from benchmarks.hardware import (
+    RESULTS,
+    ROOT,
+    continued,
+    hardware,
+    slug,
+    versions,
+    write_json,
+    write_text,
+)
 from cluster.hosts import Refusal, parse
 from cluster.signals import interrupt_at_signals
 
@@ -382,7 +391,7 @@ def write(results: dict[str, Any], file: Path) -> None:
         f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
         f"{results['repeats']} interleaved blocks, one thread{batch} a rank.\n\n"
     )
-    file.with_suffix(".md").write_text(head + table(results) + wire(results) + "\n")
+    write_text(file.with_suffix(".md"), head + table(results) + wire(results) + "\n")
 
 
 if __name__ == "__main__":

@@ -191,6 +191,10 @@ def _process(number: int, name: str) -> list[Event]:
 def write(events: list[Event], file: Path) -> None:
     """Never seen half written."""
     staged = file.with_name(f".{file.name}")
-    with gzip.open(staged, "wt", compresslevel=6) as packed:
-        json.dump({"displayTimeUnit": "ms", "traceEvents": events}, packed)
-    staged.replace(file)
+    try:
+        with gzip.open(staged, "wt", compresslevel=6) as packed:
+            json.dump({"displayTimeUnit": "ms", "traceEvents": events}, packed)
+        staged.replace(file)
+    except OSError:  # a full disk
+        staged.unlink(missing_ok=True)
+        raise

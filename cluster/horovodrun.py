@@ -41,7 +41,7 @@ from cluster.hosts import (
     ranks,
     refuse_one_twice,
 )
-from cluster.record import Record, fail
+from cluster.record import Record, end
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import NO_FOLDER, connecting, explain
 
@@ -455,7 +455,7 @@ def main() -> int:
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if arguments.record:
-            fail(arguments.record, str(error))
+            end(arguments.record, "failed", str(error))
         return 2
     except KeyboardInterrupt:
         return 130

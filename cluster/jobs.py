@@ -22,14 +22,15 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
-from cluster.record import ALIVE, FOLDER, birth, fail, new_folder, write
+from cluster.record import ALIVE, FOLDER, birth, end, new_folder, write
 
 NOTE_SECONDS = 30  # for `launch` to write run.json, with the id of the process that it started
+STOPPED = "stopped before it ended"
 END_SECONDS = 7  # after the time for a checkpoint, until all processes on all hosts have ended
 
 
@@ -83,13 +84,20 @@ def run(arguments: argparse.Namespace) -> int:
             raise Refusal(f"nothing is noted of this run in {arguments.record}: it is not started")
         time.sleep(0.01)
     if arguments.at:
+
+        def stopped(number: int, _: object) -> NoReturn:
+            # Here, not by `stop` alone: else `status` may see us gone before that has noted why.
+            end(arguments.record, "stopped", STOPPED)
+            sys.exit(128 + number)
+
+        signal.signal(signal.SIGTERM, stopped)
         start = datetime.datetime.fromisoformat(arguments.at)
         while (left := (start - datetime.datetime.now()).total_seconds()) > 0:
             time.sleep(min(left, 30))  # by the clock, which may be set meanwhile
         try:  # again: the code of some host may have changed since
             quick(used(chosen(arguments), arguments.np))
         except (Refusal, OSError) as error:
-            fail(arguments.record, str(error))
+            end(arguments.record, "failed", str(error))
             raise
     line = [sys.executable, "-m", "cluster.horovodrun", "--record", str(arguments.record)]
     os.execv(sys.executable, [*line, *_given(arguments)])
@@ -122,6 +130,9 @@ def runs() -> list[dict[str, Any]]:
             state = json.loads(file.read_text())
             here = state["launcher"] == os.uname().nodename
             gone = here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]
+            if gone:  # what it has noted in its last moment
+                state = json.loads(file.read_text())
+                gone = state["state"] in ALIVE
             datetime.datetime.fromisoformat(state["began"])
         except (OSError, ValueError, LookupError, TypeError):
             continue  # gone just now, or of something else
@@ -260,13 +271,8 @@ def stop(arguments: argparse.Namespace) -> int:
                 os.kill(pid, signal.SIGKILL)
             break
         time.sleep(0.1)
-    file = FOLDER / state["id"] / "run.json"
     if state["detached"]:
-        state = json.loads(file.read_text())
-        if state["state"] in ALIVE:
-            now = datetime.datetime.now().isoformat(timespec="seconds")
-            end = {"state": "stopped", "reason": "stopped before it ended", "ended": now}
-            write(file.parent, state | end)
+        end(FOLDER / state["id"], "stopped", STOPPED)
     print(f"stopped {state['id']} after {time.monotonic() - start:.0f} s")
     return 0
 

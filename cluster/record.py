@@ -161,13 +161,13 @@ def _in_foreground() -> bool:
         return False
 
 
-def fail(folder: Path, reason: str) -> None:
-    """A detached run that was refused when its time came, before it had a Record."""
-    with contextlib.suppress(OSError):
+def end(folder: Path, how: str, reason: str) -> None:
+    """Of a detached run that has noted none itself: it had no Record yet, or was killed."""
+    with contextlib.suppress(OSError):  # a full disk
         state = json.loads((folder / "run.json").read_text())
-        if state["state"] in ALIVE:
+        if state["state"] in (*ALIVE, "lost"):
             now = datetime.datetime.now().isoformat(timespec="seconds")
-            write(folder, state | {"state": "failed", "reason": reason, "ended": now})
+            write(folder, state | {"state": how, "reason": reason, "ended": now})
 
 
 def write(folder: Path, state: dict[str, Any]) -> None:

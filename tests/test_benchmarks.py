@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import hardware, launching, step
+from benchmarks import figures, hardware, launching, step
 from tests.conftest import run
 from tests.test_anatomy import Event
 
@@ -263,6 +263,17 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any) -
         hardware.write_json({"runs": [1, 2]}, tmp_path / "x.json")
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
     assert json.loads((tmp_path / "x.json").read_text()) == {"runs": [1]}
+
+
+def test_a_plot_on_a_full_disk_leaves_no_part_of_it(tmp_path: Path, monkeypatch: Any) -> None:
+    def full(_: object, file: Path, **__: object) -> None:
+        file.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(figures.Figure, "savefig", full)
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/x.png: No space left on device$"):
+        figures.save(figures.Figure(), tmp_path / "x")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -618,10 +618,10 @@ def test_a_run_that_takes_no_files_is_predicted_all_the_same(
 ) -> None:
     files["run"].with_name("prediction.png").mkdir()
     options = ["--run", str(files["run"]), "--allreduce", str(files["one"])]
-    assert said(monkeypatch, *options) == 2
-    printed = capsys.readouterr()
-    assert "| 4,096 | " in printed.out and "written to" not in printed.out
-    assert re.fullmatch("error: .*prediction.md, .csv, .png, .svg: Is a directory\n", printed.err)
+    with pytest.raises(SystemExit, match="^error: .*prediction.png: Is a directory$"):
+        said(monkeypatch, *options)
+    printed = capsys.readouterr().out
+    assert "| 4,096 | " in printed and "written to" not in printed
 
 
 def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ Real jobs: tests/cluster/test_profiling.py.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -354,6 +355,33 @@ def test_kernels_count_for_the_operations_that_launched_them(
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()][1:] == ["GPU of rank 0"]
     assert len(axes.collections[0].get_paths()) == 3
+
+
+def test_a_rank_may_begin_before_rank_0() -> None:
+    """Whose first step is at 0."""
+    assert phases.busy([{"ts": -100.0, "dur": 50.0}, {"ts": -60.0, "dur": 20.0}]) == 60.0
+
+
+@pytest.mark.parametrize("full", ["json.dump", "matplotlib.figure.Figure.savefig"])
+def test_a_full_disk_is_told_and_leaves_no_part_of_a_file(
+    full: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "trace").mkdir()
+    plant(tmp_path / "trace", 0, step(100, wait=5))
+
+    def fail(_: object, file: Any, **__: object) -> None:
+        if isinstance(file, Path):
+            file.touch()
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(full, fail)
+    options = ["-np", "1", "-H", "localhost:1", "--merge", str(tmp_path / "trace")]
+    monkeypatch.setattr("sys.argv", ["profiling", *options])
+    assert profiling.main() == 2
+    told = f"error: {tmp_path}/trace: No space left on device\n"
+    assert capsys.readouterr().err == told
+    left = {file.name for file in tmp_path.iterdir()} - {"trace.json.gz"}
+    assert left == {"trace"}
 
 
 def test_one_rank_is_profiled_without_a_timeline(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ import pytest
 from benchmarks import (
     check,
     hardware,
+    launching,
     load,
     scaling,
     scaling_plan,
@@ -44,7 +45,7 @@ from benchmarks.efficiency import (
 )
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
-from cluster.hosts import Refusal, parse
+from cluster.hosts import Host, Refusal, parse
 from runs.bottleneck import PHASES
 from tests.conftest import ROOT, run
 
@@ -217,13 +218,19 @@ def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None
     "host, mark",
     [
         ({"busy": 2 * load.BUSY_SHARE}, "other load 20%"),
-        ({"gpu_busy": 0.5}, "other load 50%"),
         ({"stolen": 0.04}, "stolen 4%"),
     ],
 )
 def test_a_disturbed_host_is_marked(host: dict[str, float], mark: str) -> None:
     benchmark = measured(Source(lambda job, _: 1.0, **host))
     assert all(row.marks == [mark] for row in rows(benchmark))
+
+
+@pytest.mark.parametrize("gpus, marks", [(["A GPU"], ["other load 50%"]), ([], [])])
+def test_a_disturbed_gpu_is_marked_where_it_is_used(gpus: list[str], marks: list[str]) -> None:
+    benchmark = results() | {"hosts": {"localhost": {**MACHINE, "gpus": gpus}}}
+    source = Source(lambda job, _: 1.0, gpu_busy=0.5)
+    assert all(row.marks == marks for row in rows(measured(source, benchmark)))
 
 
 def test_slower_cores_are_marked_where_they_were() -> None:
@@ -434,6 +441,24 @@ def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
         config["trainer"]["accelerator"] = "cpu"
     benchmark, _ = scaling_plan.plan(scaling.parse(["--np", "2"]))
     assert benchmark["hosts"]["localhost"]["gpus"] == []
+
+
+@pytest.mark.parametrize(
+    "gpus, visible, busy", [(None, None, 0.98), ((0,), "1", 0.5), (None, "GPU-b", 0.98)]
+)
+def test_the_load_of_other_gpus_is_none(
+    gpus: tuple[int, ...] | None, visible: str | None, busy: float,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    rows = "0, GPU-a, 50, 40\n1, GPU-b, 98, 80\n"
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{rows}'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    state = launching.ask([Host("localhost", 1, gpus=gpus)], "benchmarks.load")["localhost"]
+    assert state["gpu_busy"] == busy
 
 
 # ---------------------------------------------------------------------------- the file

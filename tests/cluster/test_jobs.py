@@ -89,6 +89,14 @@ def started(command: list[str], log: Path, ranks: int, **environment: str) -> su
     return process
 
 
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for the signal (proc(5))."""
+    status = dict(
+        line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
+
+
 class TestStart:
     @pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
     def test_the_headline_command(
@@ -883,6 +891,52 @@ class TestDetached:
         for at, words in (("25:00", "write a time as 02:00"), ("2001-01-01 02:00", "is past")):
             done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
             assert done.returncode == 2 and words in done.stdout
+
+    def test_one_that_waits_notes_itself_that_it_was_stopped(
+        self, on: On, hosts: list[testbed.Host], project: Path
+    ) -> None:
+        """Else `make status` beside `make stop` may take it for lost."""
+        late = ["--at", "2999-01-01 02:00", "-H", "node1:1", "true"]
+        run_id = self.launch(on, hosts[0], project, *late)
+        pid = self.state(on, hosts[0], project, run_id)["pid"]
+        deadline = time.monotonic() + 30
+        while not catches(pid, signal.SIGTERM):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        os.kill(pid, signal.SIGTERM)
+        while birth(pid) is not None:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        assert self.state(on, hosts[0], project, run_id)["state"] == "stopped"
+
+    def test_what_a_run_notes_in_its_last_moment_stays(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(), "birth": "1",
+                 "state": "running", "detached": True, "began": "2026-01-01T00:00:00"}  # fmt: skip
+        (tmp_path / "x").mkdir()
+        write(tmp_path / "x", state)
+
+        def ends(_: int) -> None:
+            write(tmp_path / "x", state | {"state": "done"})
+
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        monkeypatch.setattr(jobs, "birth", ends)
+        assert [run["state"] for run in jobs.runs()] == ["done"]
+        assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "done"
+
+    def test_what_was_taken_for_lost_is_stopped(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By a `make status` beside it."""
+        state = {"id": "x", "launcher": os.uname().nodename, "pid": 1, "birth": "none",
+                 "state": "waiting", "detached": True, "began": "2026-01-01T00:00:00"}  # fmt: skip
+        (tmp_path / "x").mkdir()
+        write(tmp_path / "x", state | {"state": "lost"})
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        monkeypatch.setattr(jobs, "_named", lambda *_, **__: state)
+        assert jobs.stop(argparse.Namespace(run="x", kill=False)) == 0
+        assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "stopped"
 
     def test_a_run_of_another_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
         state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(),

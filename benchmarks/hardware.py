@@ -25,7 +25,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cluster.cores import usable_cores
+from cluster.probe import usable_cores
 
 _LOCKED: dict[Path, int] = {}  # folders of results, open as long as this process lives
 ROOT = Path(__file__).resolve().parent.parent

@@ -9,6 +9,7 @@ reaches. What they mean is the doctor's to say.
 import fcntl
 import hashlib
 import json
+import math
 import os
 import resource
 import shutil
@@ -17,10 +18,12 @@ import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 CODE = (".py", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile")
 MOST_BYTES = 1 << 20  # of a file that is read; of a larger one the size has to do
 CONNECT_SECONDS = 3
+CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 # In the environment's own interpreter, as the host's may be another.
 VERSIONS = """
 import importlib.metadata as m, json, platform
@@ -161,11 +164,58 @@ def address_towards(host: str) -> "str | None":
         return probe.getsockname()[0]
 
 
+def groups(controller: str) -> "list[Path]":
+    """This process's control group and those above it, as cgroups(7) has them: in version 2 one
+    tree, in version 1 one for each controller. Within a container its own group may be the root.
+    """
+    folders = []
+    for line in first_of(OWN).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers or controller in controllers.split(","):
+            root = CGROUPS / controller if controllers else CGROUPS
+            own = root / path.strip("/")
+            above = [own, *own.parents]
+            folders += above[: above.index(root) + 1]
+    return folders
+
+
+def first_of(*files: Path) -> str:
+    """What the first of these files holds that is there."""
+    for file in files:
+        try:
+            return file.read_text().strip()
+        except OSError:
+            continue
+    return ""
+
+
+def usable_cores() -> int:
+    """Whole cores, by affinity and control groups: a limit of Docker's --cpus or of Kubernetes is
+    rounded up. The same is in strategies/cores.py, as that folder stands alone.
+    """
+    limits = [float(len(os.sched_getaffinity(0)))]
+    for folder in groups("cpu"):
+        quota, _, period = first_of(folder / "cpu.max").partition(" ")
+        quota = quota or first_of(folder / "cpu.cfs_quota_us")
+        period = period or first_of(folder / "cpu.cfs_period_us")
+        if quota.isdecimal() and period.isdecimal():
+            limits.append(int(quota) / int(period))
+    return max(1, math.ceil(min(limits)))
+
+
 def memory() -> int:
-    """MiB that are free."""
+    """MiB that are free, on the host and within the limits of its container."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
-    return int(lines["MemAvailable"].split()[0]) >> 10
+    left = [int(lines["MemAvailable"].split()[0]) << 10]
+    for folder in groups("memory"):
+        limit = first_of(folder / "memory.max", folder / "memory.limit_in_bytes")
+        used = first_of(folder / "memory.current", folder / "memory.usage_in_bytes")
+        if limit.isdecimal() and used.isdecimal():
+            kinds = dict(line.split() for line in first_of(folder / "memory.stat").splitlines())
+            cache = kinds.get("total_inactive_file") or kinds.get("inactive_file", "0")
+            left.append(int(limit) - int(used) + int(cache))  # files that it can forget
+    return max(0, min(left)) >> 20
 
 
 def free(path: str) -> int:
@@ -191,7 +241,7 @@ def facts(request: dict) -> dict:
         "gpus": gpus(),
         "interfaces": addresses,
         "towards": next((name for name, address in addresses.items() if address == own), None),
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # to which jobs raise theirs

@@ -17,9 +17,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cluster.cores import usable_cores
 from cluster.environment import InstallError, check_disk, locked, probe, run_logged, shown
 from cluster.patches import PATCH, patch
+from cluster.probe import memory, usable_cores
 
 WHEELS = Path(os.environ.get("WHEELS") or "~/.cache/horovod-wheels").expanduser()
 
@@ -149,8 +149,7 @@ def fetch_headers(build: Path, info: dict) -> str:
 
 def build_jobs() -> int:
     """As many compilers at once as there are cores and memory for (1.5 GB each)."""
-    meminfo = Path("/proc/meminfo").read_text()
-    available = int(re.search(r"MemAvailable:\s+(\d+)", meminfo)[1]) / 1e6  # type: ignore[index]
+    available = memory() * 2**20 / 1e9
     if available < 1.5:
         raise InstallError(
             f"{available:.1f} GB of memory available, 1.5 GB needed to compile Horovod: "

@@ -156,7 +156,7 @@ def software() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "versions": installed,
-        "commit": _git("describe", "--always", "--dirty").strip() or None,
+        "commit": _git("describe", "--always", "--dirty", "--exclude=*").strip() or None,
         "changes": _changes(),
         # Variables that reach all ranks and change how fast they are.
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FASTER)},

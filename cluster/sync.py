@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,6 +49,9 @@ UNREAD = (".md", ".rst", ".png", ".svg", ".jpg", ".pdf")
 RESULTS = "benchmarks/results/"
 
 
+marking = threading.Lock()  # held while a file of ours comes into this folder
+
+
 class Disturbed(Refusal):
     """Files came or went meanwhile, as where another host has the same folder."""
 
@@ -60,7 +64,9 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
     """
     if host.is_here:
         return ["this host"]
-    with tempfile.NamedTemporaryFile(dir=ROOT, prefix=_mark()) as mark:
+    with contextlib.ExitStack() as stack:
+        with marking:
+            mark = stack.enter_context(tempfile.NamedTemporaryFile(dir=ROOT, prefix=_mark()))
         script = LOOK.format(root=shlex.quote(str(ROOT)), mark=Path(mark.name).name)
         output = _run(host.command(script), host, LOOK_SECONDS)
     words = output.split()
@@ -301,6 +307,7 @@ def main() -> int:
             for pid in descendants():  # each ssh and rsync, which a terminal tells too
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGTERM)
+            marking.acquire()  # for good: none is made any more
             for mark in ROOT.glob(f"{_mark()}*"):
                 mark.unlink(missing_ok=True)
             os._exit(130)

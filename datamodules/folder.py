@@ -128,7 +128,14 @@ class Folder(LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         task, where = getattr(self.trainer, "state", None), f"data.folder={self.hparams['folder']}"
-        if not state_dict or task is None or task.fn == TrainerFn.PREDICTING:
+        if not state_dict or task is None:
+            return
+        if task.fn == TrainerFn.PREDICTING:  # what is predicted are the classes of the checkpoint
+            images: Any = self.splits[-1]
+            images = images.dataset if isinstance(images, Subset) else images
+            images.class_to_idx = {
+                name: number for number, name in enumerate(state_dict["classes"])
+            }
             return
         trained, mine = state_dict["classes"], self.classes
         if trained != mine:

@@ -269,7 +269,7 @@ def _check_packages(config: DictConfig) -> None:
     for name in LOGGERS:
         spec = importlib.util.find_spec(name)
         # A folder of this name, as W&B leaves them, has a spec too, but no origin.
-        if name in (config.logger or {}) and (spec is None or spec.origin is None):
+        if name in (config.get("logger") or {}) and (spec is None or spec.origin is None):
             raise Refusal(
                 f"logger={name}: the package {name} is missing: "
                 f"{sys.executable} -m pip install {name}"

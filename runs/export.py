@@ -76,7 +76,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
             loader = CombinedLoader(data.val_dataloader()).flattened[0]  # there may be several
             batch = data.on_before_batch_transfer(next(iter(loader)), 0)
             example = data.on_after_batch_transfer(batch, 0)
-    except (*MISTAKES, *UNREADABLE, KeyError, AttributeError) as error:
+    except (*MISTAKES, *UNREADABLE, KeyError, ValueError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error
     if model.example_input_array is not None:
         example = example if isinstance(example, tuple) else (example,)

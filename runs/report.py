@@ -438,6 +438,7 @@ def _versions() -> dict[str, str]:
 def _git() -> str | None:
     """The commit, with -dirty behind it when files differ from it; None outside a repository."""
     command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    command.append("--exclude=*")  # a tag would take its place
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError:

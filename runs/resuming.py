@@ -32,6 +32,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
+        if trainer.state.fn != TrainerFn.FITTING:  # no epochs follow: what it knows stays
+            del checkpoint["callbacks"][self.state_key]
+            return
         # Where the folder was moved, the best lies beside the checkpoint all the same.
         beside = Path(str(trainer.ckpt_path)).parent
         places = {

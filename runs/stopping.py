@@ -8,7 +8,8 @@ The signal reaches ranks at different moments, and a checkpoint in the middle of
 of them at the same batch. So once a second they ask each other; how many batches that is, they
 agree on too. Where gradients are accumulated they ask when a step is done, as no checkpoint holds
 gradients; after an epoch's last batch, when its validation is done. During an evaluation nobody
-asks: it ends first. After the last one they ask again.
+asks: it ends first. After the last one they ask again. A test or a prediction, which changes no
+weights, ends at once, as by Ctrl-C: what is known until then is told.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class StopOnSignal(Checkpoint):
         # Behind the other checkpoints: a resume does not come to this epoch's end again.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
-        if stage == "fit":
-            # Behind it ranks wait for each other: one that goes ahead has none that a signal ends.
-            self._before = {SIGNAL: signal.signal(SIGNAL, self._ask)}
-            self._process = os.getpid()
+        # Behind it ranks wait for each other: one that goes ahead has none that a signal ends.
+        asked = self._ask if stage == "fit" else signal.default_int_handler
+        self._before = {SIGNAL: signal.signal(SIGNAL, asked)}
+        self._process = os.getpid()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         alone = launched_size() is None

@@ -102,11 +102,12 @@ class Sweep:
         if not self.resumed and not self.drawn:
             grid = self.space.grid()
             self.trials = [Trial(number, changes) for number, changes in enumerate(grid, 1)]
+        self._measured = False  # has a trial given METRIC?
         for trial in self.trials:
+            trial.value, trial.tests = None, {}
             if trial.state == "done" and not (Path(trial.folder) / "summary.json").exists():
                 trial.state = "waiting"  # its folder was removed: it is run again
-            elif trial.state == "done":
-                judge(trial, self.metric, self.mode)
+        self._judge([trial for trial in self.trials if trial.state == "done"])
         self._save()
 
     def run(self, launch: Launcher) -> int:
@@ -139,9 +140,19 @@ class Sweep:
         trial.reason = "" if done else f"exit {trial.exit}: {reason(output)}"
         self._save()  # before METRIC is looked for, which may be misspelt
         if trial.exit == 0 and trial.state != "stopped":
-            judge(trial, self.metric, self.mode)
+            self._judge([trial])
             self._save()
         self._tell_trial(trial, output)
+
+    def _judge(self, trials: list[Trial]) -> None:
+        """Those that have ended well. METRIC may be one that only some have, but not none."""
+        for trial in trials:
+            self._measured |= judge(trial, self.metric, self.mode)
+        if trials and not self._measured:
+            raise Refusal(
+                f"METRIC={self.metric}: trial {trials[0].number} has {trials[0].reason}; the same "
+                "command with another METRIC goes on here"
+            )
 
     def _new_folder(self, name: str) -> Path:
         """What an earlier attempt at the trial left stays."""
@@ -207,7 +218,8 @@ class Sweep:
         if trial.state == "failed":
             for line in output.read_text(errors="replace").splitlines()[-LAST_LINES:]:
                 print(f"  | {line}")
-        value = "" if trial.value is None else f"  {self.metric} {trial.value:.4g}"
+        value = f"  {trial.reason}" if trial.state == "done" and trial.reason else ""
+        value = value if trial.value is None else f"  {self.metric} {trial.value:.4g}"
         best = best_of(self.trials, self.mode)
         outlook = f"  best {best.value:.4g} (trial {best.number})" if best else ""
         ended = [t.seconds for t in self.trials if t.seconds and t.state in ("done", "failed")]

@@ -136,6 +136,9 @@ class StepTrace(Profiler):
         if self._profile is not None:
             self._profile.stop()  # writes what there is, if it has begun
             self._profile = None
+            if self._batches < self.warmup and self._trainer.is_global_zero:
+                text = f"training ended within profiler.warmup={self.warmup} batches"
+                print(f"trace   nothing: {text}", flush=True)
         super().teardown(stage)
 
     def __del__(self) -> None:

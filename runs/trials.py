@@ -28,7 +28,7 @@ class Trial:
         value: the best of the metric over its epochs.
         tests: the metrics of its test.
         exit: status of the launcher.
-        reason: why it failed.
+        reason: why it failed, or has no value.
     """
 
     number: int
@@ -42,11 +42,12 @@ class Trial:
     reason: str = ""
 
 
-def judge(trial: Trial, metric: str, mode: str) -> None:
-    """Fill in what a trial gave, from the summary and the curves that it left.
+def judge(trial: Trial, metric: str, mode: str) -> bool:
+    """Fill in what a trial gave, from the summary and the curves that it left; whether they have
+    the metric.
 
     Raises:
-        Refusal: when they are not here, or the metric is not in them: so it is with all trials.
+        Refusal: when they are not here: so it is with all trials.
     """
     folder = Path(trial.folder)
     try:
@@ -65,15 +66,14 @@ def judge(trial: Trial, metric: str, mode: str) -> None:
                 for name, value in row.items():
                     if value:
                         values.setdefault(name, []).append(float(value))
-    if metric not in values:
-        raise Refusal(
-            f"METRIC={metric}: trial {trial.number} has none; it has {', '.join(sorted(values))}"
-            f"{guess(metric, values)}; the same command with another METRIC goes on here"
-        )
-    finite = [value for value in values[metric] if math.isfinite(value)]
+    finite = [value for value in values.get(metric, ()) if math.isfinite(value)]
     trial.tests = {k: v for k, v in numbers.items() if k.startswith("test/")}
     trial.value = (min if mode == "min" else max)(finite) if finite else None
     trial.reason = "" if finite else f"{metric} was never a finite number"
+    if metric not in values:
+        names = sorted(values.keys() - {"epoch", "step"})
+        trial.reason = f"no {metric}; it has {', '.join(names)}{guess(metric, names)}"
+    return metric in values
 
 
 def best_of(trials: list[Trial], mode: str) -> Trial | None:

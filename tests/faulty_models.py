@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 import warnings
 from functools import partial
 from typing import Any
@@ -26,6 +27,13 @@ class Warns(Classifier):
 
 class HasNoTest(Classifier):
     test_step = LightningModule.test_step
+
+
+class TakesItsTimeToTest(Classifier):
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        print("testing", flush=True)
+        time.sleep(10)
+        super().test_step(batch, batch_idx)
 
 
 class RefusesItsTest(Classifier):

@@ -393,6 +393,14 @@ def test_debug_anomaly_names_the_operation(tmp_path: Path) -> None:
         debug("anomaly", tmp_path, "model._target_=tests.faulty_models.Vanishes", "logger=none")
 
 
+def test_a_training_too_short_to_be_traced_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    debug("limit", tmp_path, "profiler=trace", "profiler.warmup=20")
+    told = "trace   nothing: training ended within profiler.warmup=20 batches\n"
+    assert told in capsys.readouterr().out and not (tmp_path / "trace").exists()
+
+
 def test_debug_profiler_leaves_table_and_trace(tmp_path: Path) -> None:
     trainer, _ = debug("profiler", tmp_path)
     assert trainer.global_step == 20

@@ -218,6 +218,7 @@ def test_hydra_refuses(override: str, message: str) -> None:
         ["+trainer.enable_autolog_hparams=false", "~callbacks.early_stopping", "logger=none"],
         ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
         ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=default"],
+        ["~logger", "~profiler", "~callbacks"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
         # Of any type for Lightning; without a hint; text that a number follows from.
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],

@@ -343,6 +343,10 @@ class TestFolder:
         (images, labels), *_ = loader
         assert images.shape == (3, 3, 8, 8) and labels.tolist() == [-1] * 3
         assert torch.equal(images[1], images[2])
+        trainer: Any = SimpleNamespace(state=SimpleNamespace(fn=TrainerFn.PREDICTING))
+        data.trainer = trainer
+        data.load_state_dict({"classes": ["attic", "tower"], "files": ""})  # before a bedroom came
+        assert loader.dataset.class_to_idx == {"attic": 0, "tower": 1}
         data = Folder(str(tmp_path / "images"), predict=str(tmp_path / "none"))
         with pytest.raises(FileNotFoundError, match="data.predict=.*none: there are no images"):
             data.setup("predict")

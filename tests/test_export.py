@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.utils.data import DataLoader
 
+from datamodules.digits import Digits
 from models.classifier import Classifier
 from runs import export
 from runs.config import CONF
@@ -242,6 +244,9 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     checkpoint, _ = trained(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="no forward.*give it one"):
         patch.delattr(Classifier, "forward")
+        export.export(checkpoint, "pt2")
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="cannot be loaded: images"):
+        patch.setattr(Digits, "setup", Mock(side_effect=ValueError("images moved away")))
         export.export(checkpoint, "pt2")
     torch.save({"weights": {}}, checkpoint)
     with pytest.raises(Refusal, match="cannot be loaded: 'state_dict'"):

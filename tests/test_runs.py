@@ -693,6 +693,7 @@ def test_the_commit_in_a_summary_tells_of_files_that_differ(
     file.touch()
     for words in (["init", "-q"], ["add", "."], [*me, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), *me, "tag", "-m", "of mine", "v1"], check=True)
     assert re.fullmatch("[0-9a-f]{40}", str(_git()))
     file.write_text("changed")
     assert re.fullmatch("[0-9a-f]{40}-dirty", str(_git()))
@@ -962,6 +963,13 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     worse = train_to_the_best(tmp_path / "5", 3, 1, 2, ckpt_path=last)[0]
     assert worse == last.with_name("epoch=1.ckpt")
     worse.unlink()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False,
+            callbacks=resuming.ModelCheckpoint(tmp_path / "5", "{epoch}", monitor="val/loss"),
+        ).validate(Loses(3, 1), DataLoader(torch.ones(2)), ckpt_path=last)  # type: ignore[arg-type]  # fmt: skip
+    assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
 
@@ -1356,6 +1364,17 @@ def test_signals_are_as_they_were_when_training_has_ended() -> None:
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     assert signal.getsignal(SIGNAL) != before
     stop.teardown(nobody, nobody, "fit")
+    assert signal.getsignal(SIGNAL) == before
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_stop_ends_a_test_as_ctrl_c_does() -> None:
+    stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    before = signal.getsignal(SIGNAL)
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "test")  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), SIGNAL)
+    stop.teardown(nobody, nobody, "test")
     assert signal.getsignal(SIGNAL) == before
 
 

@@ -228,6 +228,41 @@ class TestWhatIsKept:
         os.close(anew.held)
         assert sweep(tmp_path).folder == anew.folder
 
+    def test_a_metric_that_some_trials_lack_leaves_them_without_a_value(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """As where model= has several values."""
+
+        class Untested(Fake):
+            def __call__(self, command: list[str], output: Path) -> int:
+                status = super().__call__(command, output)
+                if status == 0 and "data.batch_size=64" in command:
+                    folder = next(word[8:] for word in command if word.startswith("run_dir="))
+                    (Path(folder) / "summary.json").write_text('{"metrics": {"val/loss": 1}}')
+                return status
+
+        begun = sweep(tmp_path, metric="test/acc", mode="max")
+        assert begun.run(Untested(stop_after=4)) == 128 + signal.SIGINT
+        os.close(begun.held)
+        whole = sweep(tmp_path, metric="test/acc", mode="max")  # it goes on, too
+        assert whole.folder == begun.folder and whole.run(Untested()) == 0
+        assert [trial.value for trial in whole.trials] == [1 / 32.1, None, 1 / 32.01, None]
+        assert whole.trials[1].reason.startswith("no test/acc; it has val/loss")
+        printed = capsys.readouterr().out
+        assert "no test/acc; it has val/loss" in printed
+        assert "best    trial 3: test/acc 0.03124" in printed
+
+    def test_a_trial_that_fails_when_it_is_run_again_has_no_value(self, tmp_path: Path) -> None:
+        first = sweep(tmp_path)
+        assert first.run(Fake("data.batch_size=64")) == 1
+        os.close(first.held)
+        shutil.rmtree(first.trials[0].folder)
+        again = sweep(tmp_path)
+        assert again.run(Fake("model.lr=0.1")) == 1
+        assert [trial.state for trial in again.trials] == ["failed", "failed", "done", "done"]
+        assert [trial.value is None for trial in again.trials] == [True, True, False, False]
+        assert again.trials[0].tests == {}
+
     def test_a_misspelt_metric_ends_it_and_can_be_mended(self, tmp_path: Path) -> None:
         launch = Fake()
         wrong = sweep(tmp_path, metric="test/ac", mode="max")

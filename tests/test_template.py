@@ -424,6 +424,23 @@ class TestMistakes:
         assert (folder / "checkpoints" / "last.ckpt").is_file()
         assert summary(tmp_path)["epochs"] == 1 and best_epoch(tmp_path) == 0
 
+    def test_a_stop_within_the_test_keeps_what_was_trained(self, tmp_path: Path) -> None:
+        one_epoch = [FAULTY + "TakesItsTimeToTest", "trainer.max_epochs=1", f"log_dir={tmp_path}"]
+        launcher = [sys.executable, "-m", "cluster.horovodrun", "-H", "localhost:2"]
+        process = subprocess.Popen(
+            [*launcher, *TEMPLATE, *one_epoch], cwd=ROOT, text=True, stdout=subprocess.PIPE
+        )
+        assert process.stdout is not None
+        lines = []
+        for line in process.stdout:
+            lines.append(line)
+            if line.endswith(":testing\n") and sum("testing" in line for line in lines) == 2:
+                process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 128 + signal.SIGTERM, lines
+        assert summary(tmp_path)["epochs"] == 1 and best_epoch(tmp_path) == 0
+        assert sum(line.startswith("[0]<stdout>:speed ") for line in lines) == 1
+        assert sum("testing" in line for line in lines) == 2  # it ended at once
+
     def test_a_checkpoint_that_cannot_be_written(self, tmp_path: Path) -> None:
         few_blocks = ["sh", "-c", 'ulimit -f 200; exec "$@"', "sh"]  # of 512 bytes, in a file
         done = run([*few_blocks, *TEMPLATE, f"log_dir={tmp_path}"], cwd=ROOT)

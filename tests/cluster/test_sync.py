@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -298,6 +299,18 @@ def test_a_path_with_blanks(
     assert "node2         the same" in done.stdout
     assert files(other) == {"thesis.tex": b"years of work"}
     assert files(tmp_path / "theirs" / "my project") == files(here)
+
+
+def test_once_told_to_end_it_makes_no_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(sync, "_run", lambda command, *_: asked.append(command) or "shared")
+    thread = threading.Thread(target=sync.sync, args=[Host("192.0.2.1", 1), False, False])
+    with sync.marking:
+        thread.start()
+        thread.join(1)
+        assert thread.is_alive() and not asked and not list(ROOT.glob(f"{sync._mark()}*"))
+    thread.join(10)
+    assert len(asked) == 1 and not list(ROOT.glob(f"{sync._mark()}*"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -94,6 +94,13 @@ class GradientBuckets:
             and layer.sparse
             and layer.weight in self.known  # not computed of another, as by weight_norm
         }
+        # Of a weight that a dense layer has too, autograd adds both gradients up.
+        self._tied = {
+            parameter
+            for layer in module.modules()
+            for parameter in layer.parameters(recurse=False)
+            if parameter in self.sparse and not getattr(layer, "sparse", False)
+        }
         self.buckets: list[Bucket] = []
         self._bucket: dict[Parameter, Bucket] = {}
         self._seen: set[Parameter] = set()
@@ -177,6 +184,11 @@ class GradientBuckets:
         for bucket in trained:
             if bucket.work is None:
                 self._launch(bucket)
+        votes: Tensor | None = None
+        if self._gathered and not trained:  # no bucket that could carry them
+            votes = torch.ones(2)
+            votes[-1 if self._last_batch else -2] = 0
+            votes = self.world.reduce(votes, "sum")
         for parameter, name in self._gathered:
             self._gather(parameter, name)
         for index, bucket in enumerate(trained):
@@ -189,6 +201,8 @@ class GradientBuckets:
             end = moment(self.parameters[0].device)
             busy = self._busy, self._busy_bytes
             self.exchanges.append(Exchange(len(trained), size, backward, end, *busy))
+        if votes is not None:
+            return partial(agree, votes, moment(votes.device))
         if not trained:
             return lambda: True
         votes = trained[0].flags[-2:].to("cpu", non_blocking=True)
@@ -324,13 +338,13 @@ class GradientBuckets:
     def _gather(self, parameter: Tensor, name: str) -> None:
         """All ranks' rows of a sparse gradient; none, where no rank has one."""
         gradient = parameter.grad
-        # Of a weight that a dense layer has too, autograd adds both up.
-        dense = gradient is not None and not gradient.is_sparse
+        # Also where this rank's step came by the embedding alone.
+        dense = parameter in self._tied or (gradient is not None and not gradient.is_sparse)
         if gradient is None:
             rows = parameter.new_empty(0, dtype=torch.int64)
             values = parameter.new_empty(0, *parameter.shape[1:])
         else:
-            gradient = gradient.to_sparse(1) if dense else gradient
+            gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
             rows, values = gradient._indices()[0], gradient._values()
         with torch.no_grad():
             options = {"process_set": self.world.process_set}

@@ -74,6 +74,15 @@ def unpack(content: bytes | bytearray) -> Any:
     return torch.load(io.BytesIO(content), map_location=on_own_gpu, weights_only=False)
 
 
+def sendable(error: Exception | None) -> Exception | None:
+    """An error, or what says the same where it cannot travel, or not arrive."""
+    try:
+        unpack(pack(error))
+        return error
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+
+
 def on_own_gpu(storage: Any, location: str) -> Any:
     """What another rank had on its GPU comes to this one's, not to the one of that number."""
     return storage.cuda() if location.startswith("cuda") else storage
@@ -86,6 +95,8 @@ class World:
         self.process_set = process_set
         self.alone = ""  # what others may not be doing; while it is set, collectives are refused
         self.later: Callable[[], None] | None = None  # to be called before anything collective
+        # Of each rank, where Horovod does not know: here, as all ranks come here.
+        self._hosts = [] if self.size == hvd.size() else self.gather_objects(os.uname().nodename)
 
     def look_back(self) -> None:
         """Call what was left for later."""
@@ -106,6 +117,9 @@ class World:
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
         return self  # callbacks copy modules, whose metrics hold this; Horovod knows one of it
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "later": None, "alone": ""}  # a file of a module is no moment of it
+
     @cached_property
     def size(self) -> int:
         return self.process_set.size()
@@ -115,13 +129,17 @@ class World:
         """Among `size`; Horovod's own rank where the world is all that were launched."""
         return self.process_set.rank()
 
-    @cached_property
+    @property
     def local_rank(self) -> int:
         """Among the ranks of this world that are on this host."""
-        if self.size == hvd.size():
-            return hvd.local_rank()
-        hosts = self.gather_objects(os.uname().nodename)
-        return hosts[: self.rank].count(os.uname().nodename)
+        hosts = self._hosts
+        return hosts[: self.rank].count(hosts[self.rank]) if hosts else hvd.local_rank()
+
+    @property
+    def node_rank(self) -> int:
+        """Of this host, among those that have ranks of this world."""
+        hosts = self._hosts
+        return list(dict.fromkeys(hosts)).index(hosts[self.rank]) if hosts else hvd.cross_rank()
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """The mean, sum, min, max or product over all ranks; a new tensor of the same shape.

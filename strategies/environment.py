@@ -157,4 +157,4 @@ class HorovodEnvironment(LaunchedEnvironment):
 
     @override
     def node_rank(self) -> int:
-        return hvd.cross_rank()
+        return self.world.node_rank

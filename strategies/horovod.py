@@ -34,6 +34,7 @@ from typing_extensions import override
 from strategies.batchnorm import SyncLayers
 from strategies.buckets import Exchange, GradientBuckets
 from strategies.buffers import shared_buffers
+from strategies.collectives import sendable
 from strategies.cores import usable_cores
 from strategies.drift import warn_of_drift
 from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
@@ -300,7 +301,10 @@ class HorovodStrategy(ParallelStrategy):
             return dataloader
         if self.root_device.type == "cpu":
             dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
-        if trainer.state.stage == RunningStage.TRAINING:
+        # Who asks for estimated_stepping_batches in the sanity check has it made then.
+        made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+        for_training = trainer.sanity_checking and made  # the other loaders are
+        if for_training or trainer.state.stage == RunningStage.TRAINING:
             return dataloader
         if trainer.state.stage in EVALUATING:
             stage = "test" if trainer.testing else "validate"
@@ -570,8 +574,8 @@ class HorovodStrategy(ParallelStrategy):
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             except Exception as error:  # whatever it is, the others wait to hear of it
                 problem = error
-        if problem := self.broadcast(problem):
-            raise problem
+        if told := self.broadcast(sendable(problem)):
+            raise problem or told
         checkpoint = self.broadcast(checkpoint)
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._resumed = {**checkpoint.get(SAVED, {}), "loaders": states.get("combined_loader", [])}

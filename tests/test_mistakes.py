@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.plugins import TorchCheckpointIO
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -48,6 +51,35 @@ def refused_file() -> str:
     with pytest.raises(FileNotFoundError) as error:
         trainer("horovod").fit(Net(), loader(), ckpt_path="/nowhere/to/be/found.ckpt")
     return str(error.value)
+
+
+class LockedError(Exception):
+    """Cannot be sent to other ranks."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message)
+        self.lock = threading.Lock()
+
+
+class Locked(TorchCheckpointIO):
+    def load_checkpoint(self, *_: Any, **__: Any) -> Any:
+        raise LockedError("the bucket is gone")
+
+
+def refused_service(folder: str) -> tuple[str, str]:
+    file = Path(folder) / "x.ckpt"
+    file.touch()
+    with pytest.raises((LockedError, RuntimeError)) as error:
+        trainer("horovod", plugins=[Locked()]).fit(Net(), loader(), ckpt_path=str(file))
+    return error.type.__name__, str(error.value)
+
+
+def test_an_error_that_cannot_be_sent_is_told_all_the_same(
+    launch: Callable, tmp_path: Path
+) -> None:
+    assert launch(refused_service, 2, folder=str(tmp_path)) == [
+        ("LockedError", "the bucket is gone"), ("RuntimeError", "LockedError: the bucket is gone"),
+    ]  # fmt: skip
 
 
 class Reentered(Net):
@@ -201,6 +233,15 @@ class EmbedsDoubled(Embedded):
         return super().training_step(batch, batch_idx) + self.words(batch[1]).mean()
 
 
+class OnlyEmbedded(Embedded):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        return self.words(batch[1]).square().sum()
+
+    def configure_optimizers(self) -> Any:
+        self.net.requires_grad_(False)
+        return torch.optim.SGD(self.words.parameters(), lr=0.05)
+
+
 class Complex(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -293,6 +334,9 @@ def mistakes() -> dict[str, str]:
         "endless": refused(
             lambda: trainer("horovod").fit(Net(), DataLoader(Counting(unequal_batches), 4))
         ),
+        "endless words": refused(
+            lambda: trainer("horovod").fit(OnlyEmbedded(), DataLoader(Counting(unequal_batches), 4))
+        ),
         "empty": refused(lambda: trainer("horovod").fit(Net(), DataLoader(Counting(1 - RANK), 4))),
         "few": refused(lambda: trainer("horovod").validate(Measured(), DataLoader(samples(1)))),
         "checkpoint": refused_file(),
@@ -348,6 +392,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
         assert texts["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
         assert texts["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
+        assert texts["endless words"] == texts["endless"]
         assert texts["empty"].startswith(
             f"rank 1 on {host} has 0 training batches an epoch, others"
         )

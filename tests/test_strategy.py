@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import os
 import re
 import sys
 import time
@@ -17,7 +19,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CPUAccelerator
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
@@ -221,7 +223,7 @@ class TestDevices:
     def test_each_rank_takes_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for rank in range(4):
             strategy = self.strategy(monkeypatch, 4, rank)
-            strategy.world.local_rank = 0  # as the first of its process set
+            strategy.world._hosts = ["here"]  # as the first of its process set
             assert strategy.root_device == torch.device("cuda", rank)
 
     def test_or_the_only_one_that_it_was_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -460,6 +462,33 @@ class Words(Net):
         return torch.optim.SGD(self.parameters(), lr=0.05)
 
 
+class TiedWords(Words):
+    """A weight of an embedding and a dense layer, which rank 1 leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(CLASSES, CLASSES, bias=False)
+        self.dense.weight = self.words.weight
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        scores = self.words(batch[1]) + (self.dense(self(batch[0])) if RANK == 0 else 0)
+        return nn.functional.cross_entropy(scores, batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.05)  # of dense gradients alone
+
+
+def train_tied() -> Tensor:
+    model = TiedWords()
+    trainer("horovod").fit(model, loader())
+    return model.words.weight.detach()
+
+
+def test_a_tied_gradient_is_dense_on_all_ranks(launch: Callable) -> None:
+    first, second = launch(train_tied, 2)
+    assert torch.equal(first, second)
+
+
 def train_in_16_bits() -> dict[str, Tensor]:
     model = Words()
     trainer("horovod", precision="bf16-true", sync_batchnorm=True).fit(model, loader())
@@ -509,6 +538,8 @@ def two_groups() -> dict[str, Any]:
         strategy=strategy, accelerator="cpu", logger=False, max_epochs=1,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
+    if run.is_global_zero:
+        run.local_rank, run.node_rank  # noqa: B018  # local, as reading a number is
     torch.manual_seed(hvd.rank())
     rank, model = run.global_rank, Measured()
     sampler = DistributedSampler(samples(), run.world_size, rank, shuffle=False)
@@ -532,6 +563,72 @@ def test_process_sets_train_apart(launch_anew: Callable) -> None:
     assert torch.equal(ranks[0]["weight"], ranks[2]["weight"])
     assert torch.equal(ranks[1]["weight"], ranks[3]["weight"])
     assert not torch.equal(ranks[0]["weight"], ranks[1]["weight"])
+
+
+def groups_on_hosts() -> tuple[int, int]:
+    """As on three hosts, the second of which has ranks of both groups."""
+    os.uname = lambda: SimpleNamespace(nodename=f"node{(RANK + 1) // 2}")  # type: ignore
+    strategy = HorovodStrategy(process_sets=[[0, 1], [2, 3]])
+    run = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False)
+    ranks = run.local_rank, run.node_rank
+    hvd.barrier()
+    return ranks
+
+
+def test_hosts_of_a_group_are_counted_from_its_own_first(launch_anew: Callable) -> None:
+    """With prepare_data_per_node=False Lightning prepares data where both are 0."""
+    assert launch_anew(groups_on_hosts, 4) == [(0, 0), (0, 1), (0, 0), (0, 1)]
+
+
+class CountsSteps(Measured):
+    """For a schedule, say; asked for as early as in the sanity check."""
+
+    def on_validation_epoch_start(self) -> None:
+        self.steps = self.trainer.estimated_stepping_batches
+
+
+def train_counted() -> list[tuple[str, Tensor]]:
+    results = []
+    for kind in (Measured, CountsSteps):
+        run, model = trainer("horovod", num_sanity_val_steps=1), kind()
+        pl.seed_everything(1)
+        data = DataLoader(samples(9), batch_size=4, shuffle=True)
+        run.fit(model, data, DataLoader(samples(8), batch_size=4))
+        sampler = type(run.train_dataloader.batch_sampler).__name__
+        results.append((sampler, model.net[0].weight.detach()))
+    return results
+
+
+def test_steps_that_are_counted_early_are_those_of_training(launch: Callable) -> None:
+    for (sampler, weight), (counted_sampler, counted) in launch(train_counted, 2):
+        assert sampler == counted_sampler == "BatchSampler"
+        assert torch.equal(weight, counted)
+
+
+class Saves(Callback):
+    """The module after each batch, as where a GPU is behind."""
+
+    def __init__(self) -> None:
+        self.pending: list[bool] = []
+
+    def on_train_start(self, run: pl.Trainer, model: pl.LightningModule) -> None:
+        run.strategy._is_ahead = True  # type: ignore[attr-defined]
+
+    def on_train_batch_end(self, run: pl.Trainer, model: pl.LightningModule, *_: Any) -> None:
+        self.pending.append(run.strategy.world.later is not None)  # type: ignore[attr-defined]
+        torch.save(model, io.BytesIO())
+
+
+def save_between_steps() -> list[bool]:
+    saves, model = Saves(), Net()
+    model.metric = SumMetric()
+    trainer("horovod", callbacks=[saves], max_epochs=1).fit(model, loader())
+    return saves.pending
+
+
+def test_a_module_with_metrics_can_be_saved_between_steps(launch: Callable) -> None:
+    for pending in launch(save_between_steps, 2):
+        assert any(pending)
 
 
 def shuffled() -> list[list[float]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cluster.hosts import Host, make
+from cluster.hosts import Host, environment, make
 from cluster.probe import CODE
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,7 +79,7 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
     mend = make(f"sync ENV=1 {host.given()}")
-    if Path(sys.prefix).parent != ROOT:
+    if environment().parent != ROOT:
         mend = f"on {host.name}: make install PYTHON={sys.executable}"
     theirs, ours = facts["versions"], here["versions"]
     if isinstance(theirs, str):

@@ -170,9 +170,15 @@ class Host:
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
 
 
+def environment() -> Path:
+    """The one that this runs in, whose checkout may be reached by a link; itself it may be one."""
+    prefix = Path(sys.prefix)
+    return prefix.parent.resolve() / prefix.name
+
+
 def make(what: str) -> str:
     """How a target of the Makefile is to be typed: with PYTHON=, where that is not our .venv."""
-    ours = Path(sys.prefix) == Path(__file__).resolve().parent.parent / ".venv"
+    ours = environment() == Path(__file__).resolve().parent.parent / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
 
 

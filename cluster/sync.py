@@ -25,7 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from cluster.agent import descendants
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, environment
 from cluster.signals import interrupt_at_signals
 from cluster.ssh import diagnose
 
@@ -190,13 +190,13 @@ def _mark() -> str:
 
 def _environment(host: Host, dry_run: bool) -> list[str]:
     """The virtual environment of this checkout, file by file; then it is tried."""
-    environment = Path(sys.prefix)
-    if ROOT not in environment.parents:
+    folder = environment()
+    if ROOT not in folder.parents:
         raise Refusal(
-            f"{host.name}: the environment {environment} is outside of {ROOT}: make it there by "
+            f"{host.name}: the environment {folder} is outside of {ROOT}: make it there by "
             "the same commands as here"
         )
-    changes = _rsync(host, environment, [], dry_run)
+    changes = _rsync(host, folder, [], dry_run)
     count = sum(map(len, changes.values()))
     if dry_run:
         return [f"environment: {count} files would be copied"]

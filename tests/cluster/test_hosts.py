@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,11 @@ from hypothesis import strategies as draw
 from cluster import agent, findings
 from cluster.doctor import quick
 from cluster.horovodrun import forwarded
-from cluster.hosts import Host, Refusal, entry, make, parse, ranks, read, used
+from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
+from tests.conftest import ROOT
 
 
 class TestList:
@@ -399,3 +401,15 @@ def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.Mo
         for name in names:
             with pytest.raises(ValueError, match=f"GPU {name} is in use by run x"):
                 agent.Agent()._take_gpus({"run": "y", "gpus": None, "ranks": [0]}, name)
+
+
+def test_a_checkout_may_be_reached_by_a_link(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by a /home that is one, from an environment that was activated there."""
+    (tmp_path / "link").symlink_to(ROOT)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "link" / ".venv"))
+    assert environment() == ROOT / ".venv"
+    assert make("doctor") == "make doctor"
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert make("doctor") == f"make doctor PYTHON={sys.executable}"

@@ -417,6 +417,16 @@ MUTATIONS = [
         "max(1, hvd.local_size() / usable_cores())", "1", "who_waits", "test_collectives",
     ),
     Mutation(
+        "the hosts of a process set are those of all", "collectives.py",
+        "return list(dict.fromkeys(hosts)).index(hosts[self.rank]) if hosts else hvd.cross_rank()",
+        "return hvd.cross_rank()", "hosts_of_a_group", "test_strategy",
+    ),
+    Mutation(
+        "a training loader made in the sanity check is one to evaluate", "horovod.py",
+        "for_training = trainer.sanity_checking and made", "for_training = False",
+        "counted_early", "test_strategy",
+    ),
+    Mutation(
         "the barrier lets pass", "collectives.py",
         "        token = torch.zeros(1)\n", "        return\n", "barrier", "test_collectives",
     ),

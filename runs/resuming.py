@@ -104,6 +104,34 @@ class EndsEpochsOnce(callbacks.Callback):
         batches["is_last_batch"] = False
 
 
+class StepsPlateausFirst(callbacks.Checkpoint):
+    """ReduceLROnPlateau steps before a checkpoint of the epoch's end is written, and at the end of
+    an epoch that was resumed within. Lightning steps it behind the checkpoints, which lack that
+    step then, and not in such an epoch: a resumed run would train on with other rates.
+    """
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        # Before the others of its kind, which Lightning has last.
+        all_ = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in all_ if callback is not self]
+        first = [not isinstance(callback, callbacks.Checkpoint) for callback in others].count(True)
+        trainer.callbacks = [*others[:first], self, *others[first:]]  # type: ignore[attr-defined]
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        loop = trainer.fit_loop
+        monitored = [
+            config.monitor
+            for config in trainer.lr_scheduler_configs
+            if config.reduce_on_plateau and config.interval == "epoch"
+        ]
+        if not monitored or not loop.epoch_loop._num_ready_batches_reached():
+            return
+        if not set(monitored) <= trainer.callback_metrics.keys():
+            return  # Lightning says so; or the checkpoint was written when all was measured
+        loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        loop._restarting = True  # until this epoch is left: Lightning does not step again
+
+
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
     """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first that is a
     Checkpoint to Lightning, as ours are that only want a turn behind all others."""

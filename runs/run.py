@@ -37,7 +37,13 @@ from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
 from runs.report import Report
-from runs.resuming import EndsEpochsOnce, EvaluatesAverages, keeping, save_average
+from runs.resuming import (
+    EndsEpochsOnce,
+    EvaluatesAverages,
+    StepsPlateausFirst,
+    keeping,
+    save_average,
+)
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
 
@@ -69,7 +75,8 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         predictions = [Predictions()] if config.predict else []
-        self.callbacks = [self.report, EvaluatesAverages(), EndsEpochsOnce(), *predictions]
+        resuming = [EvaluatesAverages(), EndsEpochsOnce(), StepsPlateausFirst()]
+        self.callbacks = [self.report, *resuming, *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._parents: list[Path] = []  # of the folder, ours too

@@ -856,6 +856,52 @@ def test_with_a_number_of_steps_an_epochs_end_comes_once(
     assert first + events(tmp_path / "rest", last, max_steps=6, **options) == whole
 
 
+class Wavers(Times):
+    """Its losses go up and down, so that a rate is lowered in some epochs."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", float(self.current_epoch % 3))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        schedule = {"scheduler": plateau, "monitor": "val/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def rates(folder: Path, ckpt_path: Path | None = None, **options: Any) -> list[float]:
+    """That of each step."""
+    seen: list[float] = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    end = ModelCheckpoint(folder, "end", save_on_train_epoch_end=True)
+    within = ModelCheckpoint(folder, "step={step}", every_n_train_steps=6, save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False,
+        callbacks=[end, within, Looks(), resuming.EndsEpochsOnce(), resuming.StepsPlateausFirst()],
+        **options,
+    )  # fmt: skip
+    ones: Any = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    trainer.fit(Wavers(), ones, ones, ckpt_path=ckpt_path)
+    return seen
+
+
+@pytest.mark.parametrize("whole", [{"max_epochs": 6}, {"max_steps": 24}])
+def test_a_resumed_run_has_the_rates_of_a_plateau(whole: dict[str, int], tmp_path: Path) -> None:
+    expected = rates(tmp_path / "whole", **whole)
+    assert len(expected) == 24 and expected[0] == 1 and len(set(expected)) == 5
+    for epochs, name, steps in ((2, "end", 8), (3, "end", 12), (2, "step=step=6", 6)):
+        folder = tmp_path / f"{epochs} {name}"
+        first = rates(folder, max_epochs=epochs)
+        assert first == expected[: 4 * epochs]
+        rest = rates(folder / "rest", folder / f"{name}.ckpt", **whole)
+        assert rest == expected[steps:], (epochs, name)
+
+
 class IsValidated(Times):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass

@@ -135,8 +135,8 @@ def plot(
     below.set_xticks(ranks, [f"{count:,}" for count in ranks], size=8, rotation=45, ha="right")
     below.set_xticks([], minor=True)
     below.set_xlabel("ranks")
-    above.legend(frameon=False, fontsize=8, loc="lower left")
-    below.legend(frameon=False, fontsize=8, loc="upper left")
+    above.legend(frameon=False, fontsize=8, loc="best")
+    below.legend(frameon=False, fontsize=8, loc="best")
     for axes in (above, below):
         axes.grid(True, alpha=0.3)
     save(figure, file)
@@ -232,7 +232,8 @@ def main() -> int:
     link = cases[1]
     caption = (
         f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
-        f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} ranks each"
+        f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} rank{'s' * (link.ranks_per_host > 1)} "
+        "each"
     )
     print(text)
     plot(rows, measured, job, caption, out)

@@ -150,6 +150,8 @@ def newest_all_reduces(summary: dict[str, Any]) -> list[Path]:
             )
         if elsewhere or content["operations"] != summary.get("operations", "Gloo"):
             continue
+        if len(content["sizes"]) < 2:
+            continue  # a line needs two
         several = len(content["hosts"]) > 1
         if several not in newest or content["date"] > newest[several][0]:
             newest[several] = content["date"], file

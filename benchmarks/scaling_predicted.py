@@ -96,8 +96,8 @@ def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, 
             continue  # half copied, or of another form
         if not kinds <= set(machines) or (nodes and not set(content["ranks"]) <= nodes):
             continue
-        if content["operations"] != results["trial"]["operations"]:
-            continue
+        if content["operations"] != results["trial"]["operations"] or len(content["sizes"]) < 2:
+            continue  # a line needs two sizes
         if network and content.get("network", network) not in (network, *UNNAMED):
             continue
         several = len(hosts) > 1

@@ -401,10 +401,14 @@ def addresses(hosts: list[Host]) -> dict[Host, str]:
         if (address := address_of(nic)) is None:
             raise Refusal(f"this host has no network interface {nic} with an address: mend nic")
         return dict.fromkeys(hosts, address)
-    try:
-        towards = {host: own_address(host.address) for host in hosts if not host.is_here}
-    except OSError as error:
-        raise Refusal(f"no route to a host: {error.strerror}") from None
+    towards = {}
+    for host in hosts:
+        if not host.is_here:
+            try:
+                towards[host] = own_address(host.address)
+            except OSError as error:
+                where = f"{host.name}: there is no route to {host.address}"
+                raise Refusal(f"{where}: {error.strerror}") from None
     default = next(iter(towards.values()), "127.0.0.1")
     return {host: towards.get(host, default) for host in hosts}
 

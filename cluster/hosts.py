@@ -263,8 +263,8 @@ def _host(name: str, content: Any, words: Any, file: Path) -> Host:
     where = f"HOSTFILE={file}: {name}"
     if isinstance(content, int) and not isinstance(content, bool):
         content = {"slots": content}
-    if not isinstance(content, dict) or "slots" not in content:
-        raise Refusal(f"{where}: it needs its slots, as {{slots: 4}}")
+    if not isinstance(content, dict):
+        raise Refusal(f"{where}: {content}: write how many processes it may run, as {{slots: 4}}")
     if not NAME.fullmatch(name):
         raise Refusal(f"{where}: this is no name of a host")
     for key, value in content.items():
@@ -272,6 +272,8 @@ def _host(name: str, content: Any, words: Any, file: Path) -> Host:
             raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(KINDS)}")
         if not isinstance(value, KINDS[key]) or isinstance(value, bool):
             raise Refusal(f"{where}: {key}={value} is no {KINDS[key].__name__}")
+    if "slots" not in content:
+        raise Refusal(f"{where}: it needs its slots, as {{slots: 4}}")
     slots, gpus, env = content["slots"], content.get("gpus"), content.get("env", {})
     if not 0 < slots < 100_000:
         raise Refusal(f"{where}: slots={slots}: write how many processes it may run")

@@ -232,7 +232,7 @@ def _rsync(
             continue  # a folder, told by what is in it
         if flags.startswith("*deleting"):
             changes["-"].append(name.strip())
-        elif flags.startswith("<f+"):
+        elif flags.startswith(("<f+", "cL+")):
             changes["+"].append(name)
         elif re.match(r"[<c][fL].*[sc+]|[<c]L", flags):
             changes["*"].append(name)  # not where only times differ

@@ -258,8 +258,8 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
     if _is_number(value) and isinstance(node, str) and hint(target, last) is str:
         raise Refusal(
-            f"{key}={value}: a text is expected there, like {node}; a number as text is quoted for "
-            f"Hydra: \"{key}='{value}'\""
+            f"{key}={value}: a text is expected there{f', like {node}' if node else ''}; a number "
+            f"as text is quoted {QUOTED.replace('a value', str(value)).replace('key', key)}"
         )
     if node is None and not takes(target, last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")

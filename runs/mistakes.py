@@ -21,6 +21,9 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
 # In Lightning's error where it cannot make a loader anew, whose arguments were given by position.
 BY_POSITION = "more than one `__init__` argument"
 UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of datamodules/, a file
+TOO_LONG = re.compile(  # Lightning's, of what a rank trains in an epoch
+    r"\s*`?val_check_interval`? \((\d+)\) must be less than or equal to .*?\((\d+)\)", re.DOTALL
+)
 NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
 SERVICES = ("wandb", "mlflow")  # no account, no connection
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
@@ -47,6 +50,11 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         return str(error)
     if match := UNREADABLE.fullmatch(str(error)):
         return match[1]
+    if match := TOO_LONG.match(str(error)):
+        return (
+            f"trainer.val_check_interval={match[1]}: a rank has {match[2]} batches an epoch: give "
+            "at most that, or count over epochs with trainer.check_val_every_n_epoch=null"
+        )
     if match := NO_OUTPUT.match(str(error)):
         return (
             f"a label is {match[1]}, for which the model has no output: they count from 0 to "

@@ -136,9 +136,10 @@ class Report(pl.Callback):
             accumulated = f" x {windows} accumulated" if windows > 1 else ""
             whole = f"{batch} a process x {_counted(ranks, 'rank')}{accumulated}"
             whole += f" = {batch * ranks * windows} global"
+        lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
         _tell(
             {
-                "model": f"{self.choices['model']}, {parameters:,} parameters, lr {self._lr}",
+                "model": f"{self.choices['model']}, {parameters:,} parameters{lr}",
                 "data": f"{self.choices['data']}{samples}",
                 "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}{over}",
                 "device": f"{device}, precision {trainer.precision}",

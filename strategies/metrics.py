@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import Callback
 from pytorch_lightning.utilities.rank_zero import WarningCache
 from torch import Tensor, nn
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.data import dim_zero_cat
 
@@ -19,15 +20,32 @@ from strategies.collectives import World
 warning_cache = WarningCache()
 
 
+def metrics_of(module: nn.Module) -> Iterator[Metric]:
+    """Those that are a part of it, and those in plain dicts and lists, which torch passes by."""
+    for part in module.modules():
+        if isinstance(part, Metric):
+            yield part
+            continue
+        for name, value in vars(part).items():
+            if name != "_modules":
+                yield from _held(value)
+
+
+def _held(value: object) -> Iterator[Metric]:
+    if isinstance(value, (Metric, MetricCollection)):
+        yield from metrics_of(value)
+    elif isinstance(value, (dict, list, tuple)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _held(each)
+
+
 def synchronize_metrics(module: nn.Module, world: World) -> None:
     """Have every torchmetrics metric of `module` computed over all ranks.
 
     torchmetrics asks torch.distributed whether there are others, which under Horovod says no: each
     rank would report its own share as everyone's.
     """
-    for metric in module.modules():
-        if not isinstance(metric, Metric):
-            continue
+    for metric in metrics_of(module):
         others = getattr(metric.dist_sync_fn, "__self__", None)  # of an earlier strategy
         if metric.dist_sync_fn is None or isinstance(others, World):
             metric.dist_sync_fn = world.gather
@@ -97,15 +115,14 @@ def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> li
 def keep_wide(module: nn.Module) -> None:
     """Have metrics add up in float32 where a precision as bf16-true made their states 16 bits wide:
     such a sum grows no more after some hundred batches."""
-    for metric in module.modules():
-        if isinstance(metric, Metric):
-            metric.set_dtype(torch.float32)
+    for metric in metrics_of(module):
+        metric.set_dtype(torch.float32)
 
 
 def leave_metrics(module: nn.Module, world: World) -> None:
     """Undo it, lest a single process that evaluates the module waits for others."""
-    for metric in module.modules():
-        if isinstance(metric, Metric) and metric.dist_sync_fn == world.gather:
+    for metric in metrics_of(module):
+        if metric.dist_sync_fn == world.gather:
             metric.dist_sync_fn = None
             metric.distributed_available_fn = jit_distributed_available
             for name in ("_sync_dist", "_gather_tuple_list"):

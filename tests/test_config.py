@@ -76,7 +76,11 @@ from tests.conftest import run
         ),
         ("task=a=b", "the value cannot be read; quote it for Hydra"),
         ("ckpt_path=", "give a path, last or best; null for none"),
-        ("strategy.compression=16", "a text is expected there, like none; a number .*'16'"),
+        (
+            "strategy.compression=16",
+            "a text is expected there, like none; a number as text is quoted as "
+            "\"strategy.compression='16'\", in make's ARGS=",
+        ),
         ("model.lr=0.1,0.2", "several values"),
         ("-m", "make sweep tries several values"),
         ("callbacks.best_checkpoint.monitor=val/acc", "too, callbacks.best_checkpoint.mode=min or"),

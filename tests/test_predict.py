@@ -518,8 +518,11 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
         content = {**all_reduces(), "cpu": cpu, "cores": 2}
         (tmp_path / f"allreduce_{cpu}.json").write_text(json.dumps(content))
     other_form = {**all_reduces(), "ranks": None, "date": "2027-01-01"}
+    one_size = {**all_reduces(), "cpu": "ours", "cores": 2, "date": "2027-01-01"}
+    one_size["sizes"] = one_size["sizes"][:1]
     for name, text in (("half", json.dumps(content)[:-40]), ("list", "[]"), ("empty", ""),
-                       ("older", json.dumps(other_form))):  # fmt: skip
+                       ("older", json.dumps(other_form)),
+                       ("one", json.dumps(one_size))):  # fmt: skip
         (tmp_path / f"allreduce_{name}.json").write_text(text)
     paths = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4}))
     assert paths == [tmp_path / "allreduce_ours.json"]

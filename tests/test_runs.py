@@ -1438,6 +1438,18 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
     assert mistake(RuntimeError(worker), started) == text
 
 
+def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=50,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    ones: Any = DataLoader(torch.ones(13))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="val_check_interval") as caught:
+        trainer.fit(IsValidated(), ones, ones)
+    told = mistake(caught.value, started=True)
+    assert told and told.startswith("trainer.val_check_interval=50: a rank has 13 batches an epoch")
+
+
 def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
     with pytest.raises(IndexError) as caught:
         cross_entropy(torch.zeros(1, 10), torch.tensor([11]))

@@ -650,6 +650,7 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
         all_reduce(tmp_path, "elsewhere", "2026-02-01", cpu="another"),
         all_reduce(tmp_path, "others", "2026-02-01", hosts=[{"name": "b", "slots": 2}]),
         all_reduce(tmp_path, "mpi", "2026-02-01", operations="MPI"),
+        all_reduce(tmp_path, "one", "2026-02-01", sizes=[{"bytes": 8, "seconds": [1e-3]}]),
     ]
     curve, sources = predicted(benchmark, [*wrong, right])
     assert sources == [right.name]

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
-from torchmetrics import SumMetric
+from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
 from strategies import HorovodStrategy, buckets, ddp
 from strategies.buckets import GradientBuckets
 from strategies.collectives import on_own_gpu
-from strategies.metrics import synchronize_metrics
+from strategies.metrics import metrics_of, synchronize_metrics
 from strategies.reductions import adasum
 from tests.conftest import run
 from tests.matrix import (
@@ -563,6 +563,36 @@ def test_process_sets_train_apart(launch_anew: Callable) -> None:
     assert torch.equal(ranks[0]["weight"], ranks[2]["weight"])
     assert torch.equal(ranks[1]["weight"], ranks[3]["weight"])
     assert not torch.equal(ranks[0]["weight"], ranks[1]["weight"])
+
+
+class Holds(Net):
+    """Metrics where torch does not look for modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"rows": SumMetric(), "more": [MetricCollection({"mean": MeanMetric()})]}
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.held["rows"].update(len(batch[1]))  # type: ignore[union-attr]
+        self.held["more"][0].update(batch[0])  # type: ignore[index]
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("rows", self.held["rows"].compute())  # type: ignore[union-attr]
+        self.log_dict(self.held["more"][0].compute())  # type: ignore[index]
+
+
+def measure_held() -> list[tuple[float, float]]:
+    model, run = Holds(), trainer("horovod")
+    (measured,) = run.validate(model, DataLoader(samples(9), 4), verbose=False)
+    left = [metric.dist_sync_fn for metric in metrics_of(model)]
+    assert left == [None, None], left  # a single process may go on with it
+    return [(measured["rows"], measured["mean"])]
+
+
+def test_metrics_in_dicts_and_lists_are_those_of_all_ranks(launch: Callable) -> None:
+    expected = float(samples(9).tensors[0].mean())
+    for ((rows, mean),) in launch(measure_held, 2):
+        assert rows == 9 and mean == pytest.approx(expected, rel=1e-6)
 
 
 def groups_on_hosts() -> tuple[int, int]:

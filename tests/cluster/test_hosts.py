@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import os
 import shutil
@@ -20,7 +21,7 @@ from hypothesis import strategies as draw
 
 from cluster import agent, findings
 from cluster.doctor import quick
-from cluster.horovodrun import forwarded
+from cluster.horovodrun import addresses, forwarded
 from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
@@ -91,6 +92,8 @@ class TestFile:
             ("hosts: {node1: {slots: 1, gpus: [0, 0]}}", "each once"),
             ("hosts: {node1: {gpus: [0]}}", "needs its slots"),
             ("hosts: {node1: {slots: 1, gpu: [0]}}", "'gpu' is unknown; there are slots, gpus"),
+            ("hosts: {node1: {slot: 2}}", "'slot' is unknown; there are slots, gpus"),
+            ("hosts: {node1: 1.5}", "node1: 1.5: write how many processes it may run"),
             ("hosts: {node1: {slots: two}}", "slots=two is no int"),
             ("hosts: {node1: {slots: 0}}", "slots=0"),
             ("hosts: {node1: {slots: 99999999999}}", "slots=99999999999"),
@@ -413,3 +416,15 @@ def test_a_checkout_may_be_reached_by_a_link(
     assert make("doctor") == "make doctor"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert make("doctor") == f"make doctor PYTHON={sys.executable}"
+
+
+def test_a_host_without_a_route_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a leading zero makes another address of it."""
+
+    def unreachable(address: str) -> str:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr("cluster.horovodrun.own_address", unreachable)
+    host = Host("192.0.2.1", 1)
+    with pytest.raises(Refusal, match=r"^192.0.2.1: there is no route to 192.0.2.1: Network is"):
+        addresses([host])

@@ -163,6 +163,7 @@ def test_what_lies_beside_tracked_files_is_as_it_was(
     assert done.returncode == 0, done.stdout
     assert (theirs / "outputs" / "best.csv").read_text() == "better there"
     assert (theirs / "ext" / "a.so").exists() and not (theirs / "ext" / "old.py").exists()
+    assert "  + links/dangling\n" in done.stdout
     assert os.readlink(theirs / "links" / "dangling") == "/nowhere/at/all"
     assert not list(theirs.glob("secrets-*"))
 

@@ -104,18 +104,23 @@ class EndsEpochsOnce(callbacks.Callback):
         batches["is_last_batch"] = False
 
 
-class StepsPlateausFirst(callbacks.Checkpoint):
+class StepsPlateausFirst(callbacks.Callback):
     """ReduceLROnPlateau steps before a checkpoint of the epoch's end is written, and at the end of
     an epoch that was resumed within. Lightning steps it behind the checkpoints, which lack that
     step then, and not in such an epoch: a resumed run would train on with other rates.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Before the others of its kind, which Lightning has last.
+        # Before those that keep checkpoints, which Lightning has last, and behind the module's own
+        # hook. Only now: it would be the checkpoint callback that a Trainer gets where it has none.
         all_ = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in all_ if callback is not self]
-        first = [not isinstance(callback, callbacks.Checkpoint) for callback in others].count(True)
-        trainer.callbacks = [*others[:first], self, *others[first:]]  # type: ignore[attr-defined]
+        if not any(isinstance(callback, StepsPlateaus) for callback in all_):
+            keep = [isinstance(callback, callbacks.Checkpoint) for callback in all_].count(True)
+            all_.insert(len(all_) - keep, StepsPlateaus())
+
+
+class StepsPlateaus(callbacks.Checkpoint):
+    """As a Checkpoint it comes when all metrics of an epoch are there."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop

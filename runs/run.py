@@ -75,11 +75,8 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         predictions = [Predictions()] if config.predict else []
-        resuming = [EvaluatesAverages(), EndsEpochsOnce()]
-        # Of the kind of those that keep checkpoints, which Lightning refuses where none is wanted.
-        wanted = config.trainer.get("enable_checkpointing") is not False
-        plateaus = [StepsPlateausFirst()] if wanted else []
-        self.callbacks = [self.report, *resuming, *plateaus, *predictions]
+        resuming = [EvaluatesAverages(), EndsEpochsOnce(), StepsPlateausFirst()]
+        self.callbacks = [self.report, *resuming, *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._parents: list[Path] = []  # of the folder, ours too

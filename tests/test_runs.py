@@ -902,6 +902,21 @@ def test_a_resumed_run_has_the_rates_of_a_plateau(whole: dict[str, int], tmp_pat
         assert rest == expected[steps:], (epochs, name)
 
 
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
+    wanted: bool, tmp_path: Path
+) -> None:
+    """What steps plateaus is of the kind of those that keep them, and is none."""
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[resuming.StepsPlateausFirst()], default_root_dir=tmp_path, max_epochs=1,
+        enable_checkpointing=wanted,
+    )  # fmt: skip
+    ones: Any = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    trainer.fit(Wavers(), ones, ones)
+    assert len(list(tmp_path.rglob("*.ckpt"))) == wanted
+
+
 class IsValidated(Times):
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
         pass

@@ -35,8 +35,8 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
     if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
         return (
-            "Lightning makes a DataLoader anew, and cannot where its arguments have no name: write "
-            "DataLoader(data, batch_size=...) in the data module"
+            "Lightning makes a DataLoader anew, as to predict, and cannot where its batch_size has "
+            "no name: write DataLoader(data, batch_size=...) in the data module"
         )
     if any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
         return (

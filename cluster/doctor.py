@@ -184,7 +184,7 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
             here = _here(quick)
             for host, facts in answers.items():
                 findings += checkout(host, facts, here) + packages(host, facts, here)
-                findings += gpus(host, facts) + interface(host, facts)
+                findings += gpus(host, facts) + interface(host, facts, alone=len(answers) == 1)
                 if not quick:
                     findings += room(host, facts) + clock(host, clocks[host])
             if not quick and not any(f.level == "FAIL" for f in findings):

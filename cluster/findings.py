@@ -150,7 +150,7 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     return findings or [Finding("ok", "GPUs", host.name, summary)]
 
 
-def interface(host: Host, facts: dict[str, Any]) -> list[Finding]:
+def interface(host: Host, facts: dict[str, Any], alone: bool) -> list[Finding]:
     addresses = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
     nic = host.nic or facts["towards"]
     if nic is None:
@@ -158,6 +158,9 @@ def interface(host: Host, facts: dict[str, Any]) -> list[Finding]:
         return [Finding("FAIL", "network", host.name, text, "give nic in the host file")]
     if nic not in facts["interfaces"]:
         text = f"no interface {nic} with an address; there are {addresses}"
+        return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
+    if facts["interfaces"][nic].startswith("127.") and not alone:
+        text = f"other hosts do not reach its {nic}; there are {addresses}"
         return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
     return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
 

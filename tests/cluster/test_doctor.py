@@ -444,3 +444,13 @@ def test_a_launch_is_refused_where_hosts_do_not_fit(
     assert done.returncode == 2 and "node9: ssh: no such host" in done.stdout
     assert len(done.stdout.splitlines()) == 1
     assert not (project / "logs").exists()
+
+
+@pytest.mark.parametrize(("alone", "level"), [(True, "ok"), (False, "FAIL")])
+def test_a_loopback_is_for_one_host(alone: bool, level: str) -> None:
+    facts = {"interfaces": {"lo": "127.0.0.1", "eth0": "192.0.2.1"}, "towards": "eth0"}
+    (finding,) = findings.interface(Host("node1", 1, nic="lo"), facts, alone)
+    assert finding.level == level
+    assert alone or finding.text == (
+        "other hosts do not reach its lo; there are lo 127.0.0.1, eth0 192.0.2.1"
+    )

@@ -22,21 +22,23 @@ warning_cache = WarningCache()
 
 def metrics_of(module: nn.Module) -> Iterator[Metric]:
     """Those that are a part of it, and those in plain dicts and lists, which torch passes by."""
+    seen: set[int] = set()  # containers may hold themselves
     for part in module.modules():
         if isinstance(part, Metric):
             yield part
             continue
         for name, value in vars(part).items():
             if name != "_modules":
-                yield from _held(value)
+                yield from _held(value, seen)
 
 
-def _held(value: object) -> Iterator[Metric]:
+def _held(value: object, seen: set[int]) -> Iterator[Metric]:
     if isinstance(value, (Metric, MetricCollection)):
         yield from metrics_of(value)
-    elif isinstance(value, (dict, list, tuple)):
+    elif isinstance(value, (dict, list, tuple)) and id(value) not in seen:
+        seen.add(id(value))
         for each in value.values() if isinstance(value, dict) else value:
-            yield from _held(each)
+            yield from _held(each, seen)
 
 
 def synchronize_metrics(module: nn.Module, world: World) -> None:

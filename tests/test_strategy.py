@@ -571,6 +571,7 @@ class Holds(Net):
     def __init__(self) -> None:
         super().__init__()
         self.held = {"rows": SumMetric(), "more": [MetricCollection({"mean": MeanMetric()})]}
+        self.held["itself"] = self.held  # type: ignore[assignment]
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         self.held["rows"].update(len(batch[1]))  # type: ignore[union-attr]

@@ -177,7 +177,7 @@ class TestOtherRuns:
         shutil.copy(before["checkpoint"], tmp_path / "mine.ckpt")
         tested = ["train=false", "ckpt_path=mine.ckpt", "predict=true"]
         done = job(0, tmp_path, *tested, cwd=tmp_path)
-        assert done.returncode == 0, done.stdout
+        assert done.returncode == 0 and re.search(" parameters$", done.stdout, re.M), done.stdout
         alone = summary(tmp_path)
         assert (alone["world_size"], alone["epochs"], alone["train"]) == (1, 0, False)
         assert alone["checkpoint"] == str(tmp_path / "mine.ckpt")
@@ -640,6 +640,10 @@ class TestMistakes:
         done = run(["make", *target, "INSTALL=echo installs"])
         assert done.returncode == 2 and message in done.stdout, done.stdout
         assert "usage" not in done.stdout and "installs" not in done.stdout
+
+    def test_a_host_file_in_the_environment_is_not_for_each_target(self) -> None:
+        done = run(["make", "-n", "bench-step", "INSTALL=true"], HOSTFILE="x.yaml")
+        assert done.returncode == 0 and "--hosts localhost:2" in done.stdout, done.stdout
 
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:

@@ -454,3 +454,13 @@ def test_a_loopback_is_for_one_host(alone: bool, level: str) -> None:
     assert alone or finding.text == (
         "other hosts do not reach its lo; there are lo 127.0.0.1, eth0 192.0.2.1"
     )
+
+
+def test_the_cores_of_a_container_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(probe, "usable_cores", lambda: 7)
+    monkeypatch.setattr(probe, "memory", lambda: 77)
+    monkeypatch.setattr(probe, "ask", lambda *_: {})
+    request = {"root": str(ROOT), "python": "", "launcher": "127.0.0.1", "kinds": [".toml"]}
+    facts = probe.facts({**request, "packages": [], "quick": True})
+    assert (facts["cores"], facts["memory"]) == (7, 77)

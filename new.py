@@ -66,8 +66,8 @@ def _make_theirs(copy: Path, name: str) -> None:
     (copy / "README.md").write_text(f"# {name}\n\n{made}{rest}")
     for page in (copy / "docs").glob("*.md"):
         page.write_text(OURS.sub("", page.read_text()))
-    changes = (copy / "CHANGELOG.md").read_text().partition("## Unreleased\n")
-    (copy / "CHANGELOG.md").write_text(f"{changes[0]}{changes[1]}\n- Made from {_origin()}.\n")
+    head = (copy / "CHANGELOG.md").read_text().partition("\n## ")[0]
+    (copy / "CHANGELOG.md").write_text(f"{head}\n## Unreleased\n\n- Made from {_origin()}.\n")
     notes = (copy / "benchmarks" / "NOTES.md").read_text().partition("\n## ")[0]
     (copy / "benchmarks" / "NOTES.md").write_text(notes)
 

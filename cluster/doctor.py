@@ -3,9 +3,9 @@
     python -m cluster.doctor -H node1:4,node2:4 [--json]
 
 A line a check; "FAIL" means that a job would fail or be wrong, "warn" that it may be slow. All
-hosts are asked at once and connect to each other; then each pair of them exchanges messages and
-all-reduces (of more than 8 hosts: each with the next one). Nothing is changed on any host. The exit
-status is 0 where they are fit, 1 where not.
+hosts are asked at once and connect to each other; then the ranks of each host with GPUs, and each
+pair of hosts, exchange messages and all-reduce (of more than 8 hosts: each with the next one).
+Nothing is changed on any host. The exit status is 0 where they are fit, 1 where not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -182,11 +183,12 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
             answers = {p.host: p.facts for p in probes if p.facts}
             clocks = {p.host: _clock(p) for p in probes if p.facts}
             here = _here(quick)
+            ranks = sum(host.slots for host in hosts)
             for host, facts in answers.items():
                 findings += checkout(host, facts, here) + packages(host, facts, here)
                 findings += gpus(host, facts) + interface(host, facts, alone=len(answers) == 1)
                 if not quick:
-                    findings += room(host, facts) + clock(host, clocks[host])
+                    findings += room(host, facts, ranks) + clock(host, clocks[host])
             if not quick and not any(f.level == "FAIL" for f in findings):
                 findings += _connections(probes, pool)
         finally:
@@ -195,7 +197,7 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
     finally:
         pool.shutdown(wait=False)  # Ctrl-C is not for hosts to be waited for
     if not quick and not any(finding.level == "FAIL" for finding in findings):
-        findings += _exchanges(hosts)
+        findings += _exchanges(hosts, answers)
     return sorted(findings, key=lambda finding: ORDER.index(finding.check))
 
 
@@ -252,34 +254,46 @@ def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]
     return findings or [Finding("ok", "pairs", "all", f"{count} ways, each host to each other")]
 
 
-def _exchanges(hosts: list[Host]) -> list[Finding]:
-    """Two ranks on each pair of hosts: messages, and the speed of an all-reduce."""
-    pairs = list(itertools.combinations(hosts, 2)) or [(hosts[0], hosts[0])]
+def _exchanges(hosts: list[Host], answers: dict[Host, dict[str, Any]]) -> list[Finding]:
+    """Messages and the speed of an all-reduce: all ranks of each host with GPUs, which reach each
+    other by other ways than hosts do, and a rank on each of a pair of hosts."""
+    with_gpus = {host for host in hosts if answers[host]["gpus"]["devices"]}
+    inside = [host for host in hosts if host in with_gpus and host.slots > 1]
+    if len(hosts) == 1 and not inside:
+        inside = [replace(host, slots=min(2, host.slots)) for host in hosts]
+    pairs = list(itertools.combinations(hosts, 2))
     if len(hosts) > MOST_PAIRED:  # 64 hosts have 2,016 pairs
         pairs = list(zip(hosts, [*hosts[1:], hosts[0]]))
+    groups: list[tuple[Host, ...]] = [(host,) for host in inside]
+    groups += [tuple(replace(host, slots=1) for host in pair) for pair in pairs]
+    fabric = {host.name for host in with_gpus if answers[host]["infiniband"]}
     findings: list[Finding] = []
-    while pairs:
-        # Pairs that share no host, so that none shares its link.
+    count = len(groups)
+    while groups:
+        # Such that share no host, so that none shares its link.
         busy: set[str] = set()
         current = []
-        for pair in pairs:
-            if not busy & {host.name for host in pair}:
-                busy |= {host.name for host in pair}
-                current.append(pair)
-        pairs = [pair for pair in pairs if pair not in current]
+        for group in groups:
+            if not busy & {host.name for host in group}:
+                busy |= {host.name for host in group}
+                current.append(group)
+        groups = [group for group in groups if group not in current]
         with ThreadPoolExecutor(max_workers=4) as pool:  # two ssh each: see cluster/ssh.py
-            findings += pool.map(_exchange, current)
+            for found in pool.map(lambda group: _exchange(group, fabric), current):
+                findings.append(found)
+                if count > MOST_PAIRED and len(findings) % MOST_PAIRED == 0:
+                    print(f"all-reduce: {len(findings)} of {count}", file=sys.stderr, flush=True)
     return findings
 
 
-def _exchange(pair: tuple[Host, Host]) -> Finding:
-    first, second = pair
-    name = first.name if first == second else f"{first.name}-{second.name}"
-    entries = {host.name: {"slots": 2 if first == second else 1} for host in pair}
-    for host in pair:
-        if first == second and first.slots < 2:
-            return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
-        entries[host.name] = entry(host) | entries[host.name]
+def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
+    """Of the slots of these hosts; `fabric` names those with GPUs and InfiniBand."""
+    name = "-".join(host.name for host in group)
+    if sum(host.slots for host in group) < 2:
+        return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
+    entries = {host.name: entry(host) for host in group}
+    by_fabric = len(group) > 1 and all(host.name in fabric for host in group)
+    told = {"NCCL_DEBUG": "INFO"} if by_fabric else {}
     # Without a name: it may hold variables that are nobody's business, and is gone when we are.
     with tempfile.TemporaryFile("w") as file:
         file.write(yaml.safe_dump({"hosts": entries}))
@@ -290,7 +304,7 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
         process = subprocess.Popen(
             command, cwd=ROOT, encoding="utf-8", errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env={**os.environ, "HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
+            env=os.environ | told | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
         )  # fmt: skip
         try:
             output, errors = process.communicate(timeout=PAIR_SECONDS)
@@ -298,18 +312,21 @@ def _exchange(pair: tuple[Host, Host]) -> Finding:
             process.terminate()
             output, errors = process.communicate()
             errors = f"no end within {PAIR_SECONDS} s"
+    names = ",".join(f"{host.name}:{host.slots}" for host in group)
+    look = make(f"hello {group[0].given() if group[0].file else f'HOSTS={names}'}")
+    look = f"NCCL_DEBUG=INFO {look}"
     results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
         reason = " ".join(errors.strip().splitlines()[-1:])[:200]
         if reason.startswith("error: "):  # the launcher's, which says what to do
             return Finding("FAIL", "all-reduce", name, reason.removeprefix("error: "))
-        names = ",".join(f"{host}:{settings['slots']}" for host, settings in entries.items())
-        look = make(f"hello {first.given() if first.file else f'HOSTS={names}'}")
-        mend = f"NCCL_DEBUG=INFO HOROVOD_LOG_LEVEL=debug {look}"
-        return Finding("FAIL", "all-reduce", name, reason, mend)
+        return Finding("FAIL", "all-reduce", name, reason, f"HOROVOD_LOG_LEVEL=debug {look}")
     result = json.loads(results[0].partition(":")[2])
     summary = f"{result['operations']}, latency {result['latency_us']:,} µs, "
     summary += f"bus bandwidth {result['bus_bandwidth_mb_s']:,} MB/s"
+    if by_fabric and "Using network Socket" in output:  # NCCL's words; else it names IB or a plugin
+        text = f"there is InfiniBand, and NCCL goes over TCP: {summary}"
+        return Finding("warn", "all-reduce", name, text, f"{look}, whose lines with NET say why")
     return Finding("ok", "all-reduce", name, summary)
 
 

@@ -22,7 +22,7 @@ FREE_DISK_MIB = 1024
 # A process with torch, Lightning and a small model: 490 MiB (PSS), 120 where ranks share imports.
 FREE_MEMORY_MIB = 500
 FREE_GPU_SHARE = 0.9
-OPEN_FILES = 1024
+OPEN_FILES = 512  # of a process with torch and its data; more for its connections
 CLOCK_SECONDS = 2.0
 ONE_HOST = re.compile(r"HOSTS=([\w.-]+:\d+)(?![,\w])")  # of Host.given
 
@@ -165,8 +165,8 @@ def interface(host: Host, facts: dict[str, Any], alone: bool) -> list[Finding]:
     return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
 
 
-def room(host: Host, facts: dict[str, Any]) -> list[Finding]:
-    """Disk, memory, cores and limits."""
+def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
+    """Disk, memory, cores and limits, for a job of so many ranks in all."""
     findings = []
     for path, mib in facts["disk"].items():
         if mib < FREE_DISK_MIB:
@@ -183,14 +183,21 @@ def room(host: Host, facts: dict[str, Any]) -> list[Finding]:
         findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
-    if not facts["gpus"]["devices"] and facts["cores"] < host.slots:
+    if facts["gpus"]["devices"] and facts["cores"] < 2 * host.slots:  # Slurm gives a task one
+        text = (
+            f"{facts['cores']} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
+        )
+        mend = "ask for more (Slurm: --cpus-per-task), or take fewer slots"
+        findings.append(Finding("warn", "cores", host.name, text, mend))
+    elif not facts["gpus"]["devices"] and facts["cores"] < host.slots:
         text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
         mend = host.given(facts["cores"])
         findings.append(Finding("warn", "cores", host.name, text, mend))
     else:
         findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
-    if facts["files"] < OPEN_FILES:
-        text = f"{facts['files']} open files a process; {OPEN_FILES} are wanted"
+    files = OPEN_FILES + ranks + host.slots  # Gloo's: a rank is connected to each other one
+    if facts["files"] < files:
+        text = f"{facts['files']:,} open files a process; {files:,} are wanted"
         mend = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"
         findings.append(Finding("FAIL", "limits", host.name, text, mend))
     elif facts["infiniband"] and facts["memlock"] != -1:

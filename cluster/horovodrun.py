@@ -48,7 +48,8 @@ from cluster.ssh import NO_FOLDER, connecting, explain
 # What leaves this host: variables with these names or beginnings, and those that FORWARD adds.
 FORWARDED = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "PYTHON", "HOROVOD_", "NCCL_", "GLOO_", "UCX_",
-    "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_",
+    "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_", "MALLOC_",
+    "FI_", "IBV_", "RDMAV_",  # fabrics other than Ethernet, as NCCL's plugins reach them
 )  # fmt: skip
 SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
 # For Gloo, where a rank is late: at the start one that imports from a slow file system, later one
@@ -232,7 +233,7 @@ class Job:
             "HOROVOD_LAUNCHED": shlex.join(self._typed()),  # runs/run.py says how to go on
         }
         # The agent of this host inherits the rest.
-        return ours if host.is_here else ours | forwarded(dict(os.environ))
+        return ours if host.is_here else forwarded(dict(os.environ)) | ours
 
     def _typed(self) -> list[str]:
         """The line that started us, to be typed again: without what cluster/jobs.py adds."""

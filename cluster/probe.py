@@ -6,7 +6,9 @@ line of JSON with facts; then it may be given the other hosts' addresses and pri
 reaches. What they mean is the doctor's to say.
 """
 
+import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -203,6 +205,15 @@ def usable_cores() -> int:
     return max(1, math.ceil(min(limits)))
 
 
+def infiniband(folder: str = "/sys/class/infiniband") -> bool:
+    """Whether a port of it is up; RoCE counts too."""
+    for state in glob.glob(f"{folder}/*/ports/*/state"):
+        with contextlib.suppress(OSError), open(state) as file:
+            if "ACTIVE" in file.read():
+                return True
+    return False
+
+
 def memory() -> int:
     """MiB that are free, on the host and within the limits of its container."""
     with open("/proc/meminfo") as file:
@@ -246,7 +257,7 @@ def facts(request: dict) -> dict:
         "disk": {path: free(path) for path in (root, "/tmp")},
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # to which jobs raise theirs
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        "infiniband": os.path.isdir("/sys/class/infiniband"),
+        "infiniband": infiniband(),
     }
     if not request["quick"]:
         answer["build"] = ask(python, BUILD)

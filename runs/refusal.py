@@ -26,12 +26,21 @@ def guess(word: Any, known: Iterable[str]) -> str:
 
 def launched_rank() -> int:
     """The rank that a launcher gave this process; 0 without one. Known before any set-up."""
-    return int(next((os.environ[name] for name in RANK_VARIABLES if name in os.environ), 0))
+    names = [*RANK_VARIABLES, "SLURM_PROCID"] if slurm_tasks() else RANK_VARIABLES
+    return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
 
 def launched_size() -> int | None:
     """How many processes a launcher started; None without one."""
-    return next((int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ), None)
+    sizes = (int(os.environ[name]) for name in SIZE_VARIABLES if name in os.environ)
+    return next(sizes, slurm_tasks())
+
+
+def slurm_tasks() -> int | None:
+    """How many `srun` started with this one; None if alone. Only MPI and torch know of them."""
+    # Not SLURM_NTASKS, which a batch script sees too.
+    tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
+    return tasks if tasks > 1 else None
 
 
 def let_rank_0_tell() -> None:

@@ -35,7 +35,14 @@ from runs.folders import ROOT, new_folder, quoted, shown
 from runs.mistakes import MISTAKES, mistake
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
-from runs.refusal import Refusal, launched_rank, launched_size, let_rank_0_tell, refuse
+from runs.refusal import (
+    Refusal,
+    launched_rank,
+    launched_size,
+    let_rank_0_tell,
+    refuse,
+    slurm_tasks,
+)
 from runs.report import Report
 from runs.resuming import (
     EndsEpochsOnce,
@@ -216,11 +223,18 @@ class Run:
     def check_ranks(self, ranks: int) -> None:
         """Refuse a strategy that leaves out some of the launched processes: each would be alone."""
         launched = launched_size()
-        if launched is not None and launched != ranks:
+        if launched in (None, ranks):
+            return
+        if launched == slurm_tasks():
             raise Refusal(
-                f"strategy={self.choices['strategy']}: {launched} processes were launched, and it "
-                f"runs on {ranks}; launch that many (NP=, -np)"
+                f"srun started {launched} processes, each of which would train alone: sbatch "
+                "cluster/slurm/horovod.sbatch, or within a job, without srun, "
+                "make train HOSTS=$(python3 cluster/slurm/hosts.py)"
             )
+        raise Refusal(
+            f"strategy={self.choices['strategy']}: {launched} processes were launched, and it runs "
+            f"on {ranks}; launch that many (NP=, -np)"
+        )
 
     def scale_learning_rate(self, ranks: int) -> None:
         """With more ranks, make model.lr larger as lr_scaling asks; what in model refers to it by

@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import horovod
 import pytest
@@ -145,13 +146,13 @@ def test_what_reads_it_may_go_away() -> None:
 
 def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What to type is what can be typed; what the launcher refuses says by itself what to do."""
-    pair = Host("localhost", 2), Host("localhost", 2)
+    pair = (Host("localhost", 2),)
     with monkeypatch.context() as patched:
         patched.setenv("TORCH_LOGS", "nonsense")  # torch of a rank fails by it
         found = doctor._exchange(pair)
     assert found.level == "FAIL" and "rank " in found.text
-    look = "HOROVOD_LOG_LEVEL=debug make hello HOSTS=localhost:2"
-    assert found.mend in (f"NCCL_DEBUG=INFO {look}", f"NCCL_DEBUG=INFO {look} PYTHON={PYTHON}")
+    look = "HOROVOD_LOG_LEVEL=debug NCCL_DEBUG=INFO make hello HOSTS=localhost:2"
+    assert found.mend in (look, f"{look} PYTHON={PYTHON}")
     (tmp_path / "logs").symlink_to(tmp_path / "nowhere")
     for name in ("cluster", "strategies"):
         (tmp_path / name).symlink_to(ROOT / name)
@@ -398,14 +399,17 @@ def test_what_hangs_with_an_ssh_is_not_waited_for(
     assert not (tmp_path / "waited").exists()
 
 
-def test_many_hosts_are_not_tried_in_all_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_hosts_are_not_tried_in_all_pairs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Each has two neighbours; few at a time, as each pair has two connections made."""
     busy: set[str] = set()
     most = 0
 
-    def exchange(pair: tuple[Host, Host]) -> findings.Finding:
+    def exchange(group: tuple[Host, ...], fabric: set[str]) -> findings.Finding:
         nonlocal most
-        names = {host.name for host in pair}
+        assert not fabric and all(host.slots == 1 for host in group)
+        names = {host.name for host in group}
         assert not busy & names
         busy.update(names)
         most = max(most, len(busy))
@@ -416,11 +420,62 @@ def test_many_hosts_are_not_tried_in_all_pairs(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(doctor, "_exchange", exchange)
     for count, expected in ((1, 1), (2, 1), (8, 28), (9, 9), (64, 64)):
         hosts = [Host(f"node{number}", 1) for number in range(count)]
-        tried = [finding.host for finding in doctor._exchanges(hosts)]
+        none: dict[str, Any] = {"gpus": {"devices": []}, "infiniband": True}
+        answers = dict.fromkeys(hosts, none)
+        tried = [finding.host for finding in doctor._exchanges(hosts, answers)]
         assert len(tried) == len({*tried}) == expected
         ends = Counter(name for pair in tried for name in pair.split("-"))
         assert len(ends) == count and len({*ends.values()}) == 1
     assert 2 < most <= 8
+    assert capsys.readouterr().err.splitlines()[-1] == "all-reduce: 64 of 64"
+
+
+def test_the_gpus_of_a_host_are_tried_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They reach each other by other ways than hosts do; and NCCL is asked which way it went."""
+    asked = []
+
+    def exchange(group: tuple[Host, ...], fabric: set[str]) -> findings.Finding:
+        asked.append((*(f"{host.name}:{host.slots}" for host in group), *sorted(fabric)))
+        return findings.Finding("ok", "all-reduce", "", "")
+
+    monkeypatch.setattr(doctor, "_exchange", exchange)
+    hosts = [Host("a", 8), Host("b", 8), Host("c", 3), Host("d", 1)]
+    facts = [{"gpus": {"devices": gpus}, "infiniband": name in "acd"}
+             for name, gpus in zip("abcd", ([{}], [{}], [], [{}]))]  # fmt: skip
+    doctor._exchanges(hosts, dict(zip(hosts, facts)))
+    pairs = [("a:1", "b:1"), ("a:1", "c:1"), ("a:1", "d:1"), ("b:1", "c:1"), ("b:1", "d:1"),
+             ("c:1", "d:1")]  # fmt: skip
+    assert sorted(asked) == sorted((*group, "a", "d") for group in [("a:8",), ("b:8",), *pairs])
+    for host, slots in ((hosts[0], 8), (hosts[2], 2), (hosts[3], 1)):
+        asked.clear()
+        doctor._exchanges([host], dict(zip(hosts, facts)))
+        assert [group[0] for group in asked] == [f"{host.name}:{slots}"]
+
+
+@pytest.mark.parametrize("network", ["Socket", "IB"])
+def test_infiniband_that_nccl_does_not_take(
+    network: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    result = '{"operations": "NCCL", "latency_us": 20, "bus_bandwidth_mb_s": 900}'
+    said = f"[0]<stdout>:node1:7:7 [0] NCCL INFO Using network {network}\n[0]<stdout>:{result}"
+    words = tmp_path / "python"
+    words.write_text(f"#!/bin/sh\n[ $NCCL_DEBUG = INFO ] && echo '{said}'\n")
+    words.chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(words))
+    group = Host("node1", 1), Host("node2", 1)
+    found = doctor._exchange(group, {"node1", "node2"})
+    assert "bus bandwidth 900 MB/s" in found.text and found.host == "node1-node2"
+    over_tcp = (found.level, "NCCL goes over TCP" in found.text, "make hello" in found.mend)
+    assert over_tcp == (("warn", True, True) if network == "Socket" else ("ok", False, False))
+
+
+def test_infiniband_counts_where_a_port_is_up(tmp_path: Path) -> None:
+    assert not probe.infiniband(str(tmp_path))
+    for number, state in ((1, "1: DOWN"), (2, "4: ACTIVE")):
+        port = tmp_path / "mlx5_0" / "ports" / str(number)
+        port.mkdir(parents=True)
+        (port / "state").write_text(f"{state}\n")
+        assert probe.infiniband(str(tmp_path)) == (number == 2)
 
 
 def test_a_clock_that_is_wrong() -> None:

@@ -83,6 +83,7 @@ class Agent:
             self._say(error=f"{job['command'][0]}: {error.strerror}")
             self._end_all(0)
             return
+        signal.signal(signal.SIGTERM, self._ask_to_stop)
         # Only now: threads that exist while a process is started can leave it with their locks.
         threading.Thread(target=self._listen, args=[job["silence"]], daemon=True).start()
         self._watch(selector)
@@ -261,9 +262,14 @@ class Agent:
         """Signs of life and signals of the launcher; when they stop, or are no such, all ends."""
         waiting = selectors.DefaultSelector()
         waiting.register(0, selectors.EVENT_READ)
-        fragment = b""
+        fragment, silent = b"", 0
         try:
-            while waiting.select(timeout=silence):
+            while silent < silence:
+                # In slices: the time in which we are stopped, as by scontrol suspend, is none.
+                if not waiting.select(timeout=min(LIFE_SECONDS, silence)):
+                    silent += LIFE_SECONDS
+                    continue
+                silent = 0
                 if not (data := os.read(0, 1 << 16)):
                     return
                 *lines, fragment = (fragment + data).split(b"\n")
@@ -277,6 +283,11 @@ class Agent:
         finally:
             self._end_all(3)
             os._exit(1)  # also out of a write that nobody reads
+
+    def _ask_to_stop(self, number: int, frame: object) -> None:
+        """By the launcher, of all ranks. Slurm sends this to the processes of what it ends."""
+        # By a thread: this one may be within _say.
+        threading.Thread(target=self._say, kwargs={"asked": number}, daemon=True).start()
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "signal" in order:

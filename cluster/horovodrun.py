@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import queue
@@ -55,7 +54,7 @@ SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with 
 # For Gloo, where a rank is late: at the start one that imports from a slow file system, later one
 # behind a network that is gone for a while. Ranks and hosts that are gone for good are seen by us.
 GLOO_SECONDS = 120
-PIPE_BYTES = 1 << 20  # an order with long arguments fits in, so that no host that hangs keeps us
+STOPPED_SECONDS = 5  # between two steps of ours, which take 0.2
 GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
 STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
 END_SECONDS = 3  # from SIGTERM to SIGKILL
@@ -86,10 +85,9 @@ class Connection:
             host.command(script), start_new_session=True,  # Ctrl-C is for us alone
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        self._sending = threading.Lock()
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError):  # a user may have so many of such a size
-            fcntl.fcntl(self.process.stdin, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        # Written by a thread: a host whose login hangs reads nothing, and its pipe may be small.
+        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True).start()
         self.send(**order)
         self.listening_since = time.monotonic()
         self._words, self._heard = b"", False
@@ -98,12 +96,19 @@ class Connection:
         threading.Thread(target=self._hear, daemon=True).start()
 
     def send(self, **what: Any) -> None:
-        """A line for the agent; not waited for by more than its own thread."""
-        with self._sending, contextlib.suppress(OSError, ValueError):
-            stdin = self.process.stdin
-            assert stdin is not None
-            stdin.write(json.dumps(what).encode() + b"\n")
-            stdin.flush()
+        """A line for the agent; not waited for."""
+        self._orders.put(what)
+
+    def close(self) -> None:
+        """No more lines come: an agent that sees that ends what it started."""
+        self._orders.put(None)
+
+    def _write(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as stdin:
+            while (what := self._orders.get()) is not None:
+                stdin.write(json.dumps(what).encode() + b"\n")
+                stdin.flush()
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -163,6 +168,7 @@ class Job:
         self._rendezvous: Rendezvous | None = None
         self._status = 0
         self._deadlines: dict[str, float] = {}
+        self._stepped = time.monotonic()
         self._signals = 0
 
     def run(self) -> int:
@@ -196,8 +202,7 @@ class Job:
         finally:
             # Also after an error of ours: an agent that is told nothing more ends what it started.
             for connection in self.connections:
-                with contextlib.suppress(OSError):
-                    connection.process.stdin.close()  # type: ignore[union-attr]
+                connection.close()
             for connection in self.connections:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     connection.process.wait(timeout=END_SECONDS + 2)
@@ -262,6 +267,10 @@ class Job:
             connection, event = self._events.get(timeout=wait)
             self._take(connection, event)
         now = time.monotonic()
+        if now - self._stepped > STOPPED_SECONDS:  # we were stopped, as by scontrol suspend
+            for connection in self.connections:
+                connection.listening_since += now - self._stepped
+        self._stepped = now
         if not self._running:  # an agent may wait for a process that even SIGKILL does not end
             self._deadlines.setdefault("kill", now + 10)
         for connection in self.connections:
@@ -290,6 +299,8 @@ class Job:
                 self._fail(weight, f"{who} {_told(code)}", code)
             elif "kill" not in self._deadlines:
                 self._left = self._left or who
+        elif "asked" in event:  # the agent to end, as by Slurm
+            self._on_signal(event["asked"], None)
         elif "error" in event:
             self._fail(3, f"{host.name}: {event['error']}", 2)
         elif "gone" in event:

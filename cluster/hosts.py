@@ -38,6 +38,8 @@ KINDS: dict[str, Any] = {  # of what a host file says of a host
     "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
 }  # fmt: skip
 JOB_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
+# What a job asks for each of its tasks: our one task of a node has the cores and GPUs of all.
+A_TASK = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
 SSH_SECONDS = 10  # to wait for a host that does not answer
 
 
@@ -158,9 +160,14 @@ class Host:
             # A job's GPUs for each task would be those of our one task, and its GPUs on all nodes
             # would be asked of this one: a slot's GPU each instead.
             requested = {name: os.environ[name] for name in JOB_GPUS if name in os.environ}
+            unset = [name for name in A_TASK if name in os.environ]
             if "gpu" in str(requested).lower():  # SLURM_TRES_PER_TASK may name CPUs alone
-                unset = [word for name in requested for word in ("-u", name)]
-                srun = ["env", *unset, *srun, f"--gpus-per-node={self.slots}"]
+                unset += requested
+                srun.append(f"--gpus-per-node={self.slots}")
+            if cores := int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
+                srun.append(f"--cpus-per-task={cores * self.slots}")
+            if unset:
+                srun = ["env", *(word for name in unset for word in ("-u", name)), *srun]
             return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
         if shutil.which("ssh") is None:
             raise Refusal("ssh is missing here: sudo apt-get install openssh-client")

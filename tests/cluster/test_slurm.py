@@ -99,6 +99,19 @@ def test_a_step_asks_for_gpus_only_where_the_job_did(
     assert ("--gpus-per-node=4" in line, line[0] == "env") == (gpus, gpus)
 
 
+def test_a_step_has_the_cores_of_all_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the GPUs: it is our one task for all slots of a node."""
+    (tmp_path / "srun").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name, value in (("JOB_ID", "1"), ("CPUS_PER_TASK", "3"), ("GPU_BIND", "single:1")):
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SRUN_CPUS_PER_TASK", "3")
+    line = Host("192.0.2.1", 4).command("true")
+    assert "--cpus-per-task=12" in line
+    unset = {line[index + 1] for index, word in enumerate(line) if word == "-u"}
+    assert unset == {"SLURM_CPUS_PER_TASK", "SLURM_GPU_BIND", "SRUN_CPUS_PER_TASK"}
+
+
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Host, dict]]:
     """The first node, from where jobs are submitted, and the variables that this takes."""
@@ -185,6 +198,16 @@ def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -
     assert f"ranks   4: 2 on node1, 2 on node2; strategy {strategy}" in printed
 
 
+def test_srun_alone_is_refused(slurm: tuple[testbed.Host, dict], project: Path) -> None:
+    """Each of its processes would train for itself."""
+    host, environment = slurm
+    job = [sys.executable, "template.py", f"log_dir={project}/logs"]
+    done = run(host.command("srun", "-n2", f"--chdir={project}", *job), **environment)
+    assert done.returncode != 0
+    assert "error: srun started 2 processes, each of which would train alone" in done.stdout
+    assert "epoch" not in done.stdout and not [*project.glob("logs/**/runs/*")]
+
+
 @pytest.mark.parametrize("asked", ["--gpus-per-task=1", "--gpus=4", "--gpus-per-node=2"])
 def test_all_slots_of_a_node_have_its_gpus(
     slurm: tuple[testbed.Host, dict], asked: str, tmp_path: Path
@@ -203,6 +226,40 @@ def test_all_slots_of_a_node_have_its_gpus(
     assert done.returncode == 0, done.stdout
     printed = finished(host, environment, tmp_path / "out", "ended", 60)
     assert "node2 has 2, ended" in printed, printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["requeue", "stop"])
+def test_a_job_that_slurm_queues_again(
+    slurm: tuple[testbed.Host, dict], how: str, project: Path
+) -> None:
+    """As when a node fails, or another job comes first (with a time to end: SIGTERM): on from the
+    last epoch, or from where it was stopped, though an older checkpoint is there."""
+    host, environment = slurm
+    (project / "logs").mkdir()
+    sbatch = ["sbatch", "--parsable", "--ntasks-per-node=1", f"--chdir={project}"]
+    job = ["cluster/slurm/horovod.sbatch", "trainer.max_epochs=30"]
+    job += ["callbacks.early_stopping.patience=1000", "log_dir=logs/mine"]
+    submit = host.command("env", "-C", str(project), *sbatch, *job)
+    number = run(submit, **environment, PYTHON=sys.executable).stdout.strip()
+    output = project / "logs" / f"slurm-{number}.out"
+    finished(host, environment, output, "epoch 4/30", 90)
+    if how == "stop":  # to all processes, as Slurm does
+        ask = ["scancel", "--full", "--signal=TERM", number]
+        assert run(host.command(*ask), **environment).returncode == 0
+        finished(host, environment, output, "stopped; to go on", 60)
+        assert "is queued again" not in output.read_text()
+    run(host.command("scontrol", "requeue", number), **environment)
+    now = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
+    deadline = time.monotonic() + 60
+    while run(now, **environment).returncode:
+        assert time.monotonic() < deadline
+        time.sleep(1)
+    finished(host, environment, output, "start number 2", 60)
+    second = finished(host, environment, output, "summary ", 240).partition("start number 2")[2]
+    assert "epoch 2/30" not in second and "epoch 30/30" in second
+    (line,) = re.findall(r"^\S*from .*$", second, re.MULTILINE)
+    assert ("last.ckpt" if how == "requeue" else f"slurm-{number}.ckpt") in line
 
 
 @pytest.mark.slow

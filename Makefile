@@ -39,8 +39,10 @@ ifdef HOSTS
 else
   # Two processes, but on a host with a single GPU, or where one is visible, one: a rank needs its own.
   # nvidia-smi lists the parts of a GPU (MIG) below it, of which a process sees one.
-  VISIBLE = listed=$${CUDA_VISIBLE_DEVICES-$$(seq -s, 99)}; echo "$$listed" | tr , '\n' | grep -c .
-  NP ?= $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep ^GPU | head -n $$($(VISIBLE)) | wc -l)),1,2)
+  VISIBLE = listed=$${CUDA_VISIBLE_DEVICES-$$(seq -s, 99)}; echo "$$listed" | tr , '\n' | grep -c '^[^-]'
+ifndef NP
+  NP := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep ^GPU | head -n $$($(VISIBLE)) | wc -l)),1,2)
+endif
   HOSTS := localhost:$(NP)
 endif
 endif

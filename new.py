@@ -12,6 +12,7 @@ measurements, the entries of the changelog, and of README and docs/ what stands 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import subprocess
@@ -43,7 +44,7 @@ def new(name: str, folder: Path) -> int:
     if folder.is_relative_to(ROOT):
         raise Refusal(f"DIR={folder}: this is within the repository itself; give another")
     files = _git("ls-files", "-z", where=ROOT).split("\0")
-    kept = [file for file in files if file and not file.startswith(LEFT_OUT)]
+    kept = [f for f in files if f and not f.startswith(LEFT_OUT) and os.path.lexists(ROOT / f)]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as staged:
         copy = Path(staged) / name

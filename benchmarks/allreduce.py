@@ -233,7 +233,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     add_arguments(parser)
     parser.add_argument("--network", default="", help="what to call it in the results")
     parser.add_argument("--smallest", type=int, default=4 * KIB, help="bytes (%(default)s)")

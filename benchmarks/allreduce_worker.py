@@ -10,17 +10,16 @@ sets it up, named operations, in place, a tensor by itself; on GPUs by NCCL, els
 from __future__ import annotations
 
 import json
-import re
 import socket
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 from cluster.exchange import device_of_rank, operations, shares_gpu, wait
+from cluster.probe import memory
 from strategies.environment import initialize
 
 PROCESS_BYTES = 500 * 2**20  # what a rank needs beside its numbers
@@ -29,8 +28,7 @@ PAUSE = 2e-3  # of two cycles: an operation that follows another at once waits f
 
 def lacking_memory(largest: int, device: str) -> str:
     """Why the ranks of this host cannot have their numbers; empty if they can."""
-    text = Path("/proc/meminfo").read_text()
-    available = int(re.search(r"MemAvailable:\s*(\d+)", text)[1]) * 1024  # type: ignore[index]
+    available = memory() << 20
     # Beside its numbers a rank of the CPU has Gloo's two segments of at most 1 MiB.
     needed = PROCESS_BYTES + (largest if device == "cpu" else 0)
     ranks = f"{hvd.local_size()} ranks"

@@ -142,6 +142,13 @@ def machine() -> dict[str, Any]:
     }
 
 
+def processors(machine: dict[str, Any]) -> str:
+    """Of `machine`, as "4 NVIDIA H100" or "AMD EPYC, 2 cores"."""
+    counts = Counter(machine["gpus"]).items()
+    on_gpus = ", ".join(f"{count} {name}" for name, count in counts)
+    return on_gpus or f"{machine['cpu']}, {machine['cores']} cores"
+
+
 def gpus() -> list[str]:
     """Their names."""
     return [name for (name,) in nvidia_smi("name")]
@@ -182,7 +189,11 @@ def _changes() -> str | None:
 def _git(*arguments: str) -> str:
     try:
         return subprocess.run(
-            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, errors="replace"
+            ["git", "-c", "safe.directory=*", *arguments],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            errors="replace",
         ).stdout
     except OSError:
         return ""

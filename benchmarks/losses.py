@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import losses_report
-from benchmarks.hardware import RESULTS, continued, hardware, machine, slug, write_json
+from benchmarks.hardware import RESULTS, continued, hardware, machine, processors, slug, write_json
 from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import batch_size_of, configuration, refuse_ours
@@ -122,9 +122,9 @@ def measure(
     one_step = ["trainer.max_epochs=-1", "trainer.max_steps=1", "trainer.limit_val_batches=1",
             "trainer.val_check_interval=1"]  # fmt: skip
     first = launch([*common, *one_step, f"data.batch_size={batch}"], 1)
-    full_batches = first["train_samples"] // batch
-    if not full_batches:
-        raise Refusal(f"{job.name}: {first['train_samples']} samples make no batch of {batch}")
+    samples = first["train_samples"] or 0  # a stream may not tell
+    if not (full_batches := samples // batch):
+        raise Refusal(f"{job.name}: {samples or 'unknown'} samples make no batch of {batch}")
     # The last batch of an epoch, which ranks might have to fill up, is left out.
     length = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}",
               f"trainer.limit_train_batches={full_batches}", "trainer.check_val_every_n_epoch=null",
@@ -202,7 +202,7 @@ def main() -> int:
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
 
-    name = f"losses_{slug(losses_report.hardware_of(results))}"
+    name = f"losses_{slug(processors(results))}"
     try:
         refuse_ours(arguments.overrides, OURS, "make bench-losses")
         global_batches = batches(jobs, arguments.np)

@@ -17,7 +17,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.figures import FONTS, plt, save
-from benchmarks.hardware import versions, write_text
+from benchmarks.hardware import processors, versions, write_text
 from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
@@ -27,10 +27,6 @@ TICKS = [1e-16, 1e-12, 1e-8, 1e-4, 1]
 # Okabe and Ito, which the colour-blind can tell apart
 COLORS = {"single": "0.75", "horovod": "#0072B2", "ddp": "#D55E00"}
 DASHES = {1: "-", 2: "--", 4: ":"}
-
-
-def hardware_of(results: Results) -> str:
-    return ", ".join(results["gpus"]) or f"{results['cpu']}, {results['cores']} cores"
 
 
 def differences(job: dict[str, Any], run: dict[str, Any]) -> list[float]:
@@ -96,7 +92,7 @@ def description(results: Results) -> str:
         for job in results["jobs"]
     )
     return (
-        f"{hardware_of(results)}; Python {results['python']}, {versions(results)}; commit "
+        f"{processors(results)}; Python {results['python']}, {versions(results)}; commit "
         f"{results['commit']}, {results['date'][:10]}. {results['steps']} steps; val/loss over all "
         "ranks, and its difference from that of one process as a share of it. Equal: at most "
         f"{EQUAL:.0e} in 64 bits.\n\n{jobs}"

@@ -77,7 +77,7 @@ def law(ranks: list[int], seconds: list[float]) -> str:
     """
     if len(ranks) < MIN_SIZES:
         return "?"
-    if max(seconds) < 1.5 * min(seconds):
+    if seconds[-1] < 1.5 * seconds[0]:
         return "constant"
     if seconds[-1] / seconds[-2] > 1.5 * (ranks[-1] / ranks[-2]) ** 2:
         return "faster than p^2"

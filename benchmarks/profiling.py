@@ -133,7 +133,6 @@ def fetch(folder: Path, members: list[Rank]) -> int:
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.profiling", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     add_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="batches traced (%(default)s)")
     parser.add_argument("--merge", type=Path, help="the trace folder of a run that has ended")

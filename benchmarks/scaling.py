@@ -39,7 +39,7 @@ from benchmarks.hardware import (
 )
 from benchmarks.launching import Failed, Job
 from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
-from cluster.hosts import Refusal, add_arguments
+from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
@@ -124,7 +124,8 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scaling", description=__doc__.partition("\n")[0]
     )
-    add_arguments(parser)
+    parser.add_argument("-H", "--hosts", default="", help="node1:4,node2:4")
+    parser.add_argument("--hostfile", default="", help="a YAML file that says more of each host")
     parser.add_argument("--np", type=int, nargs="+", help="processes: 1 2 4 ...")
     parser.add_argument("--strategy", nargs="+", default=["horovod"], choices=["horovod", "ddp"])
     parser.add_argument("--mode", default="weak", choices=["weak", "strong", "both"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -207,8 +206,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     check(settings)
     facts = ask(hosts, "benchmarks.hardware")
     boots = [host.pop("boot") for host in facts.values()]
-    hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""  # from all ranks, as it goes to them
-    on_cpu = hidden or config["trainer"]["accelerator"] == "cpu"
+    on_cpu = config["trainer"]["accelerator"] == "cpu"
     for host, boot in zip(facts.values(), boots):
         del host["load_before"]  # each run has its own
         host["machine"] = boots.index(boot)

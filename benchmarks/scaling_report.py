@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
-from benchmarks.hardware import RESULTS, ROOT, versions, write_json, write_text
+from benchmarks.hardware import RESULTS, ROOT, processors, versions, write_json, write_text
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
 
@@ -40,11 +40,7 @@ HOROVOD = f"[Horovod]({HOROVOD_PAGE}), arXiv:1802.05799"
 def hardware_of(results: Results) -> str:
     """As "2 x 4 NVIDIA H100" or "AMD EPYC, 2 cores"."""
     machines = {host["machine"]: host for host in results["hosts"].values()}
-    kinds: Counter[str] = Counter()
-    for host in machines.values():
-        gpus = Counter(host["gpus"])
-        on_gpu = ", ".join(f"{count} {name}" for name, count in gpus.items())
-        kinds[on_gpu or f"{host['cpu']}, {host['cores']} cores"] += 1
+    kinds = Counter(processors(host) for host in machines.values())
     return " + ".join(f"{count} x {kind}" if count > 1 else kind for kind, count in kinds.items())
 
 

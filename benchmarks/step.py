@@ -46,6 +46,7 @@ from benchmarks.hardware import (
     write_text,
 )
 from cluster.hosts import Refusal, parse
+from cluster.probe import memory
 from cluster.signals import interrupt_at_signals
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
@@ -244,9 +245,8 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
 
 def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
     """That of one more variant's ranks must be there; the kernel would end some of them."""
-    available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
     peak_kib = max(group.peak_kib * len(group.ranks) for group in groups)
-    if available and int(available[1]) < 1.2 * peak_kib:
+    if memory() << 10 < 1.2 * peak_kib:
         raise SystemExit(
             f"error: {model}: memory ends at {len(groups)} of {variants} variants, each with "
             f"{peak_kib / 2**20:.1f} GiB; name fewer with --variants"

@@ -367,7 +367,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster.doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
-    parser.add_argument("-np", type=int)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--quick", action="store_true", help="what takes no time; only failures")
     arguments = parser.parse_args()

@@ -450,7 +450,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cluster.horovodrun", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     add_arguments(parser)
     parser.add_argument(
         "--stop-seconds", type=seconds, default=STOP_SECONDS,

@@ -227,8 +227,8 @@ def read(file: Path) -> list[Host]:
     """
     where = f"HOSTFILE={file}"
     try:
-        content = yaml.safe_load(file.read_text())
-        written = yaml.load(file.read_text(), _AsWritten)
+        text = file.read_text()
+        content, written = yaml.safe_load(text), yaml.load(text, _AsWritten)
     except OSError as error:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
     except (yaml.YAMLError, ValueError) as error:  # the latter for a date as 2026-02-30
@@ -242,14 +242,14 @@ def read(file: Path) -> list[Host]:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
     if misplaced := [key for key in content if key in KINDS]:  # others may be what is merged
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
-    _refuse_twice(file, where)
+    _refuse_twice(text, where)
     pairs = zip(hosts.values(), written["hosts"].items())
     return _checked([_host(name, values, words, file) for values, (name, words) in pairs], where)
 
 
-def _refuse_twice(file: Path, where: str) -> None:
+def _refuse_twice(text: str, where: str) -> None:
     """YAML takes the last of two equal keys and says nothing."""
-    document = yaml.compose(file.read_text())
+    document = yaml.compose(text)
     for key, value in document.value if isinstance(document, yaml.MappingNode) else []:
         if key.value == "hosts" and isinstance(value, yaml.MappingNode):
             if twice := _repeated(value):
@@ -397,13 +397,14 @@ def used(hosts: list[Host], size: int | None) -> list[Host]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """-H and --hostfile; `chosen` reads them."""
+    """-np, -H and --hostfile; `chosen` reads them."""
+    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     parser.add_argument("-H", "--hosts", default="", help="node1:4,node2:4")
     parser.add_argument("--hostfile", default="", help="a YAML file that says more of each host")
 
 
 def chosen(arguments: argparse.Namespace) -> list[Host]:
-    """The hosts that the command line names; this host with one slot when it names none.
+    """The hosts that the command line names; this host, for all processes, when it names none.
 
     Raises:
         Refusal: see `parse` and `read`.
@@ -412,7 +413,7 @@ def chosen(arguments: argparse.Namespace) -> list[Host]:
         raise Refusal("HOSTS and HOSTFILE both name hosts: give one of them")
     if arguments.hostfile:
         return read(Path(arguments.hostfile).expanduser())
-    return parse(arguments.hosts or "localhost:1")
+    return parse(arguments.hosts or f"localhost:{max(1, arguments.np or 1)}")
 
 
 def given(arguments: argparse.Namespace) -> list[str]:

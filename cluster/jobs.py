@@ -284,7 +284,6 @@ def main() -> int:
     for name in ("launch", "run"):
         command = commands.add_parser(name)
         command.add_argument("--at", default="", help="start at this time, as 02:00")
-        command.add_argument("-np", type=int)
         command.add_argument("--stop-seconds", type=seconds, default=STOP_SECONDS)
         add_arguments(command)
         if name == "run":

@@ -61,7 +61,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m cluster.mpirun", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("-np", type=int, help="number of processes; all slots by default")
     add_arguments(parser)
     parser.add_argument("command", nargs=argparse.REMAINDER, help="what each process runs")
     arguments = parser.parse_args()

@@ -269,7 +269,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster.sync", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
-    parser.add_argument("-np", help=argparse.SUPPRESS)
     parser.add_argument("--dry-run", action="store_true", help="only say what would change")
     parser.add_argument("--env", action="store_true", help="the environment too")
     arguments = parser.parse_args()

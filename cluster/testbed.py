@@ -34,8 +34,9 @@ BURST = ["burst", "256kb", "latency", "50ms"]  # of the token bucket that limits
 
 def missing() -> str | None:
     """Why no hosts can be made here; None if they can."""
+    os.environ["PATH"] += ":/usr/sbin:/sbin"
     for program, package in PROGRAMS.items():
-        if shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin:/sbin") is None:
+        if shutil.which(program) is None:
             return f"{program} is missing: sudo apt-get install {package}"
     if os.geteuid() != 0:
         return "making network namespaces needs root: sudo"

@@ -51,9 +51,6 @@ class Digits(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._loader(2)
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader(2)
-
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         pin_memory = self.hparams["pin_memory"]
         return DataLoader(

@@ -84,9 +84,6 @@ class Mnist(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._loader(2)
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader(2)
-
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         pin_memory = self.hparams["pin_memory"]
         return DataLoader(

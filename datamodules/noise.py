@@ -112,9 +112,6 @@ class Noise(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._loader(2)
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader(2)
-
     def _counts(self) -> tuple[int, int]:
         count = self.hparams["count"]
         return count, max(8, count // 8)

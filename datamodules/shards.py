@@ -164,9 +164,6 @@ class Shards(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self.val_dataloader()
 
-    def predict_dataloader(self) -> DataLoader:
-        return self.val_dataloader()
-
     def _loader(
         self, share: Share, begin: Callable, workers: int, batch_size: int | None
     ) -> DataLoader:

@@ -69,9 +69,6 @@ class Text(LightningDataModule):
     def test_dataloader(self) -> DataLoader:
         return self._loader(2)
 
-    def predict_dataloader(self) -> DataLoader:
-        return self._loader(2)
-
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         pin_memory = self.hparams["pin_memory"]
         sequences: Any = self.splits[split]  # a tensor has what a map-style data set needs

@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from runs.refusal import Refusal
 from runs.resuming import keeping
@@ -107,10 +107,9 @@ def refuse_clashes(
 
 
 def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: str) -> None:
-    held_out = getattr(loader, "dataset", None)
-    if isinstance(held_out, Sized) and len(held_out) < ranks:
+    if is_sized(loader) and (samples := len(loader.dataset)) < ranks:
         raise Refusal(
-            f"data={choice}: {len(held_out)} samples to {what} on {ranks} ranks; use fewer, or "
+            f"data={choice}: {samples} samples to {what} on {ranks} ranks; use fewer, or "
             f"more data, or {without}"
         )
 
@@ -126,7 +125,9 @@ def classes_of(loader: Any) -> list[str]:
 
 def is_sized(loader: Any) -> bool:
     """Whether it is a DataLoader of so many samples, not of a stream."""
-    return isinstance(loader, DataLoader) and hasattr(loader.dataset, "__len__")
+    dataset = getattr(loader, "dataset", None)  # a stream may tell the length of its own share
+    stream = isinstance(dataset, IterableDataset)
+    return isinstance(loader, DataLoader) and isinstance(dataset, Sized) and not stream
 
 
 def _check_hyperparameters(holder: Any) -> None:

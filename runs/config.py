@@ -189,6 +189,10 @@ def _meant(override: Override, name: str, parent: Any) -> str | None:
     if key == name:
         keys = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
         return f"{line}: write {' or '.join(keys)}, with its group" if keys else None
+    if name in recipes.groups(CONF):  # template.py gives the Trainer what these groups name
+        return (
+            f"{line}: {name} is a group of conf/: write {name}=... without {key[: -len(name) - 1]}"
+        )
     # A misspelling is told without importing what takes seconds.
     if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
         return None

@@ -91,8 +91,9 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
     if not isinstance(example, Tensor):
         raise Refusal(
             f"a batch of {type(data).__name__} begins with a {type(example).__name__}, not with a "
-            f"tensor: write self.example_input_array = torch.zeros(...), as forward takes it, in "
-            f"the __init__ of {type(model).__name__}; the checkpoint stays good"
+            f"tensor: write self.example_input_array = torch.zeros(...), or a tuple of tensors, as "
+            f"forward takes them, in the __init__ of {type(model).__name__}; the checkpoint stays "
+            "good"
         )
     return model.eval(), (example,)
 

@@ -14,6 +14,8 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from runs.refusal import Refusal, guess
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
+# In Lightning's, where it cannot make a batch sampler anew for a rank's share.
+OWN_BATCHES = "can't inject a (distributed) sampler into your batch sampler"
 NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
     r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
     r".*?: (.*?)(?:\. HINT|$)"
@@ -37,6 +39,12 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         return (
             "Lightning makes a DataLoader anew, as to predict, and cannot where its batch_size has "
             "no name: write DataLoader(data, batch_size=...) in the data module"
+        )
+    if isinstance(error, TypeError) and OWN_BATCHES in str(error):
+        return (
+            "each rank gets its share of a batch_sampler by itself where that is a class of "
+            "torch.utils.data.BatchSampler that takes sampler, batch_size and drop_last: make it "
+            "one, whose batches are of what `sampler` yields"
         )
     if any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
         return (

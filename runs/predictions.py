@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import csv
-from collections.abc import Sequence, Sized
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ import torch
 from lightning_fabric.utilities.data import _replace_dunder_methods
 from pytorch_lightning.callbacks import BasePredictionWriter
 from pytorch_lightning.trainer.states import RunningStage
+from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.data import _update_dataloader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
-from runs.beforehand import classes_of
+from runs.beforehand import classes_of, is_sized
 from runs.ranks import gather_rows, gather_texts
 from runs.refusal import Refusal
 
@@ -140,23 +141,19 @@ class Predictions(BasePredictionWriter):
 
 
 def _check_loader(loader: Any, ranks: int) -> None:
-    # A stream has no indices to put its samples in order by, though torch gives its loader a
-    # batch_sampler, which is None only without automatic batching.
-    dataset = getattr(loader, "dataset", None)
-    if (
-        not isinstance(loader, DataLoader)
-        or loader.batch_sampler is None
-        or isinstance(dataset, IterableDataset)
-        or not isinstance(dataset, Sized)
-    ):
+    if isinstance(loader, (list, tuple, dict, CombinedLoader)):
+        raise Refusal(
+            "predict=true: there are several loaders to predict: return one, as of a ConcatDataset"
+        )
+    # A stream has no indices to put its samples in order by.
+    if not is_sized(loader) or loader.batch_sampler is None:
         raise Refusal(
             "predict=true: one DataLoader with a data set of known length is needed, no stream, as "
             "that of data=shards is; predict=false leaves it out"
         )
-    if len(dataset) < ranks:
+    if (samples := len(loader.dataset)) < ranks:
         raise Refusal(
-            f"predict=true: {len(dataset)} samples to predict on {ranks} ranks; use fewer, or more "
-            "data"
+            f"predict=true: {samples} samples to predict on {ranks} ranks; use fewer, or more data"
         )
 
 

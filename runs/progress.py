@@ -69,10 +69,13 @@ class Progress(ProgressBar):
     def _line(self, trainer: pl.Trainer, where: str) -> str:
         # On all ranks: reading a metric may reduce it over them.
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
+        named = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics = "  ".join(
-            f"{name} {float(value):.4g}"
-            for name, value in trainer.callback_metrics.items()
-            if self._validated or not name.startswith("val/")  # of an earlier epoch
+            f"{name} {value:.4g}"
+            for name, value in named.items()
+            if (self._validated or not name.startswith("val/"))  # of an earlier epoch
+            # What is logged on_step and on_epoch is there three times.
+            and not (name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in named)
         )
         return f"epoch {trainer.current_epoch + 1}{last}  {where}  {metrics}"
 

@@ -22,7 +22,7 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from runs.anatomy import Anatomy
 from runs.beforehand import (
@@ -186,14 +186,18 @@ class Report(pl.Callback):
             self._compare_first(trainer, batch)
 
     def _compare_first(self, trainer: pl.Trainer, batch: Any) -> None:
-        """The first batches of all ranks: Lightning splits data sets over ranks, and no stream."""
-        stream = getattr(trainer.train_dataloader, "dataset", None)
-        if not isinstance(stream, IterableDataset) or trainer.world_size == 1:
+        """The first batches of all ranks: Lightning splits data sets over ranks, and no stream, nor
+        what has a sampler of its own with use_distributed_sampler=false."""
+        loaders = [x for x in tree_leaves(trainer.train_dataloader) if isinstance(x, DataLoader)]
+        whole = [loader for loader in loaders if not _is_share(loader)]
+        if not whole or trainer.world_size == 1:
             return
         if same_on_all(trainer.strategy, batch) and trainer.is_global_zero:
+            stream = isinstance(whole[0].dataset, IterableDataset)
+            source = whole[0].dataset if stream else whole[0].batch_sampler or whole[0].sampler
             print(
                 f"warning data={self.choices['data']}: all {trainer.world_size} ranks were given "
-                f"the same first batch: {type(stream).__name__} has to yield each rank's share "
+                f"the same first batch: {type(source).__name__} has to yield each rank's share "
                 "itself, by trainer.global_rank (README, Put your data in)",
                 flush=True,
             )
@@ -221,8 +225,8 @@ class Report(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()
-        total = torch.tensor(float(self.samples), device=trainer.strategy.root_device)
-        self.samples = round(float(trainer.strategy.reduce(total, reduce_op="sum")))
+        total = torch.tensor(self.samples, device=trainer.strategy.root_device)
+        self.samples = int(trainer.strategy.reduce(total, reduce_op="sum"))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
         if trainer.is_global_zero and trainer.loggers and self.trained:
@@ -407,10 +411,16 @@ def _name_of(logged: _Metadata) -> str:
     return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if indexed else logged.name
 
 
+def _is_share(loader: DataLoader) -> bool:
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
+
+
 def _lr(module: pl.LightningModule) -> str:
     groups = [group for o in module.trainer.optimizers for group in o.param_groups]
-    # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr.
-    rates = dict.fromkeys(group.get("initial_lr", group.get("lr")) for group in groups)
+    # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr, OneCycleLR in
+    # max_lr.
+    rates = dict.fromkeys(g.get("max_lr", g.get("initial_lr", g.get("lr"))) for g in groups)
     # Of an optimizer that finds its own, as Adafactor with relative steps, it is None.
     return ", ".join("none" if lr is None else f"{lr:g}" for lr in rates) or "none"
 
@@ -438,7 +448,18 @@ def _versions() -> dict[str, str]:
 
 def _git() -> str | None:
     """The commit, with -dirty behind it when files differ from it; None outside a repository."""
-    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40"]
+    # In a container the checkout may be another user's.
+    command = [
+        "git",
+        "-c",
+        "safe.directory=*",
+        "-C",
+        str(ROOT),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+    ]
     command.append("--exclude=*")  # a tag would take its place
     try:
         result = subprocess.run(command, capture_output=True, text=True)

@@ -189,6 +189,11 @@ class Run:
                 return [instantiate(member) for member in self._members(group, config)]
             if config and group in MADE and (problem := misfit(config)):
                 raise Refusal(problem)
+            if given := [name for name in arguments if config and name in config]:
+                raise Refusal(
+                    f"{group}.{given[0]}: template.py gives it one of its own, which would be "
+                    f"taken: leave it out (strategy, logger, callbacks, profiler are groups)"
+                )
             # all: a list of the configuration arrives as a list, which checkpoints can hold
             instance = instantiate(config, _convert_="all", **arguments) if config else None
             if of_other_lightning(instance):

@@ -17,7 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from strategies.environment import LaunchedEnvironment
+from strategies.environment import LaunchedEnvironment, own_gpu
 
 # horovodrun's server is one of the job's hosts: no proxy is asked.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -102,18 +102,9 @@ class HorovodrunDDP(DDPStrategy):
 
     def __init__(self, accelerator: str = "auto", **arguments: Any) -> None:
         gpu = accelerator != "cpu" and torch.cuda.is_available()
-        # HOSTFILE's gpus: each process is shown a single one of its own.
-        shown = gpu and "CUDA_VISIBLE_DEVICES" in os.environ and torch.cuda.device_count() == 1
         ranks = int(os.environ["HOROVOD_LOCAL_SIZE"])
-        if gpu and not shown and ranks > torch.cuda.device_count():
-            raise MisconfigurationException(
-                f"{ranks} ranks on {os.uname().nodename}, which has {torch.cuda.device_count()} "
-                "GPUs: a rank needs its own; use fewer ranks (NP=, -np, -H) or accelerator=cpu"
-            )
-        devices = [
-            torch.device("cuda", 0 if shown else index) if gpu else torch.device("cpu")
-            for index in range(ranks)
-        ]
+        cpu = torch.device("cpu")
+        devices = [own_gpu(rank, ranks) if gpu else cpu for rank in range(ranks)]
         environment = HorovodrunEnvironment()
         super().__init__(cluster_environment=environment, parallel_devices=devices, **arguments)
 

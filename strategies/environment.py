@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 
 import horovod.torch as hvd
+import torch
 from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
@@ -101,6 +102,22 @@ def _find(process_set: hvd.ProcessSet) -> None:
         hvd.add_process_set(process_set)
     else:
         process_set.process_set_id = number
+
+
+def own_gpu(local_rank: int, ranks: int) -> torch.device:
+    """Of a rank among those of its host: the one of its number, or the only one it was shown.
+
+    Horovod: a process has one GPU, counted from all visible ones, whatever `devices` says.
+    """
+    gpus = torch.cuda.device_count()
+    if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:  # as by HOSTFILE's gpus
+        return torch.device("cuda", 0)
+    if ranks > gpus:  # told by all ranks of the host alike
+        raise MisconfigurationException(
+            f"{ranks} ranks on {os.uname().nodename}, which has {gpus} GPUs: a rank needs its own; "
+            "use fewer ranks (NP=, -np, -H) or accelerator=cpu"
+        )
+    return torch.device("cuda", local_rank)
 
 
 class LaunchedEnvironment(ClusterEnvironment):

@@ -37,7 +37,7 @@ from strategies.buffers import shared_buffers
 from strategies.collectives import sendable
 from strategies.cores import usable_cores
 from strategies.drift import warn_of_drift
-from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory
+from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
 from strategies.evaluation import Evaluation
 from strategies.metrics import (
     keep_wide,
@@ -155,17 +155,7 @@ class HorovodStrategy(ParallelStrategy):
         assert devices is not None
         if devices[0].type != "cuda":
             return devices[0]
-        # Horovod: a process has one GPU. Those that a host lends are counted from all visible ones,
-        # whatever `devices` says, unless each process was shown a single one of its own.
-        if torch.cuda.device_count() == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:
-            return torch.device("cuda", 0)
-        if hvd.local_size() > torch.cuda.device_count():  # told by all ranks of the host alike
-            raise MisconfigurationException(
-                f"{hvd.local_size()} ranks on {os.uname().nodename}, which has "
-                f"{torch.cuda.device_count()} GPUs: a rank needs its own; use fewer ranks (NP=, "
-                "-np, -H) or accelerator=cpu"
-            )
-        return torch.device("cuda", hvd.local_rank())
+        return own_gpu(hvd.local_rank(), hvd.local_size())
 
     @property
     @override
@@ -258,18 +248,17 @@ class HorovodStrategy(ParallelStrategy):
     def _make_buckets(self) -> GradientBuckets:
         assert self.lightning_module is not None
         module, world = self.lightning_module, self.world
-        if self.op == "adasum":
-            buckets = GradientBuckets(module, world, adasum, self.bucket_mib, before=1, after=1)
-            if buckets.sparse:
-                raise MisconfigurationException(
-                    f"op=adasum mixes dense gradients: make sparse=False of the embedding of "
-                    f"{next(iter(buckets.sparse.values()))!r}, or use another op"
-                )
-            return buckets
         divisor = self.gradient_predivide_factor or world.size
-        before, after = (1.0, 1.0) if self.op == "sum" else (1 / divisor, divisor / world.size)
-        reduction: Reduction = COMPRESSIONS[self.compression]
-        return GradientBuckets(module, world, reduction, self.bucket_mib, before, after)
+        averaged = self.op == "average"
+        before, after = (1 / divisor, divisor / world.size) if averaged else (1.0, 1.0)
+        reduction: Reduction = adasum if self.op == "adasum" else COMPRESSIONS[self.compression]
+        buckets = GradientBuckets(module, world, reduction, self.bucket_mib, before, after)
+        if self.op == "adasum" and buckets.sparse:
+            raise MisconfigurationException(
+                f"op=adasum mixes dense gradients: make sparse=False of the embedding of "
+                f"{next(iter(buckets.sparse.values()))!r}, or use another op"
+            )
+        return buckets
 
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
@@ -536,8 +525,6 @@ class HorovodStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """One tensor of shape (world size, *shape), as under DDP; shapes are equal on all ranks."""
-        if self.world.size == 1:
-            return tensor
         if sync_grads:
             return self.world.gather_with_gradients(tensor)
         return torch.stack(self.world.gather(tensor))

@@ -39,6 +39,7 @@ from tests.conftest import run
         ("lr=0.1", "lr=0.1: write model.lr, with its group"),
         ("~batch_size", "write data.batch_size, with its group"),
         ("trainer.inference_mode=false", r"write \+trainer.inference_mode=false"),
+        ("trainer.logger=false", r"logger is a group of conf/: write logger=... without trainer"),
         ("+model=gpt", "conf/ has this group; write model=gpt"),
         ("trainer.max_epochs=abc", "a whole number is expected there, like 50"),
         ("trainer.max_epochs=1.5", "a whole number is expected"),

@@ -61,6 +61,14 @@ def test_rounding_is_equal_and_anything_else_is_told() -> None:
     assert not losses_report.unequal(results(Source(0, 1), Job("toy", differs="it is so")))
 
 
+@pytest.mark.parametrize("samples, told", [(None, "unknown"), (7, "7")])
+def test_samples_that_make_no_batch_are_refused(samples: int | None, told: str) -> None:
+    """A stream may not tell how many it has."""
+    first = {"train_samples": samples, "model": "toy"}
+    with pytest.raises(Refusal, match=f"toy: {told} samples make no batch of 8"):
+        losses.measure(Job("toy"), 8, [2], STEPS, lambda *_: first, lambda text: None)
+
+
 def test_all_share_the_global_batch_and_whole_batches_only() -> None:
     source = Source(0, 0)
     results(source, Job("toy", ["data.batch_size=8"]))

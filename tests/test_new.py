@@ -86,6 +86,20 @@ def test_refused(name: str, folder: str, message: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_what_was_deleted_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in SOMEBODY.items():
+        monkeypatch.setenv(name, value)
+    git_here = new._git
+    monkeypatch.setattr(
+        new, "_git",
+        lambda *command, where: git_here(*command, where=where)
+        + ("models/gone.py\0" if "ls-files" in command else ""),
+    )  # fmt: skip
+    new.new("mine", tmp_path / "there")
+    kept = git(tmp_path / "there", "ls-files")
+    assert "models/classifier.py" in kept and "models/gone.py" not in kept
+
+
 def test_what_git_does_not_track_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

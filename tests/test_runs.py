@@ -42,6 +42,7 @@ from torch.utils.data import (
     Dataset,
     DistributedSampler,
     IterableDataset,
+    RandomSampler,
     Subset,
 )
 
@@ -56,7 +57,7 @@ from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.ranks import gather_texts
 from runs.refusal import Refusal
-from runs.report import Report, _git
+from runs.report import Report, _git, _lr
 from runs.run import Run, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 from strategies import HorovodStrategy
@@ -254,6 +255,20 @@ def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
     assert refused(samples=9, batch=1, ranks=5).startswith(validates)
 
 
+class OwnShare(IterableDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(3))
+
+
+def test_a_stream_may_tell_the_length_of_its_share() -> None:
+    trainer: Any = SimpleNamespace(world_size=4, limit_val_batches=0, limit_test_batches=0)
+    loader: DataLoader = DataLoader(OwnShare(), batch_size=2)
+    refuse_shares(trainer, Validates(), loader, test=False, choice="own")
+
+
 def test_batches_of_a_sampler_of_ones_own_have_no_size_to_refuse() -> None:
     trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=0)
     batches = BatchSampler(range(8), 4, drop_last=False)
@@ -373,7 +388,7 @@ class Squares(Dataset):
 @pytest.mark.parametrize(
     ("model", "data", "message"),
     [
-        (Doubles, Several, "one DataLoader"),
+        (Doubles, Several, "there are several loaders"),
         (Doubles, Streams, "one DataLoader"),
         (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
         (
@@ -399,7 +414,7 @@ def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path
         (Doubles, Streams, "one DataLoader with a data set of known length is needed"),
         (Doubles, StreamsItsTest, "one DataLoader with a data set of known length is needed"),
         (Doubles, Numbers, "7 samples to predict on 8 ranks; use fewer, or more data"),
-        (Doubles, Several, "one DataLoader with a data set of known length is needed"),
+        (Doubles, Several, "there are several loaders to predict: return one, as of a Concat"),
         (Doubles, OneByOne, "one DataLoader with a data set of known length is needed"),
         (Doubles, Endless, "one DataLoader with a data set of known length is needed"),
     ],
@@ -711,26 +726,39 @@ def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "others", "told"),
-    [(Stream(), 0, True), (Stream(), 1, False), (torch.arange(7), 0, False)],
+    ("loaders", "others", "told"),
+    [
+        (DataLoader(Stream()), 0, "Stream"),
+        (DataLoader(Stream()), 1, ""),
+        ({"a": DataLoader(Stream()), "b": [DataLoader(Stream())]}, 0, "Stream"),
+        (DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), 0, "list"),  # type: ignore[arg-type]
+        (DataLoader(range(4), sampler=RandomSampler(range(4))), 0, "BatchSampler"),  # type: ignore[arg-type]
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), 0, None),  # type: ignore[arg-type]
+        (range(4), 0, None),
+    ],
 )
-def test_a_stream_that_gives_all_ranks_the_same_is_told(
-    data: Any, others: int, told: bool,
+def test_ranks_that_train_on_the_same_batches_are_told(
+    loaders: Any, others: int, told: str | None,
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """With a second rank, whose batch is `others` larger."""
+    """Of what Lightning has not split over them; a second rank's batch is `others` larger."""
     texts: list[str] = []
     monkeypatch.setattr("runs.ranks.gather_texts", lambda _, text: texts.append(text) or texts)
     trainer = SimpleNamespace(
-        world_size=2, is_global_zero=True, strategy=None, train_dataloader=DataLoader(data)
+        world_size=2, is_global_zero=True, strategy=None, train_dataloader=loaders
     )
     for number in (0, others):
         capsys.readouterr()
         report = Report(OmegaConf.create({}), {"data": "mine"})
         for _ in range(2):  # only the first batch is looked at
             report.on_train_batch_end(trainer, None, None, [number + torch.arange(2), "a"], 0)
-    assert len(texts) == (2 if isinstance(data, Stream) else 0)
-    assert ("warning data=mine: all 2 ranks were given" in capsys.readouterr().out) == told
+    assert len(texts) == (0 if told is None else 2)
+    printed = capsys.readouterr().out
+    assert bool(printed) == bool(told)
+    assert (
+        not told
+        or f"warning data=mine: all 2 ranks were given the same first batch: {told} has" in printed
+    )
 
 
 def train(
@@ -1258,6 +1286,13 @@ def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixtu
     assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
 
 
+def test_what_is_logged_of_steps_and_epochs_is_told_once() -> None:
+    names = ["loss_step", "loss_epoch", "loss", "first_step", "val/loss"]
+    metrics = dict(zip(names, map(torch.tensor, range(5))))
+    trainer: Any = SimpleNamespace(callback_metrics=metrics, current_epoch=0, max_epochs=1)
+    assert Progress()._line(trainer, "1 s") == "epoch 1/1  1 s  loss 2  first_step 3"
+
+
 def test_within_an_epoch_a_line_comes_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1669,6 +1704,14 @@ def test_too_little_to_validate_or_test_is_told_before_training() -> None:
     trainer.limit_test_batches = 0
     report.setup(trainer, model, "fit")
     assert report.train_samples == 8
+
+
+def test_a_rate_that_a_schedule_warms_up_is_told_as_it_is_written() -> None:
+    module = Times()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    module.trainer = SimpleNamespace(optimizers=[optimizer])  # type: ignore[assignment]
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+    assert optimizer.param_groups[0]["lr"] < 0.001 and _lr(module) == "0.01"
 
 
 @pytest.mark.parametrize("profiler, told", [("none", True), ("simple", True), ("pytorch", False)])

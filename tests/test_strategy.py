@@ -220,6 +220,12 @@ class TestDevices:
         monkeypatch.setattr(hvd, "local_rank", lambda: local_rank)
         return strategy
 
+    def test_too_few_are_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        strategy = self.strategy(monkeypatch, 2, 0)
+        monkeypatch.setattr(hvd, "local_size", lambda: 3)
+        with pytest.raises(MisconfigurationException, match="3 ranks on .*, which has 2 GPUs"):
+            _ = strategy.root_device
+
     def test_each_rank_takes_its_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for rank in range(4):
             strategy = self.strategy(monkeypatch, 4, rank)
@@ -397,6 +403,13 @@ class TestOneProcess:
         run = trainer("horovod", precision="bf16-true")
         run.validate(module, ones, verbose=False)
         assert run.callback_metrics["total"] == 1000  # 256 in bf16
+
+    def test_gathers_in_one_shape_on_any_number_of_ranks(self) -> None:
+        mine = torch.ones(4, 2, requires_grad=True)
+        gathered = HorovodStrategy().all_gather(mine, sync_grads=True)
+        assert gathered.shape == (1, 4, 2)
+        gathered.sum().backward()
+        assert mine.grad is not None and mine.grad.eq(1).all()
 
     def test_trains_alone(self) -> None:
         run = trainer("horovod", max_epochs=1)

@@ -569,7 +569,7 @@ class TestMistakes:
         ("gpus", "parts", "visible", "ranks"),
         [
             (0, 0, None, 2), (1, 0, None, 1), (4, 0, None, 2), (4, 0, "1", 1), (4, 0, "0,1", 2),
-            (4, 0, "", 2), (1, 2, None, 1), (4, 7, "1", 1),
+            (4, 0, "", 2), (1, 2, None, 1), (4, 7, "1", 1), (4, 0, "-1", 2),
         ],
     )  # fmt: skip
     def test_make_takes_a_rank_a_gpu(
@@ -577,12 +577,13 @@ class TestMistakes:
     ) -> None:
         mig = "echo '  MIG 1g.5gb Device'\n" * parts
         smi = "".join(f"echo GPU {number}\n{mig}" for number in range(gpus))
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{smi}")
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho asked >> {tmp_path}/log\n{smi}")
         (tmp_path / "nvidia-smi").chmod(0o755)
         command = ["env", "-u", "CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{os.environ['PATH']}"]
         command += [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
         done = run([*command, "make", "-n", "hello"])
         assert f" -np {ranks} -H localhost:{ranks} " in done.stdout, done.stdout
+        assert (tmp_path / "log").read_text().split() == ["asked"]  # it can take a second
 
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         make = ["make", "train", f"PYTHON={sys.executable}"]

@@ -207,8 +207,8 @@ def test_any_login_shell_runs_a_script_of_lines(
 
 def test_only_listed_variables_leave_this_host() -> None:
     here = {"NCCL_DEBUG": "INFO", "AWS_SECRET_ACCESS_KEY": "x", "WANDB_API_KEY": "y", "HOME": "/r"}
-    here |= {"HOROVOD_TOKEN": "z"}
-    assert forwarded(here) == {"NCCL_DEBUG": "INFO"}
+    here |= {"HOROVOD_TOKEN": "z", "FI_PROVIDER": "efa", "FIND": "x"}
+    assert forwarded(here) == {"NCCL_DEBUG": "INFO", "FI_PROVIDER": "efa"}
     assert forwarded(here | {"FORWARD": "MLFLOW_, WANDB_"})["WANDB_API_KEY"] == "y"
     for asked, kept in (("0,1", {}), ("", {"CUDA_VISIBLE_DEVICES": ""})):  # none on any node
         assert forwarded({"CUDA_VISIBLE_DEVICES": asked, "SLURM_JOB_ID": "1"}) == kept

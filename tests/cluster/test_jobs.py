@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from cluster import jobs, record, testbed
 from cluster.agent import SILENCE_SECONDS, Agent
 from cluster.horovodrun import AT_ONCE, GLOO_SECONDS, Job
-from cluster.hosts import Host, Refusal
+from cluster.hosts import Host, Refusal, ranks
 from cluster.record import birth, write
 from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
 from tests.conftest import HOROVODRUN, ROOT, run
@@ -288,7 +289,7 @@ class TestStart:
         """One that hangs in its login; the order does not fit into a pipe as it is made."""
         fake_ssh(tmp_path, f"touch {tmp_path}/asked; exec sleep 600")
         process = subprocess.Popen(
-            horovodrun("-H", "h1:1", "true", "x" * 100_000),
+            horovodrun("-H", "h1:1", "true", *12 * ["x" * 100_000]),
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         )  # fmt: skip
@@ -420,6 +421,54 @@ class TestEnd:
             while processes(SLEEP):  # those on node2 are ended by its own agent
                 assert time.monotonic() - begun < 60
                 time.sleep(0.2)
+
+    def test_a_job_that_is_suspended_goes_on(self, tmp_path: Path) -> None:
+        """As by scontrol suspend: nobody is heard for longer than anybody may be silent."""
+        sooner = (
+            "import sys; from cluster import horovodrun as h; h.SILENCE_SECONDS = 6; "
+            "sys.exit(h.main())"
+        )
+        job = ["-H", "localhost:2", PYTHON, "-c", SLEEP]
+        launcher = started([PYTHON, "-c", sooner, *job], tmp_path / "log", 2)
+        everyone = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(True)]
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for process in everyone:
+                process.send_signal(number)
+            time.sleep(10)
+        assert launcher.poll() is None, (tmp_path / "log").read_text()
+        launcher.terminate()
+        assert launcher.wait(timeout=30) == 143
+
+    def test_an_agent_that_is_asked_to_end_asks_for_a_checkpoint(self, tmp_path: Path) -> None:
+        """As Slurm does with the processes of a job that is to end."""
+        saves = (
+            "import signal, sys, time; "
+            "signal.signal(signal.SIGUSR1, lambda *_: (print('saved', flush=True), sys.exit())); "
+            "print('ready', flush=True); time.sleep(60)"
+        )
+        job = horovodrun("-H", "localhost:2", PYTHON, "-c", saves)
+        launcher = started(job, tmp_path / "log", 2)
+        agents = [
+            process for process in psutil.Process(launcher.pid).children(True)
+            if "cluster.agent" in process.cmdline()
+        ]  # fmt: skip
+        for agent in agents:
+            agent.terminate()
+        assert len(agents) == 1 and launcher.wait(timeout=30) == 143
+        told = (tmp_path / "log").read_text()
+        assert told.count("saved") == 2 and "stopped by SIGTERM" in told
+
+    def test_what_the_launcher_says_of_horovod_goes_to_all_hosts(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Not what another launcher has left in the environment."""
+        monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+        monkeypatch.setenv("NCCL_DEBUG", "INFO")
+        hosts = [Host("localhost", 1), Host("192.0.2.1", 1)]
+        job = Job(ranks(hosts), ["true"], SimpleNamespace(id="x"), 1.0)  # type: ignore[arg-type]
+        environments = [job._environment(host) for host in hosts]
+        assert [each["HOROVOD_CONTROLLER"] for each in environments] == ["gloo", "gloo"]
+        assert environments[1]["NCCL_DEBUG"] == "INFO"  # the agent here inherits it
 
     def test_a_launcher_that_falls_silent_is_told_of(self) -> None:
         """Before the ranks end, and so before their ends: to whom may hear it again."""

@@ -38,7 +38,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from scipy.optimize import nnls
@@ -58,6 +58,8 @@ class Network:
         fixed: seconds of a round that neither ranks nor bytes explain.
         algorithms: "ring", "tree", of which the faster counts.
         controller: how ranks agree, "ring" (Gloo) or "tree" (MPI).
+        agreement_latency: a hop of it takes at least this: Gloo's go over TCP, also within a host
+            and where NCCL moves the gradients.
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).
         cycle: between the beginnings of two rounds, at least.
         burst: bytes that a link lets through at once after a rest, where a token bucket limits it
@@ -72,6 +74,7 @@ class Network:
     fixed: float = 0.0
     algorithms: tuple[str, ...] = ("ring",)
     controller: str = "ring"
+    agreement_latency: float = 0.0
     asynchronous: bool = False
     cycle: float = CYCLE
     burst: float = 0.0
@@ -192,7 +195,10 @@ def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float 
 
 
 def agreement_seconds(ranks: int, network: Network) -> float:
-    return network.fixed + latencies(network, ranks, network.controller)
+    least = network.agreement_latency
+    between, inside = max(least, network.latency), max(least, network.inside_latency)
+    over_tcp = replace(network, latency=between, inside_latency=inside)
+    return network.fixed + latencies(over_tcp, ranks, network.controller)
 
 
 def expected_maximum(count: int) -> float:

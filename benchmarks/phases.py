@@ -24,7 +24,7 @@ PHASES = {
     "forward": (".training_step",),
     "backward": (".backward",),
     "all-reduce": (": wait",),
-    "optimizer": (".optimizer_step", "optimizer_step", ".optimizer_zero_grad"),
+    "optimizer": ("optimizer_step", ".optimizer_zero_grad"),
 }
 COLOURS = {
     "data": "#e69f00", "forward": "#56b4e9", "backward": "#0072b2", "all-reduce": "#d55e00",

@@ -32,6 +32,7 @@ UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "m
 # between V100s about 120 GB/s of an all-reduce; newer ones more, which seldom matters here.
 INSIDE = {"pcie": (10e9, 5e-6), "nvlink": (120e9, 3e-6)}
 NOT_MEASURED = "rate=25gbit latency=20us"  # between hosts, where nothing is known of them
+TCP = 20e-6  # latency of a small message between two processes, where NCCL's was described
 FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
 # Best, likely, worst: which times count; of a described link its share, and its latency times this;
 # how much of what no bytes explain is latency, where one number of ranks cannot tell.
@@ -42,7 +43,15 @@ CASES = (
 )
 ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
 RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
-KEYS = ("rate", "latency", "gpus_per_host", "inside", "operations", "controller")
+KEYS = (
+    "rate",
+    "latency",
+    "gpus_per_host",
+    "inside",
+    "operations",
+    "controller",
+    "controller_latency",
+)
 
 
 def quantity(text: str, what: str, units: Sequence[str]) -> float:
@@ -75,8 +84,8 @@ def described(text: str) -> dict[str, Any]:
         options[key] = value
     if "rate" in options:
         options["rate"] = quantity(options["rate"], "rate", ("kbit", "mbit", "gbit"))
-    if "latency" in options:
-        options["latency"] = quantity(options["latency"], "latency", ("ns", "us", "ms"))
+    for key in {"latency", "controller_latency"} & options.keys():
+        options[key] = quantity(options[key], key, ("ns", "us", "ms"))
     if options and ("rate" in options) != ("latency" in options):
         raise Refusal("NETWORK: rate and latency belong together, as rate=25gbit latency=20us")
     if "gpus_per_host" in options:
@@ -272,17 +281,22 @@ def networks(
     several = [result for result in results if len(result["hosts"]) > 1]
     operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
     controller = options.get("controller", "mpi" if operations == "mpi" else "gloo")
+    # What was measured has the agreement in it.
+    unknown = operations == "nccl" and controller == "gloo" and ("rate" in options or not several)
+    hop = options.get("controller_latency", TCP if unknown else 0.0)
     cases = [
         replace(
-            _constants(one_host, several, options, *case),
+            _constants(one_host, several, options, times, share, slower, part),
             ranks_per_host=options.get("gpus_per_host") or slots,
             algorithms=algorithms(operations),
             controller="ring" if controller == "gloo" else "tree",
+            agreement_latency=hop if "controller_latency" in options else slower * hop,
             asynchronous=operations == "nccl",
         )
-        for case in CASES
+        for times, share, slower, part in CASES
     ]
     agreement = f"operations {operations}, agreement over {controller}"
+    agreement += f", at least {hop * 1e6:g} µs a hop" if hop else ""
     return cases, [agreement, *_sources(cases[1], one_host, several, options)]
 
 

@@ -259,7 +259,7 @@ class Agent:
                     break
 
     def _listen(self, silence: float) -> None:
-        """Signs of life and signals of the launcher; when they stop, or are no such, all ends."""
+        """The launcher's lines. When they stop, or one is no JSON, all processes are ended."""
         waiting = selectors.DefaultSelector()
         waiting.register(0, selectors.EVENT_READ)
         fragment, silent = b"", 0

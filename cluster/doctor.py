@@ -102,7 +102,8 @@ class Probe:
         # The host's own python3, which may be an old one, only where the environment's is not.
         python = f"p={shlex.quote(sys.executable)}; \"$p\" -c '' 2>/dev/null || p=python3"
         ask = f'exec "$p" -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(request))}'
-        # We are in, told below what a login shell may say; what follows may take longer.
+        # {} says that the login worked, on a line of its own below what a login shell may print;
+        # what follows may take longer.
         script = f"echo; echo '{{}}'; {python}; {ask}"
         limit = SSH_SECONDS + 2  # after ssh's own, which says more
         with connecting:

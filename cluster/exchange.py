@@ -84,7 +84,7 @@ def messages(device: str) -> str:
     assert received.sum() == (8 * LARGE_BYTES // 4 if hvd.rank() == last else 0)
     return (
         f"blocking     16 bytes from rank 0 to rank {last}, which waited for them\n"
-        f"non-blocking {LARGE_BYTES >> 20} MiB from rank 0 to rank {last}, while which rank 0 had "
+        f"non-blocking {LARGE_BYTES >> 20} MiB from rank 0 to rank {last}, during which rank 0 had "
         f"{turns} turns for other things"
     )
 

@@ -136,9 +136,10 @@ class Host:
     def ssh_options(self) -> list[str]:
         """ssh and its options for this host, without its name."""
         # BatchMode: to fail rather than to ask. Host keys are checked as ssh is configured to.
-        # ControlMaster: a master that is there is used; ours would end the jobs that went through
-        # it with its own. RemoteCommand (since OpenSSH 7.6) and forwardings are for a login; X11's
-        # has each write to ~/.Xauthority, whose lock hosts that share a home wait for.
+        # ControlMaster: a master that is there is used; one that we started would end with our job,
+        # and with it those that others run through it. RemoteCommand (since OpenSSH 7.6) and
+        # forwardings are for a login; X11's has each write to ~/.Xauthority, whose lock hosts that
+        # share a home wait for.
         ours = ["ControlMaster=no", "RemoteCommand=none", "ClearAllForwardings=yes"]
         ours += ["ForwardX11=no"]
         options = ["BatchMode=yes", f"ConnectTimeout={SSH_SECONDS}", *ours, *self.ssh]
@@ -178,7 +179,7 @@ class Host:
 
 
 def environment() -> Path:
-    """The one that this runs in, whose checkout may be reached by a link; itself it may be one."""
+    """That of this Python. Links on the way to it are resolved; one that it is itself stays."""
     prefix = Path(sys.prefix)
     return prefix.parent.resolve() / prefix.name
 
@@ -214,7 +215,7 @@ def parse(text: str) -> list[Host]:
 
 
 class _AsWritten(yaml.SafeLoader):
-    """The same with all as text: "on" and "010", not true and 8."""
+    """Leaves each value the text that was written: "on" and "010", not true and 8."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}  # noqa: RUF012
 

@@ -140,7 +140,7 @@ def read_pins(file: Path) -> Iterator[tuple[str, str]]:
     """The packages of a requirements file, each with the version of `name==version`, else "".
 
     Options, and lines with a marker (`; python_version < "3.12"`) or without a name, are left out:
-    they are pip's, whenever anything else is missing.
+    pip sees to them when it installs something else.
     """
     for line in file.read_text().splitlines():
         text = re.sub(r"(^|\s)#.*", "", line).strip()

@@ -10,47 +10,25 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-# Horovod's thread asks all ranks once a cycle (1 ms) what is ready, also where nothing is, and so
-# takes 5 % of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it
-# sleeps for that long, or until this rank hands it something; without, all is as it was.
-#
-# Gloo sends to a rank before it tells that rank that it may send. Both go through one connection,
-# in which the permission waits behind the data: one direction after the other, half the speed.
-#
-# At its start each rank asks the rendezvous for all others: for the host's name, which then nothing
-# reads, for the address until it is there, and once more for the address; one question is enough.
-# And before it connects it waits for Gloo's thread, which sleeps for 10 ms; now that is woken.
-#
-# With Gloo its list of ranks has no length, so that nobody is ever found to be missing: who waits
-# for a rank that does something else waits without a word. Now the ranks are named after a minute
-# (HOROVOD_STALL_CHECK_TIME_SECONDS), as they are with MPI.
-#
-# Its library looked for others in the folder of its build first, which is in /tmp, where anybody
-# may make a folder of that name. It needs none: torch is imported first, and has them all.
-#
-# It opened libcuda.so, a name for compilers; drivers are installed as libcuda.so.1, and some hosts
-# and images have that alone.
-#
-# In newer versions of torch, a thread that lets go of a tensor which Python has too takes Python's
-# lock for it. Horovod's thread did so for each reduction, each time as a thread that was new to
-# Python. A process that forked at that moment, as for the workers of a DataLoader, had a child that
-# never began, with Python before 3.10.15, 3.11.10 and 3.12 (python/cpython#112275). Now Python
-# knows the thread from its first tensor on.
-#
-# On a GPU it ends an operation when the GPU has, for which the program waits, and hands the GPU
-# nothing meanwhile. HOROVOD_ENABLE_ASYNC_COMPLETION ends it when it is queued, and has the stream
-# wait for it in which backward still goes on. Now it is a stream of its own that waits, and for
-# that one the stream of who asks for the result. The other name for it, HOROVOD_COMPLETE_IN_STREAM,
-# says nothing to a Horovod that was built without this.
 PATCH = "p6"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 STORE, MPI_OPS = "horovod/common/gloo/http_store", "horovod/torch/mpi_ops_v2.cc"
 SEND = "sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]"
 PATCHES = [
+    # Horovod's library looked for others in the folder of its build first, which is in /tmp,
+    # where anybody may make a folder of that name. It needs none: torch is imported first, and
+    # has them all.
     ("CMakeLists.txt", "project(horovod CXX)\n",
      "project(horovod CXX)\nset(CMAKE_SKIP_RPATH ON)\n"),
+    # Horovod opened libcuda.so, a name for compilers; drivers are installed as libcuda.so.1, and
+    # some hosts and images have that alone.
     ("horovod/torch/cuda_util.cc", 'dlopen("libcuda.so",', 'dlopen("libcuda.so.1",'),
+    # In newer versions of torch, a thread that lets go of a tensor which Python has too takes
+    # Python's lock for it. Horovod's thread did so for each reduction, each time as a thread that
+    # was new to Python. A process that forked at that moment, as for the workers of a DataLoader,
+    # had a child that never began, with Python before 3.10.15, 3.11.10 and 3.12
+    # (python/cpython#112275). Now Python knows the thread from its first tensor on.
     ("horovod/torch/handle_manager.cc", '#include "handle_manager.h"\n',
      '#include <Python.h>\n\n#include "handle_manager.h"\n'),
     ("horovod/torch/handle_manager.cc",
@@ -63,6 +41,9 @@ void HandleManager::MarkDone(int handle, const Status& status) {
     known = true;
   }
 """),
+    # Horovod's thread asks all ranks once a cycle (1 ms) what is ready, also where nothing is,
+    # and so takes 5 % of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it
+    # sleeps for that long, or until this rank hands it something; without, all is as it was.
     (f"{QUEUE}.h", "#include <mutex>\n",
      "#include <chrono>\n#include <condition_variable>\n#include <mutex>\n"),
     (f"{QUEUE}.h", "protected:\n", """\
@@ -97,6 +78,11 @@ Status TensorQueue::AddToTensorQueue("""),
   state.last_cycle_start = std::chrono::steady_clock::now();
 
   if"""),
+    # On a GPU Horovod ends an operation when the GPU has, for which the program waits, and hands
+    # the GPU nothing meanwhile. HOROVOD_ENABLE_ASYNC_COMPLETION ends it when it is queued, and
+    # has the stream wait for it in which backward still goes on. Now it is a stream of its own
+    # that waits, and for that one the stream of who asks for the result. The other name for it,
+    # HOROVOD_COMPLETE_IN_STREAM, says nothing to a Horovod that was built without this.
     ("horovod/common/operations.cc",
      "  SetBoolFromEnv(HOROVOD_ENABLE_ASYNC_COMPLETION, state.enable_async_completion,\n", """\
   SetBoolFromEnv("HOROVOD_COMPLETE_IN_STREAM", state.enable_async_completion, true);
@@ -154,8 +140,14 @@ void FollowInStream() {
   }
 #endif
 """),
+    # With Gloo Horovod's list of ranks has no length, so that nobody is ever found to be missing:
+    # who waits for a rank that does something else waits without a word. Now the ranks are named
+    # after a minute (HOROVOD_STALL_CHECK_TIME_SECONDS), as they are with MPI.
     ("horovod/common/gloo/gloo_controller.cc", "  global_ranks_.reserve(size_);\n",
      "  global_ranks_.resize(size_);\n"),
+    # Gloo sends to a rank before it tells that rank that it may send. Both go through one
+    # connection, in which the permission waits behind the data: one direction after the other,
+    # half the speed.
     (f"{GLOO}/alltoallv.cc", f"    in->send(\n        {SEND});\n", ""),
     (f"{GLOO}/alltoallv.cc", "  for (int i = 1; i < worldSize; i++) {\n    in->waitSend", f"""\
   for (int i = 1; i < worldSize; i++) {{
@@ -171,6 +163,9 @@ void FollowInStream() {
       out->recv(recvRank, slot, byteOffsets[recvIndex], byteCounts[recvIndex]);
       out->send(sendRank, slot, byteOffsets[sendIndex], byteCounts[sendIndex]);
 """),
+    # At its start each rank asks the rendezvous for all others: for the host's name, which then
+    # nothing reads, for the address until it is there, and once more for the address; one
+    # question is enough.
     (f"{STORE}.h", "  int rank_;\n",
      "  int rank_;\n  std::string found_key_;\n  std::vector<char> found_;\n"),
     (f"{STORE}.cc", "  std::vector<char> result;\n  HTTP_GET(key", """\
@@ -189,6 +184,8 @@ void FollowInStream() {
     (f"{GLOO}/rendezvous/context.cc",
      "  store.set(localKey, value);\n\n  for (int i = 0; i < size; i++) {\n",
      "  for (int i = rank; i < size; i++) {\n"),
+    # Before a rank connects to another it waits for Gloo's thread, which sleeps for 10 ms; now
+    # that is woken.
     (f"{GLOO}/transport/tcp/loop.cc", "    cv_.wait(lock);\n",
      "    defer([] {});\n    cv_.wait(lock);\n"),
     (f"{GLOO}/transport/tcp/loop.cc", "    cv_.notify_all();\n",

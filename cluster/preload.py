@@ -53,8 +53,8 @@ def run_head(script: str, source: bytes) -> None:
 def freeze() -> None:
     """What there is by now, ranks do not walk: their writes to it would copy its pages."""
     gc.freeze()
-    # An extension made with nanobind (triton's, with torch 2.15) tells at the end what is not taken
-    # back by then, as leaked.
+    # An extension made with nanobind (triton's, with torch 2.15) tells of what is still frozen at
+    # the end as leaked.
     if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
         atexit.register(gc.unfreeze)
 

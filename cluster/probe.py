@@ -133,7 +133,7 @@ def gpus() -> dict:
     for row in apps.splitlines():
         pid, _, uuid = (cell.strip() for cell in row.partition(","))
         if not pid.isdigit():
-            continue  # why none is told
+            continue  # a message instead of a row
         try:
             owner = os.stat("/proc/" + pid).st_uid
         except OSError:

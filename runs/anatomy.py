@@ -17,9 +17,9 @@ The figures go to summary.json and to the loggers, a sentence at the end names t
 costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed
 steps. Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as
 each tenth might always be the one that waits for the loader. On a GPU moments are events in its
-stream: phases are those of the GPU, not of the program that runs ahead. Where it does not run
-ahead, they are the program's all the same: so when it has queued backward, the GPU is asked whether
-it is there too.
+stream: phases are those of the GPU, not of the program that runs ahead. Where the GPU waits for the
+program, they are the program's all the same: so when that has queued backward, the GPU is asked
+whether it has caught up.
 """
 
 from __future__ import annotations

@@ -279,8 +279,8 @@ class Run:
                 print(f"stopped; to go on: {to_go_on(Path(error.args[0]))}", flush=True)
             sys.exit(128 + error.args[1])
         line = mistake(error, started=self.report.started, callbacks=self.config.get("callbacks"))
-        # Horovod: the same error says that ranks asked for different things, or what NCCL and CUDA
-        # had against this rank's; these are its own.
+        # Horovod: the same error tells of mistakes of this rank's own (collectives that do not
+        # match, NCCL, CUDA); OWN knows them from the end of another.
         internal = type(error).__name__ == "HorovodInternalError"
         other_ended = internal and not OWN.match(str(error))
         other_ended |= isinstance(error, RuntimeError) and bool(PEER_ENDED.search(str(error)))

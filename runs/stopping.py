@@ -57,7 +57,7 @@ class StopOnSignal(Checkpoint):
         # Behind the other checkpoints: a resume does not come to this epoch's end again.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
-        # Behind it ranks wait for each other: one that goes ahead has none that a signal ends.
+        # Then ranks wait for each other: once one is past that, all have this handler.
         asked = self._ask if stage == "fit" else signal.default_int_handler
         self._before = {SIGNAL: signal.signal(SIGNAL, asked)}
         self._process = os.getpid()

@@ -164,7 +164,7 @@ class GradientBuckets:
         self._local = [p.requires_grad or trained for p, trained in zip(self.parameters, local)]
 
     def is_unprepared(self, parameter: Parameter) -> bool:
-        """Is there still something of such a gradient?"""
+        """Whether its `.grad` still holds what a plain loss.backward() has left there."""
         if parameter not in self.unprepared or (gradient := parameter.grad) is None:
             return False
         return gradient.is_sparse or bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0

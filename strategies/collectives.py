@@ -63,15 +63,16 @@ def longest_pause() -> float:
     return 1e-4 * max(1, hvd.local_size() / usable_cores())
 
 
-def pack(obj: object) -> bytearray:
+def pack(obj: object) -> io.BytesIO:
     file = io.BytesIO()
     # Not torch's protocol 2, for which a FileNotFoundError is an OSError.
     torch.save(obj, file, pickle_module=cloudpickle, pickle_protocol=pickle.HIGHEST_PROTOCOL)
-    return bytearray(file.getbuffer())
+    return file
 
 
-def unpack(content: bytes | bytearray) -> Any:
-    return torch.load(io.BytesIO(content), map_location=on_own_gpu, weights_only=False)
+def unpack(file: io.BytesIO) -> Any:
+    file.seek(0)
+    return torch.load(file, map_location=on_own_gpu, weights_only=False)
 
 
 def sendable(error: Exception | None) -> Exception | None:
@@ -209,8 +210,8 @@ class World:
 
     def gather_objects(self, obj: T) -> list[T]:
         """Every rank's object, in the order of ranks."""
-        parts = self.gather(torch.frombuffer(pack(obj), dtype=torch.uint8))
-        return [unpack(part.numpy().tobytes()) for part in parts]
+        parts = self.gather(torch.frombuffer(pack(obj).getbuffer(), dtype=torch.uint8))
+        return [unpack(io.BytesIO(part.numpy().tobytes())) for part in parts]
 
     def gather_with_gradients(self, tensor: Tensor) -> Tensor:
         """Shape (size, *shape): every rank's tensor, of one shape; gradients of all come back."""
@@ -219,13 +220,15 @@ class World:
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """The object of rank `root`, on all ranks; of any size (Horovod's own ends at 2 GiB)."""
         mine = self.rank == root
-        content = pack(obj) if mine else bytearray()
+        file = pack(obj) if mine else io.BytesIO()
         with torch.inference_mode(False):
-            size = torch.tensor(len(content))
+            size = torch.tensor(file.tell())
             self.broadcast([size], root)
-            content = content or bytearray(int(size))
-            self.broadcast([torch.frombuffer(content, dtype=torch.uint8)], root)
-        return obj if mine else unpack(content)
+            if not mine:  # a checkpoint's bytes are there once, and once as what they say
+                file.seek(int(size) - 1)
+                file.write(b"\0")
+            self.broadcast([torch.frombuffer(file.getbuffer(), dtype=torch.uint8)], root)
+        return obj if mine else unpack(file)
 
     def broadcast(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""

@@ -290,9 +290,10 @@ class HorovodStrategy(ParallelStrategy):
             return dataloader
         if self.root_device.type == "cpu":
             dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
-        # Who asks for estimated_stepping_batches in the sanity check has it made then.
+        # estimated_stepping_batches, asked for in the sanity check, makes the training loader then;
+        # those of validation are there already.
         made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
-        for_training = trainer.sanity_checking and made  # the other loaders are
+        for_training = trainer.sanity_checking and made
         if for_training or trainer.state.stage == RunningStage.TRAINING:
             return dataloader
         if trainer.state.stage in EVALUATING:

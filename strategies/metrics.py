@@ -132,8 +132,8 @@ def leave_metrics(module: nn.Module, world: World) -> None:
 
 
 class ReadByAll(Callback):
-    """Before a progress bar, or a callback of rank 0 alone, reads the epoch's metrics: to read is
-    to reduce, for which it would wait, or take what others reduce next for its own."""
+    """Reads the epoch's metrics on all ranks before any other callback. To read is to reduce: a
+    callback of rank 0 alone would wait for the others, or be given what they reduce next."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _ = trainer.progress_bar_metrics

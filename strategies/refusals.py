@@ -81,8 +81,8 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
 
 
 def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, world: World) -> None:
-    """A Trainer's `devices` and `num_nodes` that are not horovodrun's, and GPUs without NCCL,
-    with several ranks, or of some ranks only.
+    """`devices` or `num_nodes` that contradict horovodrun's; of several ranks also GPUs without
+    NCCL, and GPUs that two of them share or only some have.
 
     Args:
         devices: how many the Trainer has for this host; 1 for CPUs by itself, or all GPUs.

@@ -39,8 +39,10 @@ from benchmarks.cost_model import (
     bucket_sizes,
     expected_maximum,
     fit,
+    latencies,
     predict,
 )  # fmt: skip
+from benchmarks.predict_inputs import TCP, described, networks
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
 from tests.conftest import ROOT, run
@@ -221,6 +223,26 @@ def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:
     network = replace(TRUTH, bandwidth=5e7, fixed=0.03)
     asynchronous = replace(network, asynchronous=True)
     assert predict(JOB, 2, asynchronous).seconds < predict(JOB, 2, network).seconds
+
+
+def test_ranks_agree_over_tcp_though_nccl_is_faster() -> None:
+    """Gloo's ring of 8 ranks on 2 hosts has 14 hops, to neighbours too."""
+    words = "rate=100gbit latency=5us gpus_per_host=4 inside=nvlink operations=nccl"
+    cases = [
+        (networks([], described(f"{words}{more}"), 4)[0][1], hop)
+        for more, hop in (
+            ("", TCP), (" controller_latency=90us", 90e-6), (" controller_latency=1ns", None),
+        )
+    ]  # fmt: skip
+    for network, hop in cases:
+        alone = latencies(network, 8, "ring")
+        expected = 14 * hop if hop else alone
+        assert agreement_seconds(8, network) == pytest.approx(network.fixed + expected)
+        assert all_reduce_seconds(0, 8, network) == pytest.approx(
+            min(alone, latencies(network, 8, "tree"))
+        )
+    for other in (words.replace("nccl", "gloo"), f"{words} controller=mpi"):
+        assert networks([], described(other), 4)[0][1].agreement_latency == 0
 
 
 def test_the_expected_maximum_is_exact() -> None:

@@ -40,7 +40,7 @@ MUTATIONS = [
     ),
     Mutation(
         "gradients are added where they should be averaged", "horovod.py",
-        "else (1 / divisor,", "else (1,", "horovod-2 and plain",
+        "= (1 / divisor,", "= (1,", "horovod-2 and plain",
     ),
     Mutation(
         "a rank without any batch is not looked for", "horovod.py",
@@ -310,7 +310,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a sum is an average", "horovod.py",
-        '(1.0, 1.0) if self.op == "sum"', '(1.0, 1.0) if False', "horovod-2 and sum_of_gradients",
+        'averaged = self.op == "average"', "averaged = True", "horovod-2 and sum_of_gradients",
     ),
     Mutation(
         "batch normalization uses this rank's statistics", "batchnorm.py",

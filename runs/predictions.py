@@ -4,9 +4,10 @@
     labels = torch.load("logs/classifier/runs/.../predictions.pt")     of shape (samples, ...)
 
 Samples are those of predict_dataloader, or of test_dataloader where there is none, in the order
-of the data set, each once, whatever the number of ranks. What predict_step returns is a tensor, or
-a dict, list or tuple of tensors, with the samples of the batch along the first dimension; the file
-holds the same with all samples along it. Every rank holds all predictions for a moment.
+of the data set, each once, whatever the number of ranks. What predict_step returns is a tensor with
+the samples of the batch along its first dimension, or a list of as many texts, or a dict, list or
+tuple of these; the file holds the same for all samples. Every rank holds all predictions for a
+moment.
 
 Where samples are files, as torchvision's image folders tell in `samples`, predictions.csv has a row
 for each: the file, and where there is one number for a sample that, with its name if it is a label.
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -95,8 +97,11 @@ class Predictions(BasePredictionWriter):
         batches = batch_indices[0]
         for prediction, batch in zip(predictions, batches):
             _check(prediction, len(batch))
-        structure = tree_flatten(predictions[0])[1]
-        shapes = {str([tuple(leaf.shape[1:]) for leaf in tree_flatten(p)[0]]) for p in predictions}
+        structure = tree_flatten(predictions[0], _are_texts)[1]
+        leaves = [tree_flatten(prediction, _are_texts)[0] for prediction in predictions]
+        shapes = {
+            str([tuple(x.shape[1:]) for x in each if isinstance(x, Tensor)]) for each in leaves
+        }
         mine = "; ".join(sorted(shapes))
         everyones = sorted(
             {s for text in gather_texts(trainer.strategy, mine) for s in text.split("; ")}
@@ -106,10 +111,17 @@ class Predictions(BasePredictionWriter):
                 f"predict=true: predict_step returned samples of the shapes {everyones[0]} and "
                 f"{everyones[1]}: pad them, so that all have one"
             )
-        columns = [torch.cat(parts) for parts in zip(*(tree_flatten(p)[0] for p in predictions))]
         seen = torch.tensor([index for batch in batches for index in batch])
         indices, order = gather_rows(trainer.strategy, seen).sort()
-        gathered = [gather_rows(trainer.strategy, column)[order] for column in columns]
+        gathered: list[Any] = []
+        for parts in zip(*leaves):
+            if isinstance(parts[0], Tensor):
+                gathered.append(gather_rows(trainer.strategy, torch.cat(parts))[order])
+            else:
+                listed = json.dumps([text for texts in parts for text in texts])
+                of_ranks = gather_texts(trainer.strategy, listed)
+                texts = [text for its in of_ranks for text in json.loads(its)]
+                gathered.append([texts[place] for place in order.tolist()])
         self.samples = len(order)
         self.file = Path(trainer.default_root_dir) / "predictions.pt"
         if trainer.is_global_zero:
@@ -118,7 +130,7 @@ class Predictions(BasePredictionWriter):
             unfinished.rename(self.file)
             self._write_files(trainer.predict_dataloaders, indices.tolist(), gathered)
 
-    def _write_files(self, loader: Any, indices: list[int], gathered: list[Tensor]) -> None:
+    def _write_files(self, loader: Any, indices: list[int], gathered: list[Any]) -> None:
         assert self.file is not None
         dataset, classes = loader.dataset, classes_of(loader)
         while isinstance(dataset, Subset):
@@ -128,7 +140,7 @@ class Predictions(BasePredictionWriter):
             return
         rows = [[str(samples[index][0])] for index in indices]
         header, numbers = ["file"], gathered[0]
-        if len(gathered) == 1 and numbers.dim() == 1:
+        if len(gathered) == 1 and isinstance(numbers, Tensor) and numbers.dim() == 1:
             header.append("prediction")
             labels = classes if not numbers.is_floating_point() else []
             header += ["class"] if labels else []
@@ -157,12 +169,17 @@ def _check_loader(loader: Any, ranks: int) -> None:
         )
 
 
+def _are_texts(node: Any) -> bool:
+    """A list of texts is one thing, as a tensor is."""
+    return isinstance(node, (list, tuple)) and bool(node) and all(isinstance(x, str) for x in node)
+
+
 def _check(prediction: Any, samples: int) -> None:
-    leaves = tree_flatten(prediction)[0]
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor) or leaf.dim() == 0 or len(leaf) != samples:
+    for leaf in tree_flatten(prediction, _are_texts)[0]:
+        rows = leaf.dim() > 0 if isinstance(leaf, Tensor) else _are_texts(leaf)
+        if not rows or len(leaf) != samples:
             what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r:.40}"
             raise Refusal(
                 f"predict=true: predict_step returned {what} for a batch of {samples} samples; "
-                "return tensors with the samples along the first dimension"
+                "return tensors with the samples along the first dimension, or a text for each"
             )

@@ -200,7 +200,17 @@ class LeavesOneOut(LightningModule):
 
 class Names(LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
-        return ["cat" for _ in batch]
+        return {"twice": 2 * batch, "names": [f"ü {number}" for number in batch.tolist()]}
+
+
+class NamesThree(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return ["a", "b", "c"]
+
+
+class NamesOnce(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"names": "cat"}
 
 
 class Numbers(LightningDataModule):
@@ -230,6 +240,23 @@ def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) 
     assert written.samples == 7 and list(predictions) == ["twice", "both"]
     assert torch.equal(predictions["twice"], 2 * numbers)
     assert torch.equal(predictions["both"][1], -numbers.unsqueeze(1))
+
+
+def names_of_ranks(folder: str) -> Any:
+    trainer = Trainer(
+        accelerator="cpu", strategy=HorovodStrategy(), logger=False, default_root_dir=folder,
+        callbacks=[Predictions()], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.predict(Names(), Numbers(), return_predictions=False)
+    trainer.strategy.barrier()
+    return torch.load(Path(folder) / "predictions.pt")
+
+
+def test_predictions_may_be_texts(launch: Callable, tmp_path: Path) -> None:
+    for predicted in launch(names_of_ranks, 2, folder=str(tmp_path)):
+        assert predicted["names"] == [f"ü {number}" for number in range(7)]
+        assert torch.equal(predicted["twice"], 2 * torch.arange(7))
 
 
 class Validates(Numbers):
@@ -397,7 +424,8 @@ class Squares(Dataset):
             r"predict_step returned samples of the shapes \[\(3,\)\] and \[\(4,\)\]: p",
         ),
         (LeavesOneOut, Numbers, r"predict_step returned shape \(2,\) for a batch of 3 samples"),
-        (Names, Numbers, "predict_step returned 'cat' for a batch of 3 samples"),
+        (NamesOnce, Numbers, "predict_step returned 'cat' for a batch of 3 samples"),
+        (NamesThree, Numbers, r"returned \['a', 'b', 'c'\] for a batch of 1 samples"),
     ],
 )
 def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Classifiers that warn, lack a test, end or break on ranks, see NaN, keep what no file gives."""
+"""Classifiers that tell or warn, lack a test, end or break on ranks, see NaN, keep too much."""
 
 import os
 import signal
@@ -23,6 +23,11 @@ class Warns(Classifier):
         warnings.warn("everybody says this", stacklevel=1)
         if self.global_rank == 1:
             warnings.warn("only rank 1 says this", stacklevel=1)
+
+
+class TellsHowItMultiplies(Classifier):
+    def on_fit_start(self) -> None:
+        print("products of float32:", torch.get_float32_matmul_precision(), flush=True)
 
 
 class HasNoTest(Classifier):

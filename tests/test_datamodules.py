@@ -18,11 +18,12 @@ import pytest
 import torch
 from numpy.lib.stride_tricks import sliding_window_view
 from PIL import Image
-from pytorch_lightning import Trainer
+from pytorch_lightning import LightningDataModule, Trainer
 from pytorch_lightning.plugins.precision import HalfPrecision, Precision
 from pytorch_lightning.trainer.states import TrainerFn
 from sklearn.datasets import load_sample_images
 from torch import Tensor
+from torch.utils.data import RandomSampler, SequentialSampler
 from torchvision.transforms.functional import to_pil_image
 
 from datamodules import cifar10, mnist, ranks
@@ -35,6 +36,7 @@ from datamodules.noise import Noise
 from datamodules.photos import Photos
 from datamodules.pictures import read, split_by_name, view
 from datamodules.shards import Shards
+from datamodules.text import Text
 from strategies import HorovodStrategy
 from tests.pictures import write_cifar10, write_folder, write_mnist, write_shards
 
@@ -102,6 +104,36 @@ class TestDownload:
         data.prepare_data()
         assert sorted(file.name for file in data.folder.iterdir()) == sorted([*files, "notes.txt"])
         assert all((data.folder / name).stat().st_size for name in files)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Cifar10, {"data_dir": "."}),
+        (Digits, {}),
+        (Fake, {}),
+        (Folder, {"folder": "images"}),
+        (Mnist, {"data_dir": "."}),
+        (Noise, {"data_dir": ".", "count": 8, "size": 4}),
+        (Text, {"megabytes": 0.1}),
+    ],
+)
+def test_training_is_shuffled_and_each_task_has_its_part(
+    kind: type[LightningDataModule], options: dict[str, Any], tmp_path: Path
+) -> None:
+    write_mnist(tmp_path / "MNIST" / "raw", train=24, test=4)
+    write_cifar10(tmp_path / "cifar-10-batches-py", each=2)
+    write_folder(tmp_path / "images", each=5)
+    folders = {
+        name: str(tmp_path / value) for name, value in options.items() if isinstance(value, str)
+    }
+    data: Any = kind(**options | folders)
+    data.prepare_data()
+    data.setup("fit")
+    loaders = [data.train_dataloader(), data.val_dataloader(), data.test_dataloader()]
+    parts = list(map(id, data.splits))
+    assert [parts.index(id(loader.dataset)) for loader in loaders] == [0, 1, 2]
+    assert [type(loader.sampler) for loader in loaders] == [RandomSampler] + [SequentialSampler] * 2
 
 
 def test_mnist_is_read_as_it_is_written(tmp_path: Path) -> None:

@@ -153,18 +153,29 @@ def test_flop_are_counted_by_hand() -> None:
     assert tiny().flop_per_token(100) == counted
 
 
-def test_speed_leaves_out_first_batches_and_validation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_speed_is_that_of_all_ranks_without_first_batches_and_validation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = iter([10.0, 12.0, 50.0, 51.0])
     monkeypatch.setattr(gpt, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(gpt, "peak", lambda *_: (1e9, "made up"))
     model, batch = tiny(), torch.zeros(4, 11, dtype=torch.uint8)
+    logged: dict[str, Any] = {}
+    monkeypatch.setattr(
+        model, "log", lambda name, *value, **how: logged.update({name: (*value, how)})
+    )
     model.on_train_epoch_start()
     for index in range(3):  # from the end of the first, at 10 s
         model.on_train_batch_end(None, batch, index)
     model.on_validation_start()  # at 12 s
     for index in range(2):  # from 50 s
         model.on_train_batch_end(None, batch, index)
-    model._stop_clock()  # at 51 s
+    model.on_train_epoch_end()  # at 51 s
     assert (model._tokens, model._seconds) == (3 * 4 * 10, 3.0)
+    assert logged == {
+        "train/tokens_per_second": (40, {"sync_dist": True, "reduce_fx": "sum"}),
+        "train/mfu": (40 * model.flop_per_token(10) / 1e9, {"sync_dist": True}),
+    }
 
 
 @pytest.mark.parametrize(

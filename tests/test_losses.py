@@ -136,5 +136,18 @@ def test_what_ends_before_its_plot_goes_on_with_its_losses(
     assert json.loads(file.read_text())["finished"] and list(tmp_path.glob("*.png"))
 
 
+def test_losses_that_differ_end_the_command_with_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(losses, "batches", lambda jobs, sizes: [8] * len(jobs))
+    monkeypatch.setattr(losses, "launch", Source(0, 1e-6))
+    monkeypatch.setattr(losses_report, "report", lambda *_: "")
+    monkeypatch.setattr("sys.argv", ["losses", "--steps", "20", "--out", str(tmp_path)])
+    assert losses.main() == 1
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    told = {line.removeprefix("error: not equal: ").partition(": ")[0] for line in errors}
+    assert told == {job.name for job in losses.JOBS if not job.differs}
+
+
 def test_a_number_of_ranks_that_is_given_twice_is_measured_once() -> None:
     assert losses.parse(["--np", "4", "2", "4"]).np == [4, 2]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -23,6 +23,7 @@ from models import dcgan
 from models.classifier import Classifier
 from models.dcgan import DCGAN, InceptionScore, Judge
 from models.denoiser import Denoiser
+from models.gpt import GPT
 from models.resnet import ResNet, rise_and_fall
 from models.split import Split
 from models.unet import UNet
@@ -37,6 +38,34 @@ def test_a_classifier_drops_the_share_of_features_that_it_is_given() -> None:
         nothing = model.network[-1].bias.expand(2, -1)
         assert torch.equal(model(images), nothing) == dropped
         assert not torch.equal(model.eval()(images), nothing)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (Classifier, {}),
+        (Denoiser, {"depth": 3, "features": 4}),
+        (GPT, {"layers": 1, "width": 32}),
+        (ResNet, {"channels": 1}),
+        (Split, {"depth": 1, "width": 8}),
+    ],
+)
+def test_what_is_measured_is_that_of_all_ranks(
+    kind: type[LightningModule], options: dict[str, int]
+) -> None:
+    """By a metric that gathers it, or by the mean: else rank 0 logs its own share alone."""
+    images, tokens = torch.rand(2, 1, 8, 8), torch.randint(256, (2, 9))
+    batches: dict[Any, Any] = {Denoiser: (images,) * 3, GPT: tokens}
+    batch = batches.get(kind, (images, torch.arange(2)))
+    model: Any = kind(**options).eval()
+    gathered: dict[str, bool] = {}
+    model.log = lambda name, value, sync_dist=False: gathered.update(
+        {name: sync_dist or isinstance(value, Metric)}
+    )
+    model.validation_step(batch, 0)
+    model.test_step(batch, 0)
+    assert {name.partition("/")[0] for name in gathered} == {"val", "test"}
+    assert [name for name, of_all in gathered.items() if not of_all] == []
 
 
 class TestDCGAN:

@@ -240,8 +240,10 @@ class TestOtherRuns:
         done = job(
             2, tmp_path, "trainer.precision=bf16-mixed", "trainer.limit_train_batches=6",
             "trainer.max_epochs=2", "trainer.accumulate_grad_batches=2", "lr_scaling=linear",
+            FAULTY + "TellsHowItMultiplies", "matmul_precision=high",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
+        assert done.stdout.count("products of float32: high\n") == 2, done.stdout
         assert "precision bf16-mixed" in done.stdout and "lr 0.004" in done.stdout
         assert "32 a process x 2 ranks x 2 accumulated = 128 global" in done.stdout
         assert "curves  have no step of training: 6 steps, and trainer.log_every" in done.stdout

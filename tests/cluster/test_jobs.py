@@ -941,6 +941,21 @@ class TestDetached:
             done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
             assert done.returncode == 2 and words in done.stdout
 
+    @pytest.mark.parametrize(
+        ("at", "expected"), [("13:00", "2026-01-31 13:00"), ("02:00", "2026-02-01 02:00")]
+    )
+    def test_an_hour_that_is_past_is_tomorrows(
+        self, at: str, expected: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Noon(datetime.datetime):
+            @classmethod
+            def now(cls, tz: datetime.tzinfo | None = None) -> Noon:
+                return cls(2026, 1, 31, 12)
+
+        clock = SimpleNamespace(datetime=Noon, timedelta=datetime.timedelta)
+        monkeypatch.setattr(jobs, "datetime", clock)
+        assert jobs._start(at) == datetime.datetime.fromisoformat(expected)
+
     def test_one_that_waits_notes_itself_that_it_was_stopped(
         self, on: On, hosts: list[testbed.Host], project: Path
     ) -> None:
@@ -1035,9 +1050,9 @@ class TestDetached:
         assert not became
         state = json.loads((tmp_path / "run.json").read_text())
         assert (state["state"], state["reason"][:24]) == ("failed", "node2: code: other than ")
-        asked["at"] = ""  # just looked at
+        asked |= {"at": "", "np": 1}  # just looked at
         jobs.run(argparse.Namespace(**asked))
-        assert became[0][-3:] == ["-H", "node1,node2", "true"]
+        assert became[0][-5:] == ["-np", "1", "-H", "node1,node2", "true"]
 
     def test_a_run_that_cannot_be_noted_is_none(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -267,24 +267,30 @@ def test_what_is_none_of_its_group_is_refused(overrides: list[str], message: str
         run.instantiate(group)
 
 
-def opened(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> Path:
-    """The folder of runs that a job would make its own in."""
+def opened(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> DictConfig:
+    """The configuration of a job, with the folder of runs that it would make its own in."""
     run = Run.__new__(Run)
     run.config, run.choices = compose("config", list(overrides)), {"model": "mine"}
     monkeypatch.setattr(Run, "_make_folder", lambda *_: None)
-    return run.open(SimpleNamespace(broadcast=lambda what: what))  # type: ignore[arg-type]
+    folder = run.open(SimpleNamespace(broadcast=lambda what: what))  # type: ignore[arg-type]
+    assert str(folder) == run.config.run_dir
+    return run.config
 
 
 def test_where_a_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert opened(monkeypatch) == ROOT / "logs" / "mine" / "runs"
-    folder = opened(monkeypatch, "log_dir='~/logs'", "task=digits")
-    assert folder == Path.home() / "logs" / "digits" / "runs"
-    assert opened(monkeypatch, "run_dir='~/mine'") == Path.home() / "mine"
+    """And where data are, from any working folder."""
+    config = opened(monkeypatch)
+    assert config.run_dir == str(ROOT / "logs" / "mine" / "runs")
+    assert config.data_dir == str(ROOT / "data")
+    config = opened(monkeypatch, "log_dir='~/logs'", "data_dir='~/data'", "task=digits")
+    assert config.run_dir == str(Path.home() / "logs" / "digits" / "runs")
+    assert config.data_dir == str(Path.home() / "data")
+    assert opened(monkeypatch, "run_dir='~/mine'").run_dir == str(Path.home() / "mine")
 
 
 def test_to_predict_is_enough_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["train=false", "test=false", "predict=true", "ckpt_path=mine.ckpt"]
-    assert opened(monkeypatch, *overrides) == ROOT / "logs" / "mine" / "runs"
+    assert opened(monkeypatch, *overrides).run_dir == str(ROOT / "logs" / "mine" / "runs")
 
 
 class ForgetsSuper(LightningModule):

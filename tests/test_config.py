@@ -83,7 +83,6 @@ from tests.conftest import run
             "\"strategy.compression='16'\", in make's ARGS=",
         ),
         ("model.lr=0.1,0.2", "several values"),
-        ("-m", "make sweep tries several values"),
         ("callbacks.best_checkpoint.monitor=val/acc", "too, callbacks.best_checkpoint.mode=min or"),
     ],
 )

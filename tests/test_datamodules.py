@@ -290,6 +290,14 @@ class TestFolder:
         expected = [edge + width / 2 - 0.5, 255 - edge - width / 2 + 0.5]
         assert [float(pixels[0]), float(pixels[-1])] == pytest.approx(expected, abs=2)
 
+    def test_a_view_to_train_is_mirrored_or_not(self) -> None:
+        torch.manual_seed(0)
+        image = Image.new("L", (32, 32))
+        image.paste(255, (16, 0, 32, 32))  # its right half is white
+        views = (view(8, augment=True)(image.convert("RGB"))[0] for _ in range(50))
+        brighter = {float((seen[:, 4:] - seen[:, :4]).mean().sign()) for seen in views}
+        assert {-1, 1} <= brighter
+
     def test_a_broken_image_is_named(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=10)
         for file in (tmp_path / "images").rglob("*.png"):
@@ -311,10 +319,11 @@ class TestFolder:
     ) -> None:
         for split, each in (("train", 6), ("val", 3), ("test", 2)):
             write_folder(tmp_path / split, each)
-        data = Folder(str(tmp_path), 4, size=16, num_workers=0)
+        data = Folder(str(tmp_path), 4, size=16, augment=True, num_workers=0)
         data.setup("fit")
         assert [len(split) for split in data.splits] == [12, 6, 4]  # type: ignore[arg-type]
-        assert data.splits[2][0][0].shape == (3, 16, 16)
+        first, again = (data.splits[2][0][0] for _ in range(2))
+        assert first.shape == (3, 16, 16) and torch.equal(first, again)
         (tmp_path / "test" / "tower").rename(tmp_path / "test" / "spire")
         with pytest.raises(ValueError, match="train/ and test/ need the same classes"):
             Folder(str(tmp_path)).setup("fit")
@@ -326,14 +335,15 @@ class TestFolder:
     def test_few_change_sides_when_images_are_added(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=50)
 
-        def parts() -> list[set[str]]:
-            data = Folder(str(tmp_path / "images"))
+        def parts(seed: int = 0) -> list[set[str]]:
+            data = Folder(str(tmp_path / "images"), split_seed=seed)
             data.setup("fit")
             splits: Any = data.splits
             return [{s.dataset.samples[i][0] for i in s.indices} for s in splits]
 
         before = parts()
         assert [len(part) for part in before] == [80, 10, 10]
+        assert not any(a == b for a, b in zip(before, parts(seed=1)))
         shutil.copy(
             tmp_path / "images" / "tower" / "0.png", tmp_path / "images" / "tower" / "a.png"
         )

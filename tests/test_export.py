@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -152,6 +155,39 @@ def test_a_forward_may_take_several_tensors(takes_two: Path) -> None:
     exported = torch.export.load(takes_two.with_suffix(".pt2")).module()
     inputs = torch.rand(7, 3, 2), torch.rand(7)
     torch.testing.assert_close(exported(*inputs), TakesTwo()(*inputs))
+
+
+def test_onnx_has_the_tensors_of_forward_by_name(
+    takes_two: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stubs of its packages, which give what torch.export does."""
+    names, content, modules = ["pictures", "numbers"], b"as onnx writes it", []
+
+    def convert(program: ExportedProgram, dynamo: bool, verbose: bool) -> Any:
+        modules.append(program.module())
+        return SimpleNamespace(model_proto=SimpleNamespace(SerializeToString=lambda: content))
+
+    class Session:
+        def __init__(self, read: bytes, providers: list[str]) -> None:
+            assert (read, providers) == (content, ["CPUExecutionProvider"])
+
+        def get_inputs(self) -> list[SimpleNamespace]:
+            return [SimpleNamespace(name=name) for name in names]
+
+        def run(self, outputs: None, feed: dict[str, np.ndarray]) -> list[np.ndarray]:
+            assert sorted(feed) == sorted(names)
+            inputs = (torch.from_numpy(feed[name]) for name in names)
+            return [modules[0](*inputs).detach().numpy()]
+
+    monkeypatch.setitem(sys.modules, "onnxruntime", SimpleNamespace(InferenceSession=Session))
+    monkeypatch.setattr(export, "FORMATS", {"onnx": []})
+    monkeypatch.setattr(torch.onnx, "export", convert)
+    message = export.export(takes_two, "onnx")
+    assert message.endswith("takes float32 (any batch, 3, 2) and float32 (any batch)")
+    assert takes_two.with_suffix(".onnx").read_bytes() == content
+    monkeypatch.setattr(torch.onnx, "export", Mock(side_effect=RuntimeError("no such\noperator")))
+    with pytest.raises(Refusal, match="cannot convert it: no such operator; format pt2 may do"):
+        export.export(takes_two, "onnx")
 
 
 @pytest.mark.parametrize(

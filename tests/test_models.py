@@ -96,6 +96,23 @@ class TestDCGAN:
             assert float(scale.mean()) == pytest.approx(1, abs=0.01)
             assert float(scale.std()) == pytest.approx(0.02, rel=0.2)
 
+    def test_a_step_has_no_gradients_of_the_one_before(self) -> None:
+        """The same batch and latents again, at a rate of 0."""
+        model: Any = DCGAN(size=8, channels=1, width=4, lr=0)
+        optimizers = model.configure_optimizers()
+        model._trainer = SimpleNamespace(optimizers=optimizers)
+        model.optimizers = lambda: optimizers
+        model.manual_backward = lambda loss: loss.backward()
+        model.log = lambda *_: None
+        images, gradients = torch.rand(4, 1, 8, 8), []
+        for _ in range(2):
+            model.draws = torch.Generator().manual_seed(0)
+            model.training_step((images, None), 0)
+            parameters = [*model.generator.parameters(), *model.discriminator.parameters()]
+            gradients.append([parameter.grad.clone() for parameter in parameters])
+        torch.testing.assert_close(*gradients)
+        assert all(gradient.any() for gradient in gradients[0])
+
     def test_each_rank_draws_other_latents(self) -> None:
         drawn, judged = [], []
         for rank in (0, 1):

@@ -10,12 +10,15 @@ import runpy
 import socket
 import statistics
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
+import horovod.torch as hvd
 import pytest
 import torch
 
@@ -770,6 +773,18 @@ def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
     for suffix in (".md", ".csv", ".png", ".svg"):
         assert file.with_suffix(suffix).stat().st_size > 0
     assert "repetition 3 of 3" in done.stdout
+
+
+def times_of_ranks() -> list[list[float]]:
+    """Of two sizes whose all-reduce takes a rank its number + 1, and the warm-up more."""
+    rounds = iter([100.0, 100.0] + 6 * [0.0])
+    with patch.object(allreduce_worker, "once", lambda *_: hvd.rank() + 1.0 + next(rounds)):
+        return allreduce_worker.measure([4, 8], 3, "cpu")
+
+
+def test_the_slowest_rank_counts_and_no_warm_up(launch: Callable) -> None:
+    for times in launch(times_of_ranks, 2):
+        assert times == [[2.0] * 3] * 2
 
 
 def test_a_result_is_not_written_over(tmp_path: Path) -> None:

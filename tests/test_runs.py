@@ -602,7 +602,7 @@ class TrainsAndTests(Numbers):
             self.ones = torch.ones(4)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.ones)  # type: ignore[arg-type]
+        return DataLoader(self.ones, drop_last=True)  # type: ignore[arg-type]
 
 
 class TrainsAndPredicts(Times):
@@ -725,6 +725,7 @@ def test_what_was_done_before_a_failure_is_told(
     if file.is_file():
         summary = json.loads(file.read_text())
         assert summary["steps"] == 4 and summary["predictions"] is None
+        assert (summary["train_samples"], summary["drop_last"]) == (4, True)
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 

@@ -22,7 +22,7 @@ import pytest
 from runs.refusal import Refusal
 from runs.space import Space
 from runs.sweep import Launcher, Sweep, _sweeps_folder, main
-from runs.trials import Trial, judge, reason, write_results
+from runs.trials import Trial, best_of, judge, reason, write_results
 from tests.conftest import ROOT, run
 
 GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
@@ -350,6 +350,15 @@ class TestWhatIsKept:
 def test_the_line_that_tells_most(tmp_path: Path, text: str, told: str) -> None:
     (tmp_path / "output").write_text(text, encoding="latin-1")
     assert reason(tmp_path / "output") == told
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_of_equals_the_first_is_the_best(mode: str) -> None:
+    values = [None, 1.0, 3.0, 1.0, 3.0]
+    trials = [Trial(number, [], "done", value=value) for number, value in enumerate(values)]
+    best = best_of(trials, mode)
+    assert best is not None and best.number == (1 if mode == "min" else 2)
+    assert best_of(trials[:1], mode) is None
 
 
 def test_the_table_has_the_best_first_and_those_without_a_value_last(tmp_path: Path) -> None:

@@ -141,6 +141,7 @@ class TestDefaultRun:
     def test_best_checkpoint_is_the_one_tested(self, default: tuple[Path, str]) -> None:
         losses = validation_losses(default[0])
         assert best_epoch(default[0]) == losses.index(min(losses))
+        assert f"(best {min(losses):.4g})\n" in default[1]
 
 
 class TestOtherRuns:
@@ -164,6 +165,7 @@ class TestOtherRuns:
         assert best_epoch(tmp_path) == losses.index(min(losses))
         result = summary(tmp_path)
         assert result["steps"] == 20 * (epochs + 2)
+        assert " samples/s: 40 steps, 2 epochs in " in done.stdout, done.stdout
         samples = result["samples_per_second"] * result["train_seconds"]
         assert samples == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
         line = f"profile {folders(tmp_path)[-1]}: fit-profile_rank0-0.txt, test-profile_rank0-0.txt"
@@ -402,7 +404,7 @@ class TestMistakes:
             assert "Traceback" not in output
             warned = "warning callbacks.early_stopping.monitor=val_loss: nothing is logged by this"
             assert (warned in output) == (overrides == nobody_logs)  # before training
-        assert not folders(logs) and not processes_of(logs)
+        assert not list(logs.iterdir()) and not processes_of(logs)
         assert not list(mine.iterdir())  # what was the user's stays
 
     def test_more_ranks_than_samples(self, tmp_path: Path) -> None:

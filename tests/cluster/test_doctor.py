@@ -334,6 +334,40 @@ def test_gpus_that_are_hidden_are_not_asked_for(none: str, monkeypatch: pytest.M
     assert finding.level == "ok" and "it uses CPUs" in finding.text
 
 
+@pytest.mark.parametrize(
+    ("gpus", "nccl", "level"), [(1, False, "FAIL"), (1, True, "ok"), (0, False, "ok")]
+)
+def test_a_horovod_without_nccl_is_not_for_gpus(gpus: int, nccl: bool, level: str) -> None:
+    here = {"versions": {"python": "3.11", "torch": "2.8", "horovod": "0.28.1"}}
+    build = {"gpus": gpus, "nccl": nccl, "gloo": True, "mpi": False}
+    (finding,) = findings.packages(Host("node1", 1), {**here, "build": build}, here)
+    told = (finding.level, "and Horovod no NCCL" in finding.text, "make install" in finding.mend)
+    assert told == (level, level == "FAIL", level == "FAIL"), finding
+
+
+@pytest.mark.parametrize(("name", "level"), [("old.py", "warn"), ("notes.md", "ok")])
+def test_code_that_is_only_there_is_told(name: str, level: str) -> None:
+    here = {"code": {"new.py": "1"}, "synced": {"new.py"}, "tracked": {"new.py"}, "identity": "a"}
+    facts = {"code": {"new.py": "1", name: "2"}, "identity": "b"}
+    (finding,) = findings.checkout(Host("node1", 1), facts, here)
+    told = (finding.level, "has what is not here: old.py" in finding.text)
+    assert told == (level, level == "warn"), finding
+
+
+@pytest.mark.parametrize(
+    ("infiniband", "memlock", "level"),
+    [(True, 1 << 16, "warn"), (True, -1, "ok"), (False, 1 << 16, "ok")],
+)
+def test_infiniband_that_may_not_lock_its_memory(
+    infiniband: bool, memlock: int, level: str
+) -> None:
+    facts = {"disk": {str(ROOT): 1 << 20}, "memory": 1 << 20, "gpus": {"devices": []}, "cores": 9}
+    facts |= {"files": 1 << 20, "infiniband": infiniband, "memlock": memlock}
+    finding = findings.room(Host("node1", 1), facts, 1)[-1]
+    told = (finding.level, "memlock is 64 KiB; InfiniBand wants it" in finding.text)
+    assert told == (level, level == "warn"), finding
+
+
 def test_gpus_that_cuda_cannot_use_do_not_count() -> None:
     """Of an old driver torch.cuda.device_count() says how many it has."""
     old = "import torch; torch.cuda._device_count_nvml = lambda: 8"

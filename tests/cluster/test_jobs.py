@@ -500,9 +500,17 @@ class TestEnd:
         agent._adopt(forks.pid, 0)
         assert rank.wait(10) == -signal.SIGUSR1 and agent._ranks == {rank.pid: 0}
 
-    def test_a_gap_in_the_network_ends_nothing(self) -> None:
+    def test_a_gap_in_the_network_ends_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """TCP tries again after 0.2, 0.4, ... seconds: 25 after the link went, and then 51."""
         assert GLOO_SECONDS > SILENCE_SECONDS > 0.2 * (2**8 - 1)
+        timeout = "HOROVOD_GLOO_TIMEOUT_SECONDS"
+        job = Job([SimpleNamespace(rank=rank) for rank in range(3)], [], None, stop_seconds=8)
+        monkeypatch.delenv(timeout, raising=False)
+        hosts = Host("localhost", 2), Host("192.0.2.1", 1)
+        sent = {job._environment(host)[timeout] for host in hosts}
+        assert sent == {str(GLOO_SECONDS + 3)}
+        monkeypatch.setenv(timeout, "7")
+        assert {job._environment(host)[timeout] for host in hosts} == {"7"}
 
     def test_a_rank_that_others_wait_for_at_the_start_is_named(self) -> None:
         code = (
@@ -757,11 +765,16 @@ class TestEnd:
 
     def test_a_stop_hides_no_failure(self, tmp_path: Path) -> None:
         """Ctrl-C while the others of a rank that failed are being ended."""
-        lasts = "trap '' TERM; echo ready; while :; do sleep 1; done"
-        command = horovodrun("-H", "localhost:2", "sh", "-c",
-                             f"[ $HOROVOD_RANK = 0 ] && sleep 2 && exit 3; {lasts}")  # fmt: skip
+        ready, ended = tmp_path / "ready", tmp_path / "ended"
+        fails = f"until [ -e {ready} ]; do sleep .1; done; exit 3"
+        lasts = f"trap 'touch {ended}' TERM; touch {ready}; echo ready; while :; do sleep .1; done"
+        script = f"[ $HOROVOD_RANK = 0 ] && {{ {fails}; }}; {lasts}"
+        command = horovodrun("-H", "localhost:2", "sh", "-c", script)
         process = started(command, tmp_path / "log", 1)
-        time.sleep(3)  # the failure is known, and rank 1 has some seconds left
+        deadline = time.monotonic() + 30
+        while not ended.exists():  # the failure is known, and rank 1 has some seconds left
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 3
         told = (tmp_path / "log").read_text()
@@ -837,6 +850,7 @@ class TestDetached:
         run_id = self.launch(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
         state = self.wait(on, hosts[0], project, run_id)
         assert state["state"] == "done", on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
+        assert state["ended"] >= state["began"]
         printed = on(hosts[0], "cluster.jobs", "logs", "--follow", cwd=project).stdout
         assert "ranks   2: 1 on node1, 1 on node2" in printed and "test/acc" in printed
         listed = on(hosts[0], "cluster.jobs", "status", cwd=project).stdout
@@ -1002,7 +1016,7 @@ class TestDetached:
         assert jobs.stop(argparse.Namespace(run="x", kill=False)) == 0
         assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "stopped"
 
-    def test_a_run_of_another_user(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_of_another_user_or_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
         state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(),
                  "birth": birth(os.getpid()), "state": "running", "detached": True}  # fmt: skip
 
@@ -1012,6 +1026,9 @@ class TestDetached:
         monkeypatch.setattr(jobs, "_named", lambda *_, **__: state)
         monkeypatch.setattr(os, "kill", denied)
         with pytest.raises(Refusal, match="run x is another user's"):
+            jobs.stop(argparse.Namespace(run="x", kill=False))
+        state["launcher"] = "node9"  # where the number is another process's
+        with pytest.raises(Refusal, match="run x was launched on node9: stop it there"):
             jobs.stop(argparse.Namespace(run="x", kill=False))
 
     def test_what_is_refused_when_its_time_comes_is_told(
@@ -1113,6 +1130,27 @@ class TestDetached:
         monkeypatch.setattr(sys, "argv", ["jobs", "logs", "2"])
         assert jobs.main() == 2
         assert "prints to the terminal that it was started in" in capsys.readouterr().err
+
+    def test_of_several_that_run_one_has_to_be_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """All of them are shown, and the last ten of those that ended."""
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        common = {
+            "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
+            "detached": True, "began": "2026-01-01T00:00:00",
+        }  # fmt: skip
+        names = [f"{number:02}" for number in range(14)]
+        for name in names:
+            (tmp_path / name).mkdir()
+            state = "running" if name in ("00", "13") else "done"
+            write(tmp_path / name, {**common, "id": name, "state": state})
+        assert jobs.status(argparse.Namespace(json=True)) == 0
+        shown = [state["id"] for state in json.loads(capsys.readouterr().out)]
+        assert shown == [*names[3:13], "00", "13"]
+        with pytest.raises(Refusal, match="several runs are running: RUN= one of 00, 13$"):
+            jobs._named(None, alive=True)  # stop would end this process, if it named one
+        assert jobs._named("00", alive=True)["id"] == "00"
 
     def test_a_killed_launcher_is_told(
         self, on: On, hosts: list[testbed.Host], project: Path

@@ -48,6 +48,7 @@ from benchmarks.cost_model import (
 from benchmarks.predict_inputs import TCP, described, networks
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
+from strategies.environment import initialize
 from tests.conftest import ROOT, run
 
 TRUTH = Network(latency=5e-5, bandwidth=3e9, fixed=1e-3)
@@ -777,6 +778,7 @@ def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
 
 def times_of_ranks() -> list[list[float]]:
     """Of two sizes whose all-reduce takes a rank its number + 1, and the warm-up more."""
+    initialize()
     rounds = iter([100.0, 100.0] + 6 * [0.0])
     with patch.object(allreduce_worker, "once", lambda *_: hvd.rank() + 1.0 + next(rounds)):
         return allreduce_worker.measure([4, 8], 3, "cpu")

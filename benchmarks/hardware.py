@@ -188,13 +188,10 @@ def _changes() -> str | None:
 
 def _git(*arguments: str) -> str:
     try:
-        return subprocess.run(
-            ["git", "-c", "safe.directory=*", *arguments],
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            errors="replace",
-        ).stdout
+        # In a container the checkout may be another user's.
+        command = ["git", "-c", "safe.directory=*", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        return done.stdout
     except OSError:
         return ""
 

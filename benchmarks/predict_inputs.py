@@ -44,14 +44,8 @@ CASES = (
 ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
 RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
 KEYS = (
-    "rate",
-    "latency",
-    "gpus_per_host",
-    "inside",
-    "operations",
-    "controller",
-    "controller_latency",
-)
+    "rate", "latency", "gpus_per_host", "inside", "operations", "controller", "controller_latency",
+)  # fmt: skip
 
 
 def quantity(text: str, what: str, units: Sequence[str]) -> float:

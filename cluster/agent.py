@@ -262,14 +262,14 @@ class Agent:
         """The launcher's lines. When they stop, or one is no JSON, all processes are ended."""
         waiting = selectors.DefaultSelector()
         waiting.register(0, selectors.EVENT_READ)
-        fragment, silent = b"", 0
+        fragment, waited = b"", 0
         try:
-            while silent < silence:
+            while waited < silence:
                 # In slices: the time in which we are stopped, as by scontrol suspend, is none.
                 if not waiting.select(timeout=min(LIFE_SECONDS, silence)):
-                    silent += LIFE_SECONDS
+                    waited += LIFE_SECONDS
                     continue
-                silent = 0
+                waited = 0
                 if not (data := os.read(0, 1 << 16)):
                     return
                 *lines, fragment = (fragment + data).split(b"\n")

@@ -449,18 +449,8 @@ def _versions() -> dict[str, str]:
 def _git() -> str | None:
     """The commit, with -dirty behind it when files differ from it; None outside a repository."""
     # In a container the checkout may be another user's.
-    command = [
-        "git",
-        "-c",
-        "safe.directory=*",
-        "-C",
-        str(ROOT),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-    ]
-    command.append("--exclude=*")  # a tag would take its place
+    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "describe", "--always"]
+    command += ["--dirty", "--abbrev=40", "--exclude=*"]  # a tag would take the commit's place
     try:
         result = subprocess.run(command, capture_output=True, text=True)
     except OSError:

@@ -222,7 +222,7 @@ class World:
         mine = self.rank == root
         file = pack(obj) if mine else io.BytesIO()
         with torch.inference_mode(False):
-            size = torch.tensor(file.tell())
+            size = torch.tensor(file.getbuffer().nbytes)
             self.broadcast([size], root)
             if not mine:  # a checkpoint's bytes are there once, and once as what they say
                 file.seek(int(size) - 1)

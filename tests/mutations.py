@@ -535,6 +535,30 @@ MUTATIONS = [
         "host_is_cut_off", "cluster/test_jobs", "cluster",
     ),
     Mutation(
+        "a launcher that was suspended takes all hosts for dead", "horovodrun.py",
+        "if now - self._stepped > STOPPED_SECONDS:", "if False:",
+        "is_suspended", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "an agent that is asked to end just ends", "agent.py",
+        "signal.signal(signal.SIGTERM, self._ask_to_stop)", "pass",
+        "asks_for_a_checkpoint", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "what another launcher has left goes to other hosts", "horovodrun.py",
+        "forwarded(dict(os.environ)) | ours", "ours | forwarded(dict(os.environ))",
+        "what_the_launcher_says", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "the GPUs of a host are not tried together", "doctor.py",
+        "if host in with_gpus and host.slots > 1]", "if False]",
+        "tried_together", "cluster/test_doctor", "cluster",
+    ),
+    Mutation(
+        "more ranks than GPUs are not refused", "environment.py",
+        "if ranks > gpus:", "if False:", "TestDevices", "test_strategy",
+    ),
+    Mutation(
         "nobody is asked for a checkpoint", "horovodrun.py",
         'connection.send(signal="SIGUSR1")', "pass", "nobody_reads", "cluster/test_jobs", "cluster",
     ),

@@ -526,6 +526,8 @@ class HorovodStrategy(ParallelStrategy):
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
         """One tensor of shape (world size, *shape), as under DDP; shapes are equal on all ranks."""
+        if self.world.size == 1:
+            return torch.stack([tensor if sync_grads else tensor.detach()])
         if sync_grads:
             return self.world.gather_with_gradients(tensor)
         return torch.stack(self.world.gather(tensor))

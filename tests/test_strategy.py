@@ -410,6 +410,7 @@ class TestOneProcess:
         assert gathered.shape == (1, 4, 2)
         gathered.sum().backward()
         assert mine.grad is not None and mine.grad.eq(1).all()
+        assert not HorovodStrategy().all_gather(mine).requires_grad
 
     def test_trains_alone(self) -> None:
         run = trainer("horovod", max_epochs=1)

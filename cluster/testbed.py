@@ -34,7 +34,8 @@ BURST = ["burst", "256kb", "latency", "50ms"]  # of the token bucket that limits
 
 def missing() -> str | None:
     """Why no hosts can be made here; None if they can."""
-    os.environ["PATH"] += ":/usr/sbin:/sbin"
+    if "/usr/sbin" not in os.environ["PATH"].split(":"):  # as after su
+        os.environ["PATH"] += ":/usr/sbin:/sbin"
     for program, package in PROGRAMS.items():
         if shutil.which(program) is None:
             return f"{program} is missing: sudo apt-get install {package}"

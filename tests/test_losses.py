@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import losses, losses_report
+from benchmarks import hardware, losses, losses_report
 from benchmarks.losses import Job
 from cluster.hosts import Refusal
 
@@ -134,6 +134,12 @@ def test_what_ends_before_its_plot_goes_on_with_its_losses(
     monkeypatch.setattr(losses, "launch", None)  # nothing is measured again
     assert losses.main() == 0
     assert json.loads(file.read_text())["finished"] and list(tmp_path.glob("*.png"))
+
+
+def test_gpus_of_a_kind_are_counted() -> None:
+    """As their names go into that of a file."""
+    assert hardware.processors({"gpus": ["A", "B", "A"]}) == "2 A, 1 B"
+    assert hardware.processors({"gpus": [], "cpu": "C", "cores": 2}) == "C, 2 cores"
 
 
 def test_losses_that_differ_end_the_command_with_an_error(

@@ -33,6 +33,7 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
+from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.nn.functional import cross_entropy
@@ -43,6 +44,8 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    SequentialSampler,
     Subset,
 )
 
@@ -1740,6 +1743,24 @@ def test_too_little_to_validate_or_test_is_told_before_training() -> None:
     trainer.limit_test_batches = 0
     report.setup(trainer, model, "fit")
     assert report.train_samples == 8
+
+
+class Pairs(Sampler):
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_batch_sampler_that_lightning_cannot_split_is_told() -> None:
+    loader: DataLoader = DataLoader(range(4), batch_sampler=Pairs())  # type: ignore[arg-type]
+    with pytest.raises(TypeError) as caught:
+        _get_dataloader_init_args_and_kwargs(loader, SequentialSampler(range(4)))
+    message = mistake(caught.value, started=False)
+    assert message and message.startswith("each rank gets its share of a batch_sampler by itself")
 
 
 def test_a_rate_that_a_schedule_warms_up_is_told_as_it_is_written() -> None:

@@ -368,6 +368,27 @@ def test_infiniband_that_may_not_lock_its_memory(
     assert told == (level, level == "warn"), finding
 
 
+@pytest.mark.parametrize(
+    ("gpus", "cores", "files", "told"),
+    [
+        (2, 3, 900, ("warn", "3 cores for 2 GPUs")),
+        (2, 4, 900, ("ok", "4 cores")),
+        (0, 3, 900, ("ok", "3 cores")),
+        (0, 3, 813, ("FAIL", "813 open files a process; 814 are wanted")),
+    ],
+)
+def test_cores_and_files_that_a_job_of_300_ranks_takes(
+    gpus: int, cores: int, files: int, told: tuple[str, str]
+) -> None:
+    facts = {"disk": {str(ROOT): 1 << 20}, "memory": 1 << 20, "gpus": {"devices": [{}] * gpus}}
+    facts |= {"cores": cores, "files": files, "infiniband": False, "memlock": -1}
+    found = findings.room(Host("node1", 2), facts, 300)
+    level, text = told
+    assert any(finding.level == level and text in finding.text for finding in found), found
+    if level != "ok":
+        assert [finding.level for finding in found].count("ok") == 3
+
+
 def test_gpus_that_cuda_cannot_use_do_not_count() -> None:
     """Of an old driver torch.cuda.device_count() says how many it has."""
     old = "import torch; torch.cuda._device_count_nvml = lambda: 8"

@@ -26,7 +26,7 @@ from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks,
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
-from tests.conftest import ROOT
+from tests.conftest import ROOT, run
 
 
 class TestList:
@@ -203,6 +203,20 @@ def test_any_login_shell_runs_a_script_of_lines(
         pytest.skip(f"there is no {shell}")
     done = subprocess.run([shell, "-c", line], input="Ada\n", capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "it's\nAda! a\n", "")
+
+
+def test_without_hosts_it_is_this_one() -> None:
+    done = run([sys.executable, "-m", "cluster.horovodrun", "-np", "2", "echo", "hi"])
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:hi", "[1]<stdout>:hi"]
+
+
+def test_a_host_file_may_be_a_pipe(tmp_path: Path) -> None:
+    file = tmp_path / "hosts.yaml"
+    os.mkfifo(file)
+    writer = subprocess.Popen(["sh", "-c", f"echo 'hosts: {{localhost: 3}}' > {file}"])
+    (host,) = read(file)
+    assert writer.wait(timeout=10) == 0 and (host.name, host.slots) == ("localhost", 3)
 
 
 def test_only_listed_variables_leave_this_host() -> None:

@@ -208,6 +208,23 @@ def test_srun_alone_is_refused(slurm: tuple[testbed.Host, dict], project: Path) 
     assert "epoch" not in done.stdout and not [*project.glob("logs/**/runs/*")]
 
 
+def test_a_step_gets_the_cores_that_the_job_has_for_all_tasks(
+    slurm: tuple[testbed.Host, dict], tmp_path: Path
+) -> None:
+    host, environment = slurm
+    job = tmp_path / "job.py"
+    job.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+        "from cluster.hosts import Host\n"
+        "there = Host('node2', 2).command('echo has $SLURM_CPUS_PER_TASK cores; echo ended')\n"
+        "subprocess.run(there)\n"
+    )
+    sbatch = ["sbatch", "--nodes=2", "--ntasks-per-node=2", "--cpus-per-task=2"]
+    done = run(host.command(*sbatch, f"--output={tmp_path}/out", str(job)), **environment)
+    assert done.returncode == 0, done.stdout
+    assert "has 4 cores" in finished(host, environment, tmp_path / "out", "ended", 60)
+
+
 @pytest.mark.parametrize("asked", ["--gpus-per-task=1", "--gpus=4", "--gpus-per-node=2"])
 def test_all_slots_of_a_node_have_its_gpus(
     slurm: tuple[testbed.Host, dict], asked: str, tmp_path: Path

@@ -773,6 +773,14 @@ def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:
         (DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), 0, "list"),  # type: ignore[arg-type]
         (DataLoader(range(4), sampler=RandomSampler(range(4))), 0, "BatchSampler"),  # type: ignore[arg-type]
         (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), 0, None),  # type: ignore[arg-type]
+        (
+            DataLoader(
+                range(4),  # type: ignore[arg-type]
+                batch_sampler=BatchSampler(DistributedSampler(range(4), 2, 0), 2, False),  # type: ignore[arg-type]
+            ),
+            0,
+            None,
+        ),
         (range(4), 0, None),
     ],
 )

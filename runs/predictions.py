@@ -6,8 +6,9 @@
 Samples are those of predict_dataloader, or of test_dataloader where there is none, in the order
 of the data set, each once, whatever the number of ranks. What predict_step returns is a tensor with
 the samples of the batch along its first dimension, or a list of as many texts, or a dict, list or
-tuple of these; the file holds the same for all samples. Every rank holds all predictions for a
-moment.
+tuple of these; the file holds the same for all samples. Where batches have samples of several
+shapes, as texts padded to the longest of theirs, it holds a list with a tensor for each sample.
+Every rank holds all predictions for a moment.
 
 Where samples are files, as torchvision's image folders tell in `samples`, predictions.csv has a row
 for each: the file, and where there is one number for a sample that, with its name if it is a label.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import copy
 import csv
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -26,12 +28,13 @@ import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import _replace_dunder_methods
 from pytorch_lightning.callbacks import BasePredictionWriter
+from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.trainer.states import RunningStage
 from pytorch_lightning.utilities import CombinedLoader
 from pytorch_lightning.utilities.data import _update_dataloader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unflatten
 from torch.utils.data import DataLoader, Subset
 
 from runs.beforehand import classes_of, is_sized
@@ -97,31 +100,19 @@ class Predictions(BasePredictionWriter):
         batches = batch_indices[0]
         for prediction, batch in zip(predictions, batches):
             _check(prediction, len(batch))
-        structure = tree_flatten(predictions[0], _are_texts)[1]
-        leaves = [tree_flatten(prediction, _are_texts)[0] for prediction in predictions]
-        shapes = {
-            str([tuple(x.shape[1:]) for x in each if isinstance(x, Tensor)]) for each in leaves
-        }
-        mine = "; ".join(sorted(shapes))
-        everyones = sorted(
-            {s for text in gather_texts(trainer.strategy, mine) for s in text.split("; ")}
-        )
-        if len(everyones) > 1:
+        forms = {str(tree_map(_kind, prediction, is_leaf=_are_texts)) for prediction in predictions}
+        forms = set(_listed(trainer.strategy, sorted(forms)))
+        if len(forms) > 1:
+            first, second, *_ = sorted(forms)
             raise Refusal(
-                f"predict=true: predict_step returned samples of the shapes {everyones[0]} and "
-                f"{everyones[1]}: pad them, so that all have one"
+                f"predict=true: predict_step returned {first} for a batch and {second} for "
+                "another: return the same keys and dtypes for each"
             )
+        leaves = [tree_leaves(prediction, _are_texts) for prediction in predictions]
+        structure = tree_structure(predictions[0], _are_texts)
         seen = torch.tensor([index for batch in batches for index in batch])
         indices, order = gather_rows(trainer.strategy, seen).sort()
-        gathered: list[Any] = []
-        for parts in zip(*leaves):
-            if isinstance(parts[0], Tensor):
-                gathered.append(gather_rows(trainer.strategy, torch.cat(parts))[order])
-            else:
-                listed = json.dumps([text for texts in parts for text in texts])
-                of_ranks = gather_texts(trainer.strategy, listed)
-                texts = [text for its in of_ranks for text in json.loads(its)]
-                gathered.append([texts[place] for place in order.tolist()])
+        gathered = [_of_all(trainer.strategy, parts, order) for parts in zip(*leaves)]
         self.samples = len(order)
         self.file = Path(trainer.default_root_dir) / "predictions.pt"
         if trainer.is_global_zero:
@@ -152,6 +143,29 @@ class Predictions(BasePredictionWriter):
         self.names_files = True
 
 
+def _of_all(strategy: Strategy, parts: Sequence[Any], order: Tensor) -> Tensor | list[Any]:
+    """What all ranks predicted, in the order of samples.
+
+    Args:
+        parts: of each batch, on this rank.
+    """
+    if not isinstance(parts[0], Tensor):
+        texts = _listed(strategy, [text for texts in parts for text in texts])
+        return [texts[place] for place in order.tolist()]
+    shapes = _listed(strategy, [[len(part), *part.shape[1:]] for part in parts])
+    if len({tuple(shape) for _, *shape in shapes}) == 1:
+        return gather_rows(strategy, torch.cat(list(parts)))[order]
+    numbers = gather_rows(strategy, torch.cat([part.flatten() for part in parts]))
+    batches = numbers.split([math.prod(shape) for shape in shapes])
+    samples = [row for batch, shape in zip(batches, shapes) for row in batch.view(shape)]
+    return [samples[place] for place in order.tolist()]
+
+
+def _listed(strategy: Strategy, mine: list[Any]) -> list[Any]:
+    """The lists of all ranks, one behind the other."""
+    return [one for its in gather_texts(strategy, json.dumps(mine)) for one in json.loads(its)]
+
+
 def _check_loader(loader: Any, ranks: int) -> None:
     if isinstance(loader, (list, tuple, dict, CombinedLoader)):
         raise Refusal(
@@ -174,8 +188,12 @@ def _are_texts(node: Any) -> bool:
     return isinstance(node, (list, tuple)) and bool(node) and all(isinstance(x, str) for x in node)
 
 
+def _kind(leaf: Any) -> str:
+    return str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, Tensor) else "texts"
+
+
 def _check(prediction: Any, samples: int) -> None:
-    for leaf in tree_flatten(prediction, _are_texts)[0]:
+    for leaf in tree_leaves(prediction, _are_texts):
         rows = leaf.dim() > 0 if isinstance(leaf, Tensor) else _are_texts(leaf)
         if not rows or len(leaf) != samples:
             what = f"shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else f"{leaf!r:.40}"

@@ -562,6 +562,8 @@ class HorovodStrategy(ParallelStrategy):
         if self.is_global_zero:
             try:
                 checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+                if self._trainer.state.fn != TrainerFn.FITTING and "optimizer_states" in checkpoint:
+                    checkpoint["optimizer_states"] = []  # Adam's has twice the weights' size
             except Exception as error:  # whatever it is, the others wait to hear of it
                 problem = error
         if told := self.broadcast(sendable(problem)):

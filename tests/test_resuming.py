@@ -87,6 +87,30 @@ def test_checkpoints_go_from_any_strategy_to_any(
             assert result["rest"] == pytest.approx(rest)
 
 
+class Loads(Net):
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.optimizers_sent = len(checkpoint["optimizer_states"])
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.log("test", self.net(batch[0]).mean(), sync_dist=True)
+
+
+def what_is_sent(folder: str) -> tuple[int, int, bool]:
+    keep = ModelCheckpoint(folder, filename="one", every_n_train_steps=1)
+    run = trainer("horovod", max_steps=1, callbacks=[keep], enable_checkpointing=True)
+    batches = DataLoader(samples(), batch_size=4)
+    run.fit(trained := Net(), batches)
+    tested, resumed = Loads(), Loads()
+    run.test(tested, batches, ckpt_path=f"{folder}/one.ckpt")
+    trainer("horovod", max_steps=2).fit(resumed, batches, ckpt_path=f"{folder}/one.ckpt")
+    same = [torch.equal(a, b) for a, b in zip(trained.parameters(), tested.parameters())]
+    return tested.optimizers_sent, resumed.optimizers_sent, all(same)
+
+
+def test_a_test_is_not_sent_the_optimizers(launch: Callable, tmp_path: Path) -> None:
+    assert launch(what_is_sent, 2, folder=str(tmp_path)) == [(0, 1, True)] * 2
+
+
 class Validates(Remembers):
     def __init__(self) -> None:
         super().__init__()

@@ -246,21 +246,47 @@ def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) 
     assert torch.equal(predictions["both"][1], -numbers.unsqueeze(1))
 
 
-def names_of_ranks(folder: str) -> Any:
+def predicted_by(model: LightningModule, folder: str) -> Any:
     trainer = Trainer(
         accelerator="cpu", strategy=HorovodStrategy(), logger=False, default_root_dir=folder,
         callbacks=[Predictions()], enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    trainer.predict(Names(), Numbers(), return_predictions=False)
+    trainer.predict(model, Numbers(), return_predictions=False)
     trainer.strategy.barrier()
     return torch.load(Path(folder) / "predictions.pt")
+
+
+def names_of_ranks(folder: str) -> Any:
+    return predicted_by(Names(), folder)
 
 
 def test_predictions_may_be_texts(launch: Callable, tmp_path: Path) -> None:
     for predicted in launch(names_of_ranks, 2, folder=str(tmp_path)):
         assert predicted["names"] == [f"ü {number}" for number in range(7)]
         assert torch.equal(predicted["twice"], 2 * torch.arange(7))
+
+
+class Ragged(LightningModule):
+    """Samples as wide as the largest of their batch is high."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"wide": batch.unsqueeze(1).expand(-1, int(batch.max()) + 1), "twice": 2 * batch}
+
+
+def widths_of_ranks(folder: str) -> Any:
+    return predicted_by(Ragged(), folder)
+
+
+def test_predictions_may_be_of_several_shapes(launch: Callable, tmp_path: Path) -> None:
+    widths = {1: [3, 3, 3, 6, 6, 6, 7], 2: [5, 6, 5, 6, 5, 6, 7]}  # rank 0 has 0, 2, 4 and 6
+    for ranks, expected in widths.items():
+        (folder := tmp_path / str(ranks)).mkdir()
+        for predicted in launch(widths_of_ranks, ranks, folder=str(folder)):
+            assert [row.tolist() for row in predicted["wide"]] == [
+                [number] * width for number, width in enumerate(expected)
+            ]
+            assert torch.equal(predicted["twice"], 2 * torch.arange(7))
 
 
 class Validates(Numbers):
@@ -376,9 +402,9 @@ def test_files_have_their_names_beside_the_predictions(
     assert not (tmp_path / "predictions.csv").exists()
 
 
-class Ragged(LightningModule):
-    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        return torch.zeros(len(batch), 3 + batch_idx % 2)
+class Changes(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"score": batch / 2} if batch_idx == 2 else {"label": batch}
 
 
 class Several(Numbers):
@@ -422,11 +448,7 @@ class Squares(Dataset):
         (Doubles, Several, "there are several loaders"),
         (Doubles, Streams, "one DataLoader"),
         (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
-        (
-            Ragged,
-            Numbers,
-            r"predict_step returned samples of the shapes \[\(3,\)\] and \[\(4,\)\]: p",
-        ),
+        (Changes, Numbers, r"returned {'label': 'int64'} for a batch and {'score': 'float32'} for"),
         (LeavesOneOut, Numbers, r"predict_step returned shape \(2,\) for a batch of 3 samples"),
         (NamesOnce, Numbers, "predict_step returned 'cat' for a batch of 3 samples"),
         (NamesThree, Numbers, r"returned \['a', 'b', 'c'\] for a batch of 1 samples"),

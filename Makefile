@@ -143,13 +143,13 @@ sweep: environment ## train with each of several values: make sweep ARGS="model.
 hello: environment ## see that Horovod works: each rank, messages between two, an all-reduce
 	@$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) -m cluster.exchange
 
-doctor: environment ## find what keeps HOSTS from training together, and how to mend it; JSON=1
+doctor: environment ## find what keeps HOSTS from training together, and how to fix it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
 
 sync: environment ## copy the code to the same path on HOSTS; ENV=1 the environment too; DRY=1 only look
 	@$(PYTHON) -m cluster.sync $(WHERE) $(if $(ENV),--env) $(if $(DRY),--dry-run)
 
-launch: environment ## train on HOSTS without this terminal; AT=02:00 later
+launch: environment ## train on HOSTS in the background; AT=02:00 starts it then
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.jobs launch $(if $(AT),--at "$(AT)")$(STOP) $(WHERE) $(PYTHON) template.py $(ARGS)
 
@@ -171,7 +171,7 @@ new: ## start a project of your own in ../NAME, a copy without our results; or i
 test: dev-environment ## run the tests; some of them: make test ARGS="-k strategy"
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-slow: dev-environment ## train the jobs that fit a laptop to their promised results (16 minutes)
+test-slow: dev-environment ## train laptop-sized jobs to their expected results (16 minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 test-gpu: dev-environment ## the strategy, a job and the benchmark of a step on the GPUs of this host

@@ -182,8 +182,8 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
         wrong = [str(np) for np in sizes if batch % np]
         if wrong:
             raise Refusal(
-                f"data.batch_size={batch} does not divide by NP={' '.join(wrong)}: it is shared "
-                "by the ranks; give another of the two"
+                f"data.batch_size={batch} is not divisible by NP={' '.join(wrong)}: the ranks "
+                "share it; change one of the two"
             )
         global_batches.append(batch)
     return global_batches

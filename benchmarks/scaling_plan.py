@@ -74,8 +74,8 @@ def check(settings: dict[str, Any]) -> None:
     wrong = [str(np) for np in settings["sizes"] if batch % np]
     if "strong" in settings["modes"] and wrong:
         raise Refusal(
-            f"MODE={settings['mode']}: data.batch_size={batch} does not divide by NP="
-            f"{' '.join(wrong)}: under strong scaling it is shared; give another of the two"
+            f"MODE={settings['mode']}: data.batch_size={batch} is not divisible by NP="
+            f"{' '.join(wrong)}: strong scaling shares it; change one of the two"
         )
 
 
@@ -171,8 +171,8 @@ def batch_size_of(config: dict[str, Any]) -> int:
     batch = (config.get("data") or {}).get("batch_size")
     if not isinstance(batch, int):
         raise Refusal(
-            f"data.batch_size is {'not there' if batch is None else batch}: it is what is shared "
-            "and counted here: give conf/data/ that key, of a datamodule that takes it, as a number"
+            f"data.batch_size is {'missing' if batch is None else batch}: a whole number is needed "
+            "here; write the key in conf/data/, and take it as an argument of the data module"
         )
     return batch
 

@@ -109,7 +109,7 @@ def refuse_clashes(
 def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: str) -> None:
     if is_sized(loader) and (samples := len(loader.dataset)) < ranks:
         raise Refusal(
-            f"data={choice}: {samples} samples to {what} on {ranks} ranks; use fewer, or "
+            f"data={choice}: {samples} samples to {what} on {ranks} ranks; use fewer ranks, "
             f"more data, or {without}"
         )
 
@@ -140,6 +140,6 @@ def _check_hyperparameters(holder: Any) -> None:
             torch.load(file, weights_only=True)
         except Exception:  # whatever pickle says of it
             raise Refusal(
-                f"{type(holder).__name__}: checkpoints would hold {name}, {type(value).__name__}, "
-                f"not to be loaded; keep it out: save_hyperparameters(ignore=[{name!r}])"
+                f"{type(holder).__name__}: checkpoints would hold {name} ({type(value).__name__}) "
+                f"and not load; keep it out: save_hyperparameters(ignore=[{name!r}])"
             ) from None

@@ -65,7 +65,7 @@ def straggler(steps: Tensor) -> dict[str, Any] | None:
 def named(slow: dict[str, Any], hosts: list[str]) -> str:
     return (
         f"rank {slow['rank']} on {hosts[slow['rank']]} works {slow['times']} times as long as the "
-        f"others, most of it more in {slow['phase']}"
+        f"others, most of the difference in {slow['phase']}"
     )
 
 

@@ -60,7 +60,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
     if not checkpoint.is_file():
         raise Refusal(f"{checkpoint}: there is no such file; see logs/*/runs/*/checkpoints/")
     if not file.is_file():
-        raise Refusal(f"{checkpoint}: no run's folder, {file} is missing; export it where it lay")
+        raise Refusal(f"{checkpoint}: {file} is missing: export it within its run's folder")
     config = OmegaConf.load(file)
     hint = ""
     try:

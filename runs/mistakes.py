@@ -37,14 +37,14 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
     if isinstance(error, MisconfigurationException) and BY_POSITION in str(error):
         return (
-            "Lightning makes a DataLoader anew, as to predict, and cannot where its batch_size has "
-            "no name: write DataLoader(data, batch_size=...) in the data module"
+            "Lightning re-creates a DataLoader, as to predict, and cannot if batch_size was "
+            "passed by position: write DataLoader(data, batch_size=...) in the data module"
         )
     if isinstance(error, TypeError) and OWN_BATCHES in str(error):
         return (
-            "each rank gets its share of a batch_sampler by itself where that is a class of "
+            "a batch_sampler is split over the ranks only if it is a subclass of "
             "torch.utils.data.BatchSampler that takes sampler, batch_size and drop_last: make it "
-            "one, whose batches are of what `sampler` yields"
+            "one, and build its batches from what `sampler` yields"
         )
     if any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
         return (
@@ -65,7 +65,7 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         )
     if match := NO_OUTPUT.match(str(error)):
         return (
-            f"a label is {match[1]}, for which the model has no output: they count from 0 to "
+            f"a label is {match[1]}, for which the model has no output: labels count from 0 to "
             "model.classes - 1"
         )
     if started:

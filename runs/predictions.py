@@ -64,8 +64,8 @@ class Predictions(BasePredictionWriter):
             raise Refusal("predict=true: trainer.limit_predict_batches=0 leaves nothing to predict")
         if not is_overridden("predict_step", pl_module):
             raise Refusal(
-                f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx) "
-                "that returns what it makes of a batch"
+                f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx); "
+                "give it one that returns the predictions of a batch"
             )
         if not is_overridden("predict_dataloader", data) or self._of_test_set:
             if not is_overridden("test_dataloader", data):
@@ -179,7 +179,8 @@ def _check_loader(loader: Any, ranks: int) -> None:
         )
     if (samples := len(loader.dataset)) < ranks:
         raise Refusal(
-            f"predict=true: {samples} samples to predict on {ranks} ranks; use fewer, or more data"
+            f"predict=true: {samples} samples to predict on {ranks} ranks; use fewer ranks, or "
+            "more data"
         )
 
 

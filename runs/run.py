@@ -145,7 +145,7 @@ class Run:
         if checkpoint is None:
             where = f"{shown(runs)} has {what}"
             if launched_rank():  # for which rank 0 has found one
-                where += ", as on the host of rank 0: with strategy=ddp each host needs it"
+                where += ", unlike on the host of rank 0: with strategy=ddp each host needs it"
             return f"ckpt_path={self.config.ckpt_path}: no run in {where}"
         self.config.ckpt_path = str(checkpoint)
         return None
@@ -191,8 +191,8 @@ class Run:
                 raise Refusal(problem)
             if given := [name for name in arguments if config and name in config]:
                 raise Refusal(
-                    f"{group}.{given[0]}: template.py gives it one of its own, which would be "
-                    f"taken: leave it out (strategy, logger, callbacks, profiler are groups)"
+                    f"{group}.{given[0]}: template.py sets this itself and would ignore yours: "
+                    f"leave it out (strategy, logger, callbacks, profiler are groups of conf/)"
                 )
             # all: a list of the configuration arrives as a list, which checkpoints can hold
             instance = instantiate(config, _convert_="all", **arguments) if config else None
@@ -255,8 +255,8 @@ class Run:
         model.lr *= ranks ** LR_POWERS[scaling]
 
     def checkpoint(self, trainer: Trainer) -> str | None:
-        """What to evaluate: the average (SWA) or the best of what was trained, without one None,
-        which is the weights as they are; where nothing was trained, that of ckpt_path."""
+        """The checkpoint to evaluate: after training the average (SWA), else the best, else None:
+        the weights as they are. Without training, that of ckpt_path."""
         if not self.config.train:
             return self.config.ckpt_path
         if average := save_average(trainer):

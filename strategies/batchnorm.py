@@ -103,8 +103,8 @@ class _Normalize(torch.autograd.Function):
         gradient = gradients[0].to(normalized.dtype)
         grad_bias = gradient.sum(ctx.inner)
         grad_weight = (gradient * normalized).sum(ctx.inner)
-        # The statistics hang on the values of all ranks, so on their gradients too. Those of weight
-        # and bias stay this rank's: they are averaged with all others.
+        # The statistics depend on the values of all ranks, so on their gradients too. The gradients
+        # of weight and bias stay this rank's: they are averaged with all others.
         sums = torch.stack([grad_bias, grad_weight])
         ctx.world.look_back()
         wait(

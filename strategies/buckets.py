@@ -305,13 +305,13 @@ class GradientBuckets:
                 continue
             if gradient.is_sparse:
                 raise RuntimeError(
-                    "a sparse gradient came of something else than the weight of an Embedding or "
-                    "EmbeddingBag with sparse=True, all that is known to give one; make it dense"
+                    "a sparse gradient that is not of the weight of an Embedding or EmbeddingBag "
+                    "with sparse=True: only those are supported; make it dense"
                 )
             if gradient.requires_grad:
                 raise RuntimeError(
-                    "backward(create_graph=True) gives gradients with a graph of their own, which "
-                    "ends where they are averaged over ranks; torch.autograd.grad has no such end"
+                    "backward(create_graph=True): averaging over ranks would cut the graph of the "
+                    "gradients; use torch.autograd.grad(..., create_graph=True)"
                 )
             if gradient.data_ptr() != view.data_ptr() and view.dtype == gradient.dtype:
                 if gradient.stride() != view.stride():

@@ -128,7 +128,7 @@ def ddp(accelerator: str = "auto", **arguments: Any) -> DDPStrategy:
     if HorovodrunEnvironment.detect():
         return HorovodrunDDP(accelerator, **arguments)
     if "OMPI_COMM_WORLD_RANK" in os.environ:
-        raise MisconfigurationException("strategy=ddp starts under horovodrun or torchrun")
+        raise MisconfigurationException("strategy=ddp: use horovodrun or torchrun, not mpirun")
     return DDPStrategy(**arguments)
 
 

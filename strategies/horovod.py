@@ -351,8 +351,8 @@ class HorovodStrategy(ParallelStrategy):
         if batch is None and self._buckets is not None and self._trainer.training:
             raise MisconfigurationException(
                 f"the training loader gives rank {self.global_rank} on {os.uname().nodename} None "
-                "for a batch: Lightning would leave this step out, and the other ranks make it; "
-                "leave samples that cannot be used out in the data set, or take others for them"
+                "for a batch: Lightning would skip this step, the other ranks would not; drop "
+                "unusable samples in the data set, or replace them by others"
             )
         with self._draws():  # on_after_batch_transfer may augment it
             return super().batch_to_device(batch, device, dataloader_idx)

@@ -393,7 +393,8 @@ def test_a_slow_rank_is_told_once_by_rank_0(
     monkeypatch.setattr(Anatomy, "_gather", lambda *_: times)
     timed = Anatomy(warmup=0)
     trainer("single", callbacks=[timed]).fit(Net(), loader())
-    line = "slow    rank 1 on b works 2.0 times as long as the others, most of it more in forward"
+    line = "slow    rank 1 on b works 2.0 times as long as the others, "
+    line += "most of the difference in forward"
     assert capsys.readouterr().out.splitlines() == [line]
     timed._told.clear()
     timed._look_at_all(SimpleNamespace(strategy=None, is_global_zero=False))  # type: ignore[arg-type]

@@ -311,7 +311,7 @@ class Adam:
         ("model", ["+model.o={_target_: tests.test_conf.Adam, rl: 1}"], "argument 'rl'$"),
         ("model", [f"model._target_={__name__}.ForgetsSuper"], r"begin with super\(\).__init__"),
         ("trainer", ["+trainer.enable_progress_bar=false"], "; ~callbacks.progress leaves the"),
-        ("trainer", ["+trainer.callbacks=[]"], "trainer.callbacks: template.py gives it one of"),
+        ("trainer", ["+trainer.callbacks=[]"], "trainer.callbacks: template.py sets this itself"),
     ],
 )
 def test_what_cannot_be_made_is_told_with_advice(

@@ -291,7 +291,7 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     with pytest.raises(Refusal, match="cannot be loaded: "):
         export.export(checkpoint, "pt2")
     (tmp_path / ".hydra" / "config.yaml").unlink()
-    with pytest.raises(Refusal, match="no run's folder"):
+    with pytest.raises(Refusal, match="export it within its run's folder"):
         export.export(checkpoint, "pt2")
     monkeypatch.setattr(export, "FORMATS", {"onnx": ["no_such_package"]})
     with pytest.raises(Refusal, match="python -m pip install no_such_package"):

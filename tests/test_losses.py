@@ -89,7 +89,7 @@ def test_curves_of_other_steps_are_not_compared() -> None:
 
 
 def test_a_batch_that_ranks_do_not_divide_is_refused() -> None:
-    with pytest.raises(Refusal, match="data.batch_size=10 does not divide by NP=4"):
+    with pytest.raises(Refusal, match="data.batch_size=10 is not divisible by NP=4"):
         losses.batches([Job("toy", ["data.batch_size=10"])], [2, 4])
 
 

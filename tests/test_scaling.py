@@ -365,7 +365,7 @@ def test_sizes_by_default() -> None:
 @pytest.mark.parametrize(
     "settings, words",
     [
-        ({"mode": "strong", "modes": ["strong"], "sizes": [1, 3, 5]}, "does not divide by NP=3 5"),
+        ({"mode": "strong", "modes": ["strong"], "sizes": [1, 3, 5]}, "is not divisible by NP=3 5"),
         ({"arguments": ["trainer.max_steps=5"]}, "STEPS="),
         ({"arguments": ["strategy=ddp"]}, "STRATEGY="),
         ({"arguments": ["run_dir=mine"]}, "make bench sets run_dir itself"),

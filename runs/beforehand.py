@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
 
 from runs.refusal import Refusal
 from runs.resuming import keeping
@@ -69,6 +69,18 @@ def refuse_shares(
         raise Refusal(
             f"data.batch_size={loader.batch_size}: a rank's share is {share} samples "
             f"({samples} samples on {ranks} ranks); give at most {share}"
+        )
+
+
+def refuse_batch_sampler(trainer: pl.Trainer, loader: Any, choice: str) -> None:
+    """Lightning loses the size of the batches where it makes a plain BatchSampler anew for a rank;
+    of a class that is made of it it does not."""
+    plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
+    given = plain and loader.batch_size is None
+    if given and trainer._data_connector._requires_distributed_sampler(loader):
+        raise Refusal(
+            f"data={choice}: Lightning would make batches of one sample of a plain BatchSampler: "
+            "write DataLoader(data, batch_size=..., sampler=...) instead, which is the same"
         )
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-from runs.refusal import Refusal, guess
+from runs.refusal import Refusal, guess, of_srun, slurm_tasks
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 # In Lightning's, where it cannot make a batch sampler anew for a rank's share.
@@ -26,6 +26,7 @@ UNREADABLE = re.compile(r"(?:RuntimeError: )?(.+ cannot be read: .+)")  # of dat
 TOO_LONG = re.compile(  # Lightning's, of what a rank trains in an epoch
     r"\s*`?val_check_interval`? \((\d+)\) must be less than or equal to .*?\((\d+)\)", re.DOTALL
 )
+ALONE = "each of which would train alone"  # HorovodStrategy's, of other launchers
 NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
 SERVICES = ("wandb", "mlflow")  # no account, no connection
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
@@ -54,6 +55,8 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         )
     if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
         error = type(error)(str(error).strip().splitlines()[-1])
+    if ALONE in str(error) and (tasks := slurm_tasks()):
+        return of_srun(tasks)
     if isinstance(error, MISTAKES):
         return str(error)
     if match := UNREADABLE.fullmatch(str(error)):

@@ -43,6 +43,14 @@ def slurm_tasks() -> int | None:
     return tasks if tasks > 1 else None
 
 
+def of_srun(tasks: int) -> str:
+    return (
+        f"srun started {tasks} processes, each of which would train alone: sbatch "
+        "cluster/slurm/horovod.sbatch, or within a job, without srun, "
+        "make train HOSTS=$(python3 cluster/slurm/hosts.py)"
+    )
+
+
 def let_rank_0_tell() -> None:
     """Wait, on other ranks, before an error is told: mostly rank 0 has the same one, and its end
     ends them meanwhile. Only an error that is theirs alone do they tell themselves."""

@@ -28,6 +28,7 @@ from runs.anatomy import Anatomy
 from runs.beforehand import (
     classes_of,
     is_sized,
+    refuse_batch_sampler,
     refuse_clashes,
     refuse_classes,
     refuse_model,
@@ -89,6 +90,7 @@ class Report(pl.Callback):
         refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()
         refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
+        refuse_batch_sampler(trainer, loader, self.choices["data"])
         self.classes = classes_of(loader)
         refuse_classes(pl_module, self.classes, self.choices["data"])
         if is_sized(loader):

@@ -40,6 +40,7 @@ from runs.refusal import (
     launched_rank,
     launched_size,
     let_rank_0_tell,
+    of_srun,
     refuse,
     slurm_tasks,
 )
@@ -231,11 +232,7 @@ class Run:
         if launched in (None, ranks):
             return
         if launched == slurm_tasks():
-            raise Refusal(
-                f"srun started {launched} processes, each of which would train alone: sbatch "
-                "cluster/slurm/horovod.sbatch, or within a job, without srun, "
-                "make train HOSTS=$(python3 cluster/slurm/hosts.py)"
-            )
+            raise Refusal(of_srun(launched))
         raise Refusal(
             f"strategy={self.choices['strategy']}: {launched} processes were launched, and it runs "
             f"on {ranks}; launch that many (NP=, -np)"

@@ -13,15 +13,15 @@ try:
     import horovod.torch as hvd
 except ImportError as error:
     raise MisconfigurationException(
-        f"Horovod cannot be imported ({error}); build it beside this torch: make install"
+        f"Horovod cannot be imported ({error}); build it beside this torch (here: make install)"
     ) from None
 if not hasattr(hvd, "init"):  # it prints why and goes on without its operations
     raise MisconfigurationException(
-        "Horovod was built without PyTorch, or for another version of it; build it again: "
-        "make install"
+        "Horovod was built without PyTorch, or for another version of it; build it again (here: "
+        "make install)"
     )
 
-from strategies.horovod import HorovodStrategy
+from .horovod import HorovodStrategy
 
 __all__ = ["HorovodStrategy"]
 

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from strategies.collectives import World, wait
+from .collectives import World, wait
 
 
 class SyncBatchNorm(_BatchNorm):

@@ -34,10 +34,10 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.nn import Parameter
 from torch.profiler import record_function
 
-from strategies.clock import Moment, moment
-from strategies.collectives import World, wait, wait_until
-from strategies.layout import MIB, Bucket, allocate, fill, split, strided_as
-from strategies.reductions import InFlight, Reduction, add
+from .clock import Moment, moment
+from .collectives import World, wait, wait_until
+from .layout import MIB, Bucket, allocate, fill, split, strided_as
+from .reductions import InFlight, Reduction, add
 
 
 @dataclass

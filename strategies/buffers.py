@@ -8,7 +8,7 @@ import torch
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from strategies.collectives import World
+from .collectives import World
 
 
 def shared_buffers(module: nn.Module, world: World) -> list[Tensor]:

@@ -20,7 +20,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from strategies.cores import usable_cores
+from .cores import usable_cores
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from strategies.environment import LaunchedEnvironment, own_gpu
+from .environment import LaunchedEnvironment, own_gpu
 
 # horovodrun's server is one of the job's hosts: no proxy is asked.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -10,7 +10,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from strategies.collectives import World
+from .collectives import World
 
 PIECE = 2**22  # numbers, 32 MiB of 64 bits
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes

@@ -13,7 +13,7 @@ from pytorch_lightning.plugins.environments import ClusterEnvironment
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from strategies.collectives import World
+from .collectives import World
 
 # Of glibc's mallopt(3): when freed memory goes back to the system.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -30,6 +30,11 @@ HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
 # each would be queued in the midst of backward, which would wait for it. The first strategy of a
 # process decides, as Horovod reads it when it starts.
 IN_STREAM = "HOROVOD_COMPLETE_IN_STREAM"
+# Where other launchers tell how many processes they started; Horovod without MPI asks none of them.
+OTHER_LAUNCHERS = {
+    "WORLD_SIZE": "torchrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun",
+    "SLURM_STEP_NUM_TASKS": "srun",
+}  # fmt: skip
 
 
 def keep_freed_memory() -> None:
@@ -54,8 +59,8 @@ def initialize(
         in_stream: see `IN_STREAM`.
 
     Raises:
-        MisconfigurationException: for sets that do not hold each rank once, and for new ones when
-            Horovod runs already.
+        MisconfigurationException: for sets that do not hold each rank once, for new ones when
+            Horovod runs already, and for processes that another launcher started.
     """
     sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets or []]
     if hvd.is_initialized():
@@ -75,6 +80,8 @@ def initialize(
                 f"process_sets={[s.ranks for s in sets]}: Horovod does not start with these: "
                 "each of the launched ranks must be in exactly one"
             ) from error
+    if hvd.size() == 1 and "HOROVOD_SIZE" not in os.environ:
+        _refuse_other_launchers()
     if not sets:
         return World(hvd.global_process_set)
     members = sorted(rank for process_set in sets for rank in process_set.ranks)
@@ -84,6 +91,15 @@ def initialize(
             f"{hvd.size()} ranks must be in exactly one"
         )
     return World(next(process_set for process_set in sets if hvd.rank() in process_set.ranks))
+
+
+def _refuse_other_launchers() -> None:
+    for name, launcher in OTHER_LAUNCHERS.items():
+        if (count := os.environ.get(name, "1")) != "1":
+            raise MisconfigurationException(
+                f"{launcher} started {count} processes, each of which would train alone as rank 0: "
+                f"start them with horovodrun ({name}={count} in the environment says so)"
+            )
 
 
 def _find(process_set: hvd.ProcessSet) -> None:

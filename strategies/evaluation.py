@@ -15,8 +15,8 @@ from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
 
-from strategies.buffers import shared_buffers
-from strategies.collectives import World
+from .buffers import shared_buffers
+from .collectives import World
 
 
 class Evaluation:

@@ -31,24 +31,24 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from strategies.batchnorm import SyncLayers
-from strategies.buckets import Exchange, GradientBuckets
-from strategies.buffers import shared_buffers
-from strategies.collectives import sendable
-from strategies.cores import usable_cores
-from strategies.drift import warn_of_drift
-from strategies.environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
-from strategies.evaluation import Evaluation
-from strategies.metrics import (
+from .batchnorm import SyncLayers
+from .buckets import Exchange, GradientBuckets
+from .buffers import shared_buffers
+from .collectives import sendable
+from .cores import usable_cores
+from .drift import warn_of_drift
+from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
+from .evaluation import Evaluation
+from .metrics import (
     keep_wide,
     leave_metrics,
     read_by_all,
     synchronize_metrics,
     warn_of_own_values,
 )
-from strategies.randomness import OwnDraws
-from strategies.reductions import COMPRESSIONS, Reduction, adasum
-from strategies.refusals import (
+from .randomness import OwnDraws
+from .reductions import COMPRESSIONS, Reduction, adasum
+from .refusals import (
     refuse_contradictions,
     refuse_options,
     refuse_other_models,
@@ -56,8 +56,8 @@ from strategies.refusals import (
     refuse_strangers,
     refuse_unequal,
 )
-from strategies.resuming import global_batch_size, resume
-from strategies.samplers import each_sample_once
+from .resuming import global_batch_size, resume
+from .samplers import each_sample_once
 
 T = TypeVar("T")
 
@@ -263,6 +263,11 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def setup_optimizers(self, trainer: pl.Trainer) -> None:
         super().setup_optimizers(trainer)
+        if any(hasattr(optimizer, "skip_synchronize") for optimizer in self.optimizers):
+            raise MisconfigurationException(
+                "hvd.DistributedOptimizer averages gradients that this strategy averages, too: let "
+                "configure_optimizers return the optimizer that it wraps"
+            )
         self._remove_step_hooks()
         # As well as in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
         # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from strategies.reductions import InFlight
+from .reductions import InFlight
 
 MIB = 2**20
 

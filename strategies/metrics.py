@@ -15,7 +15,7 @@ from torchmetrics import Metric, MetricCollection
 from torchmetrics.metric import jit_distributed_available
 from torchmetrics.utilities.data import dim_zero_cat
 
-from strategies.collectives import World
+from .collectives import World
 
 warning_cache = WarningCache()
 
@@ -52,8 +52,7 @@ def synchronize_metrics(module: nn.Module, world: World) -> None:
         if metric.dist_sync_fn is None or isinstance(others, World):
             metric.dist_sync_fn = world.gather
             metric.distributed_available_fn = world.has_several_ranks
-            if _lists(metric):
-                metric._sync_dist = partial(sync_padded_lists, metric, world)  # type: ignore[method-assign]
+            metric._sync_dist = partial(sync, metric, world)  # type: ignore[method-assign]
             if hasattr(metric, "_gather_tuple_list"):  # MeanAveragePrecision's, of masks
                 metric._gather_tuple_list = partial(gather_lists, world)
 
@@ -67,10 +66,16 @@ def _lists(metric: Metric) -> list[str]:
     ]  # fmt: skip
 
 
-def sync_padded_lists(
-    metric: Metric, world: World, dist_sync_fn: Any = None, process_group: Any = None
-) -> None:
-    """In the place of Metric._sync_dist, which gathers the tensors of such lists one by one.
+def sync(metric: Metric, world: World, _: Any = None, process_group: Any = None) -> None:
+    """In the place of Metric._sync_dist: what it is to gather with, metric.sync() does not know."""
+    if _lists(metric):
+        sync_padded_lists(metric, world, process_group)
+    else:
+        type(metric)._sync_dist(metric, world.gather, process_group)
+
+
+def sync_padded_lists(metric: Metric, world: World, process_group: Any) -> None:
+    """Metric._sync_dist where the tensors of lists are gathered one by one.
 
     Ranks with fewer have empty ones gathered beside the others', which are then dropped, before a
     reduction of the metric's own. With samples repeated to make shares equal, as under DDP, all
@@ -95,7 +100,7 @@ def sync_padded_lists(
     reductions = {name: metric._reductions[name] for name in counts}
     try:
         metric._reductions.update(dict.fromkeys(counts))
-        type(metric)._sync_dist(metric, dist_sync_fn, process_group)
+        type(metric)._sync_dist(metric, world.gather, process_group)
     finally:
         metric._reductions.update(reductions)
     for name, lengths in counts.items():

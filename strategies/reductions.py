@@ -14,7 +14,7 @@ import horovod.torch as hvd
 import torch
 from torch import Tensor
 
-from strategies.collectives import World
+from .collectives import World
 
 Steps = Generator[int, Any, None]
 PIECE = 4 * 2**20  # numbers, 8 MiB of 16 bits

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from strategies.collectives import World
-from strategies.reductions import COMPRESSIONS
+from .collectives import World
+from .reductions import COMPRESSIONS
 
 OPS = ("average", "sum", "adasum")
 

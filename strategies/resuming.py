@@ -18,7 +18,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from strategies.samplers import replace_batches
+from .samplers import replace_batches
 
 
 def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:

@@ -12,7 +12,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
-from strategies.collectives import World
+from .collectives import World
 
 Order = Callable[[], Sequence[int]]
 

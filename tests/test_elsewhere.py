@@ -69,9 +69,13 @@ def trained(command: list[str], folder: Path, *files: str) -> list[dict[str, Any
 
 @pytest.mark.parametrize("name", ["pytorch_lightning", "lightning"])
 def test_trains_in_another_project(name: str, tmp_path: Path) -> None:
-    shutil.copytree(ROOT / "strategies", tmp_path / "strategies")
-    (tmp_path / "train.py").write_text(TRAIN)
-    if name == "lightning":  # as the documentation says to
+    own, source = name == "lightning", TRAIN
+    if not own:  # within a package of theirs
+        source = TRAIN.replace("import strategies", "from theirs import strategies")
+    place = tmp_path / "strategies" if own else tmp_path / "theirs" / "strategies"
+    shutil.copytree(ROOT / "strategies", place)
+    (tmp_path / "train.py").write_text(source)
+    if own:  # as the documentation says to
         text = (ROOT / "docs" / "strategy.md").read_text()
         (command,) = re.findall(r"^sed -i .*$", text, re.M)
         subprocess.run(f"{command} train.py", shell=True, cwd=tmp_path, check=True)
@@ -81,7 +85,8 @@ def test_trains_in_another_project(name: str, tmp_path: Path) -> None:
     ranks = trained(horovodrun(2, *python, "4"), tmp_path, "0 of 2.json", "1 of 2.json")
     (alone,) = trained([*python, "8"], tmp_path, "0 of 1.json")
     for rank in ranks:
-        assert rank["strategy"] == f"strategies.horovod from {tmp_path / 'strategies'}"
+        package = "strategies" if own else "theirs.strategies"
+        assert rank["strategy"] == f"{package}.horovod from {place}"
         assert rank["ranks"] == 2
         assert rank["mean"] == pytest.approx(alone["mean"], rel=1e-6)
         assert rank["weights"] == pytest.approx(alone["weights"], rel=1e-5, abs=1e-6)

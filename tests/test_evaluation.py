@@ -28,7 +28,18 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from strategies import HorovodStrategy
 from strategies.evaluation import batches_of_all
 from strategies.samplers import each_sample_once
-from tests.matrix import FEATURES, RANK, SIZE, Measured, Net, convolutions, loader, samples, trainer
+from tests.matrix import (
+    FEATURES,
+    RANK,
+    SIZE,
+    Measured,
+    Net,
+    Ragged,
+    convolutions,
+    loader,
+    samples,
+    trainer,
+)
 from tests.test_resuming import OwnLoader
 
 
@@ -155,6 +166,36 @@ def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
 def evaluate_single_samples() -> None:
     """3 samples in batches of one on 2 ranks: rank 0 has a batch that rank 1 has not."""
     trainer("horovod").validate(Measured(), DataLoader(samples(3), batch_size=1))
+
+
+class SynchronizesItself(Net):
+    """Reads what all ranks have counted where nothing is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sum, self.ragged = SumMetric(), Ragged()
+        self.read: list[tuple[float, int]] = []
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.sum.update(batch[0][:, 0])
+        self.ragged.update(batch[0][:, 0])
+
+    def on_validation_epoch_end(self) -> None:
+        with self.sum.sync_context(), self.ragged.sync_context():
+            self.read.append((float(self.sum.sum_value), len(self.ragged.each)))
+        self.read.append((float(self.sum.sum_value), len(self.ragged.each)))
+
+
+def synchronize_in_a_hook() -> list[tuple[float, int]]:
+    trainer("horovod").validate(model := SynchronizesItself(), DataLoader(samples(9), 2))
+    return model.read
+
+
+def test_metrics_may_be_synchronized_by_hand(launch: Callable) -> None:
+    firsts = samples(9).tensors[0][:, 0]
+    for rank, (all_, own) in enumerate(launch(synchronize_in_a_hook, 2)):
+        assert all_ == (pytest.approx(float(firsts.sum()), rel=1e-6), 9)
+        assert own[0] == pytest.approx(float(firsts[rank::2].sum()), rel=1e-6)
 
 
 class WithoutIndex(Net):

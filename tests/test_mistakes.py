@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import horovod.torch as hvd
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -123,6 +124,11 @@ class CallsBackward(LeavesOut):
             optimizer.zero_grad(set_to_none=self.then == "none")  # type: ignore[union-attr]
             self.manual_backward(loss)
         optimizer.step()  # type: ignore[union-attr]
+
+
+class AveragesTwice(Net):
+    def configure_optimizers(self) -> Any:
+        return hvd.DistributedOptimizer(super().configure_optimizers(), self.named_parameters())
 
 
 class GoesOnAfterAnError(LeavesOut):
@@ -364,6 +370,7 @@ def mistakes() -> dict[str, str]:
         "hidden": refused(lambda: trainer("horovod").fit(Hides("at once"), loader())),
         "hidden later": refused(lambda: trainer("horovod").fit(Hides("later"), loader())),
         "rates": refused(lambda: trainer("horovod", max_epochs=3).fit(GoesByItsOwn(), loader())),
+        "averaged twice": refused(lambda: trainer("horovod").fit(AveragesTwice(), loader())),
         "clock": refused(
             lambda: trainer("horovod", val_check_interval="00:00:00:01").fit(Net(), loader())
         ),
@@ -421,5 +428,6 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         hidden = "SGD has a parameter (3, 5) that the module has not, or not before training"
         assert texts["hidden"].startswith(hidden) and texts["hidden later"].startswith(hidden)
         assert texts["rates"].startswith(f"rank 1 on {host} has the learning rates 0.005, rank 0")
+        assert texts["averaged twice"].startswith("hvd.DistributedOptimizer averages gradients")
         assert texts["clock"].startswith("a val_check_interval of 1 s: by its own clock each rank")
         assert texts["goes on"] == "10 steps of 2 ranks"

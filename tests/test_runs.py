@@ -52,7 +52,7 @@ from torch.utils.data import (
 from benchmarks import hardware
 from runs import checkpoints, resuming
 from runs.anatomy import Anatomy
-from runs.beforehand import refuse_clashes, refuse_model, refuse_shares
+from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, refuse_shares
 from runs.config import CONF, parse
 from runs.curves import Curves
 from runs.folders import new_folder
@@ -331,6 +331,25 @@ def test_batches_of_a_sampler_of_ones_own_have_no_size_to_refuse() -> None:
     batches = BatchSampler(range(8), 4, drop_last=False)
     loader: DataLoader = DataLoader(range(8), batch_sampler=batches)  # type: ignore[arg-type]
     refuse_shares(trainer, Validates(), loader, test=False, choice="own")
+
+
+def test_a_plain_batch_sampler_that_lightning_would_take_apart_is_refused() -> None:
+    def check(loader: DataLoader, split: bool = True) -> None:
+        connector = SimpleNamespace(_requires_distributed_sampler=lambda _: split)
+        trainer: Any = SimpleNamespace(_data_connector=connector)
+        refuse_batch_sampler(trainer, loader, "own")
+
+    data: Any = range(8)
+    plain: DataLoader = DataLoader(data, batch_sampler=BatchSampler(data, 4, False))
+    with pytest.raises(Refusal, match="data=own: Lightning would make batches of one sample"):
+        check(plain)
+    check(plain, split=False)
+    check(DataLoader(data, batch_size=4))
+    check(DataLoader(data, batch_sampler=OwnBatches(data, 4, False)))
+
+
+class OwnBatches(BatchSampler):
+    pass
 
 
 @pytest.mark.parametrize("whose", ["model", "data"])
@@ -1568,6 +1587,14 @@ def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
         trainer.fit(IsValidated(), ones, ones)
     told = mistake(caught.value, started=True)
     assert told and told.startswith("trainer.val_check_interval=50: a rank has 13 batches an epoch")
+
+
+def test_srun_gets_the_way_that_this_repository_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "srun started 2 processes, each of which would train alone as rank 0: start them with"
+    assert mistake(MisconfigurationException(text), started=False) == text
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    told = mistake(MisconfigurationException(text), started=False)
+    assert told and "alone: sbatch cluster/slurm/horovod.sbatch" in told
 
 
 def test_a_label_that_the_model_has_no_output_for_is_told() -> None:

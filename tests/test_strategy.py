@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from strategies import HorovodStrategy, buckets, ddp
+from strategies import HorovodStrategy, buckets, ddp, environment
 from strategies.buckets import GradientBuckets
 from strategies.collectives import on_own_gpu
 from strategies.metrics import metrics_of, synchronize_metrics
@@ -50,6 +50,31 @@ from tests.matrix import (
     trainer,
 )
 from tests.test_matrix import assert_same
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [("WORLD_SIZE", "torchrun"), ("PMI_SIZE", "mpirun"), ("SLURM_STEP_NUM_TASKS", "srun")],
+)
+def test_processes_of_another_launcher_are_refused(
+    name: str, launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Horovod takes each for the only one."""
+    for variable in environment.OTHER_LAUNCHERS:
+        monkeypatch.delenv(variable, raising=False)
+    alone = SimpleNamespace(
+        is_initialized=lambda: True, size=lambda: 1, global_process_set=hvd.global_process_set
+    )
+    monkeypatch.setattr(environment, "hvd", alone)
+    monkeypatch.setattr(environment, "World", lambda _: None)
+    environment.initialize()
+    monkeypatch.setenv(name, "1")
+    environment.initialize()
+    monkeypatch.setenv(name, "2")
+    with pytest.raises(MisconfigurationException, match=f"^{launcher} started 2 processes, each"):
+        environment.initialize()
+    monkeypatch.setenv("HOROVOD_SIZE", "1")  # of horovodrun within them
+    environment.initialize()
 
 
 class Warm(Net):

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from datamodules.digits import Digits
 from datamodules.noise import Noise
@@ -328,6 +328,13 @@ class TestOtherRuns:
         assert done.stdout.count("warning of rank 1: UserWarning: only rank 1 says this") == 1
 
 
+class PlainBatches(Digits):
+    def train_dataloader(self) -> DataLoader:
+        data = super().train_dataloader().dataset
+        batches = BatchSampler(range(len(data)), 32, drop_last=False)  # type: ignore[arg-type]
+        return DataLoader(data, batch_sampler=batches)
+
+
 class TestMistakes:
     """Told in one line, once; non-zero exit; no folder, no process left."""
 
@@ -390,6 +397,7 @@ class TestMistakes:
             ),
             ([*pictures, "model.classes=2"], "classes=2: data=folder has 3 classes; give model"),
             ([FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),
+            (["data._target_=tests.test_template.PlainBatches"], "data=digits: Lightning would m"),
             ([FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer (partial) and not load"),
         ]
         if not torch.cuda.is_available():

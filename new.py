@@ -38,7 +38,9 @@ def new(name: str, folder: Path) -> int:
         Refusal: for what is no name, a folder that is there, or when git fails; nothing is left.
     """
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
-        raise Refusal(f"NAME={name}: give it a name of letters, digits, - and _, as my_project")
+        raise Refusal(
+            f"NAME={name}: a letter, then letters, digits, - and _ are needed, as my_project"
+        )
     if folder.exists():
         raise Refusal(f"DIR={folder}: it is there already; give the new folder itself, in that one")
     if folder.is_relative_to(ROOT):

@@ -8,6 +8,7 @@ type of a key is that of its value in conf/; where that is null, the type hint i
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import re
 import sys
@@ -28,6 +29,7 @@ from runs.targets import arguments, hint, takes
 
 CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
+PARTS = ("data", "model", "strategy", "trainer")  # groups of which each run has one
 NEEDED = ("data_dir", "data.batch_size", "log_dir", "seed")  # where conf/ may not say null
 LEAST = {
     "data.batch_size": 1, "model.lr": 0, "seed": 0, "trainer.accumulate_grad_batches": 1,
@@ -83,6 +85,8 @@ def check(arguments: list[str]) -> None:
     except yaml.YAMLError as error:
         raise Refusal(f"conf/: {' '.join(str(error).split())}") from None
     except (HydraException, OmegaConfBaseException) as error:
+        if match := re.search("An item is already at '(.+)'", str(error)):
+            raise Refusal(f"+{match[1]}: conf/ has it; write {match[1]}=... without +") from None
         raise Refusal(str(error).strip().splitlines()[0]) from None
 
 
@@ -134,6 +138,8 @@ def _may_be_refused(override: Override) -> bool:
 def _check_group(override: Override) -> None:
     group, value = override.key_or_group.lstrip("/"), override.value()
     if override.is_delete():
+        if group in PARTS:
+            raise Refusal(f"~{group}: a run needs one; choose another with {group}=")
         return
     if value is None:
         raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
@@ -208,7 +214,10 @@ def _keys(node: Any) -> list[str]:
 
 def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
-    if override.is_add() or override.is_force_add() or key.startswith(("hydra.", "hydra/")):
+    if key.startswith(("hydra.", "hydra/")):
+        return
+    if override.is_add() or override.is_force_add():
+        _check_added(override, config)
         return
     parent: Any = config
     *parents, last = key.split(".")
@@ -228,6 +237,18 @@ def _check_change(override: Override, config: DictConfig) -> None:
         return
     if not override.is_delete():
         _check_value(key, last, override.value(), parent)
+
+
+def _check_added(override: Override, config: DictConfig) -> None:
+    """What conf/ has not at its top is for ${...} of the user's own, and no misspelt group."""
+    first = override.key_or_group.partition(".")[0]
+    known = [*_keys(config), *recipes.groups(CONF)]
+    if first in known:
+        return
+    if close := difflib.get_close_matches(first, known, n=1, cutoff=0.85):
+        raise Refusal(f"{override.input_line}: there is no {first} (did you mean {close[0]}?)")
+    if problem := _meant(override, first, config):
+        raise Refusal(problem)
 
 
 def _written(config: DictConfig, name: Any) -> Any:
@@ -250,6 +271,8 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
         raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:
         raise Refusal(f"{key}={value}: there are: {', '.join(CHOICES[key])}")
+    if key in ("data_dir", "log_dir", "run_dir") and value == "":
+        raise Refusal(f"{key}=: give a folder, or leave it out")
     if key == "ckpt_path" and value == "":
         raise Refusal("ckpt_path=: give a path, last or best; null for none")
     if value is None and key in NEEDED:

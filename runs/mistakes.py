@@ -28,6 +28,8 @@ TOO_LONG = re.compile(  # Lightning's, of what a rank trains in an epoch
 )
 ALONE = "each of which would train alone"  # HorovodStrategy's, of other launchers
 NO_OUTPUT = re.compile(r"Target (-?\d+) is out of bounds")  # torch's, of a label, on a CPU
+NO_LOSS = "by returning None in distributed training is not supported"  # Lightning's
+NO_GRADIENT = "does not require grad and does not have a grad_fn"  # torch's, of the loss
 SERVICES = ("wandb", "mlflow")  # no account, no connection
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 
@@ -57,10 +59,28 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         error = type(error)(str(error).strip().splitlines()[-1])
     if ALONE in str(error) and (tasks := slurm_tasks()):
         return of_srun(tasks)
+    if ALONE in str(error) and str(error).startswith("torchrun"):
+        return (
+            "torchrun is for strategy=ddp, with trainer.devices= its processes a host; for "
+            "strategy=horovod it is make train, or horovodrun"
+        )
     if isinstance(error, MISTAKES):
         return str(error)
     if match := UNREADABLE.fullmatch(str(error)):
         return match[1]
+    if NO_LOSS in str(error):
+        return "training_step returned None: it has to return the loss, of each batch on each rank"
+    if NO_GRADIENT in str(error):
+        return (
+            "the loss has no gradient: leave out what cuts it off (detach, item, no_grad), and let "
+            "a parameter be trained"
+        )
+    last = extract_tb(error.__traceback__)[-1:]
+    if isinstance(error, KeyError) and last and "self.hparams[" in (last[0].line or ""):
+        return (
+            f"{last[0].filename}, line {last[0].lineno}: the hyperparameters have no {error}: call "
+            "self.save_hyperparameters() in __init__, which takes it"
+        )
     if match := TOO_LONG.match(str(error)):
         return (
             f"trainer.val_check_interval={match[1]}: a rank has {match[2]} batches an epoch: give "
@@ -92,7 +112,11 @@ def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
     ]
     names = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
     of_loader = f"{metric}/dataloader_idx_0"  # of several, each of which has its own
-    close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, names)
+    # To keep the best by a loss of training is no way out.
+    alike = [name for name in names if name.startswith("val") or not metric.startswith("val")]
+    close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, alike)
+    if not close and metric.startswith("val"):
+        close = f'; self.log("{metric}", ..., sync_dist=True) in validation_step does'
     return (
         f"{' '.join(watching) or metric}: nothing is logged by this name; there are: "
         f"{', '.join(names) or 'none'}{close}"

@@ -66,7 +66,7 @@ class Report(pl.Callback):
         self.metrics: dict[str, float] = {}
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
         self._first_logged = 0
-        self._validated = False
+        self._validated = self._has_loss = False
         self.seconds = 0.0
         self.train_samples: int | None = None
         self.classes: list[str] = []
@@ -109,7 +109,7 @@ class Report(pl.Callback):
         for metric in dict.fromkeys(str(member.get("monitor")) for member in members):
             if metric.startswith("val") and metric not in logged and trainer.is_global_zero:
                 problem = no_metric(metric, logged, callbacks)
-                print(f"warning {problem}; without it the first epoch ends the run", flush=True)
+                print(f"warning {problem}; as it is, the run ends with an epoch", flush=True)
 
     def _announce(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.hosts:
@@ -180,7 +180,8 @@ class Report(pl.Callback):
         self._epoch_began = self.samples, self.seconds
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
-        batch = arguments[2]
+        _, outputs, batch, *_ = arguments
+        self._has_loss |= isinstance(outputs, Tensor) or bool(outputs)
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
         self.samples += len(tensors[0]) if tensors else 0
         if not self.trained:
@@ -231,7 +232,15 @@ class Report(pl.Callback):
         self.samples = int(trainer.strategy.reduce(total, reduce_op="sum"))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
-        if trainer.is_global_zero and trainer.loggers and self.trained:
+        learnt = self.steps > self.first_step
+        learnt &= self._has_loss or not pl_module.automatic_optimization
+        if trainer.is_global_zero and self.trained and not learnt:
+            print(
+                "warning no step was made: training_step has to return the loss, and batches must "
+                "not be None",
+                flush=True,
+            )
+        elif trainer.is_global_zero and trainer.loggers and self.trained:
             self._tell_of_no_curves(trainer)
         if trainer.is_global_zero and not self._validated:
             self._tell_of_no_validation(trainer)
@@ -260,14 +269,12 @@ class Report(pl.Callback):
             return
         # Loggers count a step for each batch, also where several optimizers step.
         last = trainer.fit_loop.epoch_loop._batches_that_stepped
-        why = ""
         if last // every == self._first_logged // every:
-            steps = _counted(last - self._first_logged, "step")
-            why = f"{steps}, and trainer.log_every_n_steps is {every}; give a smaller one"
-        if self.steps == self.first_step:
-            why = "no step was made; is each batch of the training loader None?"
-        if why:
-            print(f"curves  have no step of training: {why}", flush=True)
+            print(
+                f"curves  have no step of training: {_counted(last - self._first_logged, 'step')}, "
+                f"and trainer.log_every_n_steps is {every}; give a smaller one",
+                flush=True,
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.trained or not trainer.is_global_zero:

@@ -77,6 +77,12 @@ from tests.conftest import run
         ),
         ("task=a=b", "the value cannot be read; quote it for Hydra"),
         ("ckpt_path=", "give a path, last or best; null for none"),
+        ("log_dir=", "log_dir=: give a folder, or leave it out"),
+        ("~model", "~model: a run needs one; choose another with model="),
+        ("+model.lr=0.1", r"\+model.lr: conf/ has it; write model.lr=... without \+"),
+        ("+callback.ema._target_=a.B", r"there is no callback \(did you mean callbacks\?\)"),
+        ("++callback.ema.decay=0.9", r"there is no callback \(did you mean callbacks\?\)"),
+        ("+max_epochs=3", r"\+max_epochs=3: write trainer.max_epochs, with its group"),
         (
             "strategy.compression=16",
             "a text is expected there, like none; a number as text is quoted as "
@@ -201,7 +207,6 @@ def test_what_an_experiment_may_say(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("+model.lr=1", "already at 'model.lr'"),
         ("hydra.nokey=1", "Could not override 'hydra.nokey'"),
         ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope'"),
     ],

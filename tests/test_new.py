@@ -73,9 +73,9 @@ def test_its_tests_pass(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "folder", "message"),
     [
-        ("", "there", "NAME=: give it a name"),
-        ("my project", "there", "NAME=my project: give it a name"),
-        ("../x", "there", "NAME=../x: give it a name"),
+        ("", "there", "NAME=: a letter, then letters"),
+        ("my project", "there", "NAME=my project: a letter, then letters"),
+        ("../x", "there", "NAME=../x: a letter, then letters"),
         ("mine", ".", "it is there already"),
         ("mine", str(ROOT / "tests" / "mine"), "within the repository itself"),
     ],

@@ -1297,7 +1297,7 @@ def test_what_several_loaders_log_is_known_before_training(
     names = "val/loss/dataloader_idx_0, val/of_0, val/loss/dataloader_idx_1, val/of_1"
     first = f"warning callbacks.best.monitor={monitor}: nothing is logged by this name; there are: "
     assert output == (
-        f"{first}{names}{warned}; without it the first epoch ends the run\n" * bool(warned)
+        f"{first}{names}{warned}; as it is, the run ends with an epoch\n" * bool(warned)
     )
 
 
@@ -1595,6 +1595,33 @@ def test_srun_gets_the_way_that_this_repository_has(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     told = mistake(MisconfigurationException(text), started=False)
     assert told and "alone: sbatch cluster/slurm/horovod.sbatch" in told
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    torchrun = MisconfigurationException(text.replace("srun", "torchrun"))
+    told = mistake(torchrun, started=False)
+    assert told and told.startswith("torchrun is for strategy=ddp, with trainer.devices=")
+
+
+class ForgetsItsHyperparameters(LightningModule):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+def test_what_one_forgets_in_a_module_is_told() -> None:
+    with pytest.raises(KeyError) as caught:
+        ForgetsItsHyperparameters(0.1).configure_optimizers()
+    told = mistake(caught.value, started=False)
+    assert told and told.startswith(f"{__file__}, line ")
+    assert "the hyperparameters have no 'lr': call self.save_hyperparameters()" in told
+    with pytest.raises(KeyError) as other:
+        {}["lr"]
+    assert mistake(other.value, started=True) is None
+    with pytest.raises(RuntimeError) as cut:
+        torch.ones(1).sum().backward()
+    told = mistake(cut.value, started=True)
+    assert told and told.startswith("the loss has no gradient: leave out what cuts it off")
 
 
 def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
@@ -1692,7 +1719,12 @@ class NoSteps(Times):
         pass
 
 
-@pytest.mark.parametrize("what", ["optimizer", "batch"])
+class ReturnsNothing(Times):
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        pass
+
+
+@pytest.mark.parametrize("what", ["optimizer", "batch", "loss"])
 def test_a_training_without_steps(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1703,12 +1735,13 @@ def test_a_training_without_steps(
         callbacks=[Curves(), report], enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    model, collate = (NoSteps(), None) if what == "optimizer" else (Times(), lambda batch: None)
+    model = {"optimizer": NoSteps, "batch": Times, "loss": ReturnsNothing}[what]()
+    collate = (lambda batch: None) if what == "batch" else None
     ones: Any = torch.ones(2)
     model.validation_step = lambda batch: None  # type: ignore
     trainer.fit(model, DataLoader(ones, collate_fn=collate), DataLoader(ones))
-    message = "no step was made; is each batch of the training loader None?"
-    assert (message in capsys.readouterr().out) == (what == "batch")
+    message = "warning no step was made: training_step has to return the loss, and batches"
+    assert (message in capsys.readouterr().out) == (what != "optimizer")
 
 
 class StopsInTheFirst(Times):

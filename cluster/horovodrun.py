@@ -446,7 +446,17 @@ def tell(text: str) -> None:
         print(f"horovodrun: {text}", file=sys.stderr, flush=True)
 
 
+def open_missing() -> None:
+    """What was closed for us, as by `>&-`, becomes /dev/null: else a pipe of ours gets its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or open(1, "w", closefd=False)
+    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+
+
 def main() -> int:
+    open_missing()
     parser = argparse.ArgumentParser(
         prog="python -m cluster.horovodrun", description=__doc__.partition("\n")[0]
     )

@@ -614,6 +614,15 @@ class TestEnd:
             process.kill()
             process.wait()
 
+    @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+    def test_streams_that_are_closed(self, closed: str, tmp_path: Path) -> None:
+        ran = tmp_path / "ran"
+        line = horovodrun("-np", "1", "sh", "-c", f"echo out; echo err >&2; echo ran >{ran}")
+        done = run(["sh", "-c", f'exec "$@" {closed}', "sh", *line])
+        assert (done.returncode, ran.exists()) == (0, True), done.stdout
+        assert ("[0]<stdout>:out" in done.stdout) == (">&-" not in closed.split())
+        assert ("[0]<stderr>:err" in done.stdout) == ("2>&-" not in closed)
+
     def test_a_progress_bar_moves(self, tmp_path: Path) -> None:
         """With the start of its next state, as with plain horovodrun; not when its line is done."""
         script = (

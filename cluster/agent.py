@@ -56,6 +56,8 @@ class Agent:
         self._saying = threading.Lock()
         self._locks: list[Any] = []
         self._ending = threading.Lock()
+        self._passing_on = threading.Event()  # what ranks print; not while its reader pauses
+        self._passing_on.set()
 
     def run(self) -> None:
         with open(0, "rb", buffering=0, closefd=False) as orders:  # takes no more than a line
@@ -210,8 +212,9 @@ class Agent:
         """Pass on what ranks print, and tell their ends, until none is left."""
         last_sign = 0.0
         while self._ranks or self._preloading:
-            for key, _ in selector.select(timeout=0.2):
-                self._pass_on(key, selector)
+            if self._passing_on.wait(timeout=0.2):
+                for key, _ in selector.select(timeout=0.2):
+                    self._pass_on(key, selector)
             if time.monotonic() - last_sign > LIFE_SECONDS:
                 last_sign = time.monotonic()
                 self._say()
@@ -300,6 +303,8 @@ class Agent:
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, number)
+        if "hold" in order:
+            (self._passing_on.clear if order["hold"] else self._passing_on.set)()
         if "end" in order:
             threading.Thread(target=self._end_all, args=[order["end"]], daemon=True).start()
 

@@ -90,6 +90,7 @@ class Connection:
         threading.Thread(target=self._write, daemon=True).start()
         self.send(**order)
         self.listening_since = time.monotonic()
+        self.holds = False  # what its ranks print
         self._words, self._heard = b"", False
         self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
         self._hearing_ssh.start()  # before the other, which waits for it at the end
@@ -159,7 +160,7 @@ class Job:
         self.members, self.command, self.record = members, command, record
         self.stop_seconds = stop_seconds
         self.connections: list[Connection] = []
-        # Bounded: ranks that print faster than it is taken wait, as behind a pipe.
+        # Bounded, and what is taken from it too: see Record.is_behind.
         self._events: queue.Queue = queue.Queue(maxsize=1000)
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
@@ -263,8 +264,10 @@ class Job:
 
     def _step(self, wait: float = 0.2) -> None:
         """One event, and what is due."""
+        self.record.hurries = self._ends()
+        behind = self.record.is_behind()
         with contextlib.suppress(queue.Empty):
-            connection, event = self._events.get(timeout=wait)
+            connection, event = self._events.get(timeout=min(wait, 0.02) if behind else wait)
             self._take(connection, event)
         now = time.monotonic()
         if now - self._stepped > STOPPED_SECONDS:  # we were stopped, as by scontrol suspend
@@ -274,6 +277,10 @@ class Job:
         if not self._running:  # an agent may wait for a process that even SIGKILL does not end
             self._deadlines.setdefault("kill", now + 10)
         for connection in self.connections:
+            # Asked, not left unread: ends of ranks come the same way as what others print.
+            if connection.holds != behind:
+                connection.holds = behind
+                connection.send(hold=behind)
             silent = connection.silent_for()
             if silent > self._silence and connection.process.poll() is None:
                 text = f"{connection.host.name} has not been heard for {silent:.0f} s: is it down?"
@@ -353,7 +360,8 @@ class Job:
     def _ask_to_stop(self) -> None:
         for connection in self.connections:
             connection.send(signal="SIGUSR1")
-        tell(f"stopping: {self.stop_seconds:g} s for a checkpoint; another Ctrl-C ends it now")
+        seconds = f"{self.stop_seconds:g} s"
+        self._tell(f"stopping: {seconds} for a checkpoint; another Ctrl-C ends it now")
 
     def _end(self) -> None:
         self._deadlines["kill"] = time.monotonic() + END_SECONDS + 2
@@ -364,7 +372,7 @@ class Job:
         for connection in self.connections:
             if connection.process.poll() is None:
                 text = f"{connection.host.name} does not answer: its agent ends what runs there"
-                tell(text)
+                self._tell(text)
                 if self._cause is not None:
                     self._cause = self._cause[0], f"{self._cause[1]}; {text}"
                 connection.kill()
@@ -376,17 +384,25 @@ class Job:
             time.sleep(LIFE_SECONDS)
 
     def _finish(self) -> int:
-        for number in (*SIGNALS, AT_ONCE):
-            signal.signal(number, signal.SIG_IGN)
+        self.record.hurries = self._cause is not None
+        for number in (*SIGNALS, AT_ONCE):  # a reader who pauses may be waited for yet
+            if signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._hurry)
         reason = None
         if self._cause is not None:
             weight, reason = self._cause
             if self._left and weight < 2:  # in a collective they waited for it
                 reason += f"; {self._left} ended without an error"
-            tell(reason)
+            self._tell(reason)
         state = "done" if self._cause is None else "stopped" if self._signals else "failed"
         self.record.update(state=state, reason=reason, exit=self._status)
         return self._status
+
+    def _hurry(self, number: int, frame: object) -> None:
+        self.record.hurries = True
+
+    def _tell(self, text: str) -> None:
+        self.record.tell(f"horovodrun: {text}")
 
 
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
@@ -441,18 +457,13 @@ def seconds(text: str) -> float:
     return float(text)
 
 
-def tell(text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone
-        print(f"horovodrun: {text}", file=sys.stderr, flush=True)
-
-
 def open_missing() -> None:
-    """What was closed for us, as by `>&-`, becomes /dev/null: else a pipe of ours gets its number."""
+    """What was closed for us, as by `>&-`, is /dev/null: a pipe of ours would get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)
-    sys.stderr = sys.stderr or open(2, "w", closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def main() -> int:

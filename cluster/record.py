@@ -15,10 +15,13 @@ import errno
 import itertools
 import json
 import os
+import queue
 import shlex
 import shutil
 import signal
 import sys
+import threading
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -27,6 +30,8 @@ from cluster.hosts import Rank, Refusal
 
 FOLDER = Path("logs/launches")
 ALIVE = ("waiting", "starting", "running")
+MOST_WAITING = 1 << 20  # bytes for a reader who pauses, beside what is under way by then
+PAUSE_SECONDS = 5  # of a reader, after which a job that ends early ends without it
 
 
 def new_folder() -> Path:
@@ -64,6 +69,57 @@ def birth(pid: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
+class Writer:
+    """Writes to a descriptor, in order, by a thread: who reads there may pause."""
+
+    def __init__(self, descriptor: int, encoding: str) -> None:
+        self._descriptor, self._encoding = descriptor, encoding
+        self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._given = self._written = 0
+        self._moved = time.monotonic()
+        self._in_foreground = _in_foreground()
+        self.thread = threading.Thread(target=self._write, daemon=True)
+        self.thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return self._given - self._written
+
+    @property
+    def stalls(self) -> bool:
+        return self.waiting > 0 and time.monotonic() - self._moved > PAUSE_SECONDS
+
+    def put(self, text: str) -> None:
+        """Not waited for."""
+        data = text.encode(self._encoding, "replace")  # a job survives what a terminal cannot show
+        with self._lock:
+            self._moved = self._moved if self.waiting else time.monotonic()
+            self._given += len(data)
+            self._queue.put(data)
+
+    def close(self) -> None:
+        """No more comes: the thread ends when all is written."""
+        self._queue.put(None)
+
+    def _write(self) -> None:
+        while (data := self._queue.get()) is not None:
+            while data:
+                # Not by sys.stdout, whose lock Python would wait for at its end.
+                count = len(data)
+                try:
+                    count = os.write(self._descriptor, data[: 1 << 16])
+                    self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
+                except OSError as error:  # who read it is gone: `| tee`, or the terminal, which
+                    # tells only the first process of its session; that may be a make that waits.
+                    if error.errno == errno.EIO and self._in_foreground:
+                        self._in_foreground = False
+                        os.kill(os.getpid(), signal.SIGHUP)
+                data = data[count:]
+                self._moved = time.monotonic()
+                self._written += count
+
+
 class Record:
     """The run that this process launches.
 
@@ -77,10 +133,9 @@ class Record:
     def __init__(
         self, folder: Path | None, members: list[Rank], command: list[str], stop_seconds: float
     ) -> None:
-        for stream in (sys.stdout, sys.stderr):  # a job survives what a terminal cannot show
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
         self._detached = folder is not None
-        self._in_foreground = _in_foreground()
+        self.hurries = False  # the job ends early: who stalls is not waited for
+        self._behind = False
         self.folder = folder or new_folder()
         self.id = self.folder.name
         self._files: dict[int, IO[str]] = {}
@@ -104,6 +159,12 @@ class Record:
             if not self._detached:  # else who launched it tells of it there
                 shutil.rmtree(self.folder, ignore_errors=True)
             raise Refusal(f"{self.folder}: runs are noted there: {error.strerror}") from None
+        self._writers: dict[str, Writer] = {}
+        if not self._detached:
+            stdout = Writer(1, sys.stdout.encoding)
+            same = os.path.sameopenfile(1, 2)  # then what stands in both keeps its order
+            stderr = stdout if same else Writer(2, sys.stderr.encoding)
+            self._writers = {"stdout": stdout, "stderr": stderr}
 
     def __enter__(self) -> Record:
         return self
@@ -112,6 +173,8 @@ class Record:
         self, kind: type[BaseException] | None, error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:  # fmt: skip
+        self.hurries |= error is not None
+        self._wait_for_readers()
         for file in self._files.values():
             with contextlib.suppress(OSError):  # a full disk
                 file.close()
@@ -135,15 +198,8 @@ class Record:
         cannot be written."""
         end = "" if line.endswith(("\r", "\n")) else "\n"
         if not self._detached:
-            out = sys.stdout if stream == "stdout" else sys.stderr
-            try:
-                print(f"[{rank}]<{stream}>:{line}", end=end, file=out, flush=True)
-                self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
-            except OSError as error:  # who read it is gone: `| tee`, or the terminal, which tells
-                # only the first process of its session; that may be a make that waits for us.
-                if error.errno == errno.EIO and self._in_foreground:
-                    self._in_foreground = False
-                    os.kill(os.getpid(), signal.SIGHUP)
+            if not self._without(self._writers[stream]):
+                self._writers[stream].put(f"[{rank}]<{stream}>:{line}{end}")
             return
         with contextlib.suppress(OSError):  # a full disk
             if rank not in self._files:
@@ -151,6 +207,30 @@ class Record:
                 file = self.folder / f"rank-{rank}.log"
                 self._files[rank] = file.open("a", buffering=1, encoding="utf-8")
             print(line, end=end, file=self._files[rank])
+
+    def tell(self, text: str) -> None:
+        """A line of the launcher's own."""
+        if not self._detached:
+            self._writers["stderr"].put(f"{text}\n")
+            return
+        with contextlib.suppress(OSError):  # a full disk
+            print(text, file=sys.stderr, flush=True)
+
+    def is_behind(self) -> bool:
+        """Whether ranks are to print no more, until half of what waits has been read."""
+        most = MOST_WAITING // 2 if self._behind else MOST_WAITING
+        writers = self._writers.values()
+        self._behind = any(w.waiting > most and not self._without(w) for w in writers)
+        return self._behind
+
+    def _without(self, writer: Writer) -> bool:
+        return self.hurries and writer.stalls
+
+    def _wait_for_readers(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+            while writer.thread.is_alive() and not self._without(writer):
+                writer.thread.join(timeout=0.1)
 
 
 def _in_foreground() -> bool:

@@ -563,6 +563,16 @@ MUTATIONS = [
         'connection.send(signal="SIGUSR1")', "pass", "nobody_reads", "cluster/test_jobs", "cluster",
     ),
     Mutation(
+        "a reader who pauses keeps ranks from their checkpoint", "horovodrun.py",
+        "self.record.hurries = self._ends()", "pass",
+        "reader_who_pauses", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "what a reader who pauses has not read fills the memory", "horovodrun.py",
+        "if connection.holds != behind:", "if False:",
+        "reader_who_pauses", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
         "self.unprepared.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
     ),

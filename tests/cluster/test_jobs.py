@@ -623,6 +623,62 @@ class TestEnd:
         assert ("[0]<stdout>:out" in done.stdout) == (">&-" not in closed.split())
         assert ("[0]<stderr>:err" in done.stdout) == ("2>&-" not in closed)
 
+    @pytest.mark.parametrize("ends", ["fails", "stops"])
+    def test_a_reader_who_pauses(self, ends: str, tmp_path: Path) -> None:
+        """A rank that fails is heard, and so is Ctrl-C; ranks wait meanwhile, but not with their
+        checkpoint."""
+        full, told = tmp_path / "full", tmp_path / "told"
+        prints = (
+            "import os, signal, sys\n"
+            "def ask(*_):\n"
+            f"    os.write(1, b'y' * (1 << 18)); open({str(told)!r}, 'w').close(); os._exit(0)\n"
+            "signal.signal(signal.SIGUSR1, ask)\n"
+            "while True: print('x' * 500, flush=True)"
+        )
+        other = (
+            f"until [ -e {full} ]; do sleep .1; done; exit 7" if ends == "fails" else "sleep 600"
+        )
+        script = f'[ $HOROVOD_RANK = 1 ] && {{ {other}; }}; exec "$0" -c "$1"'
+        line = ["-H", "localhost:2", "sh", "-c", script, PYTHON, prints]
+        command = horovodrun("--stop-seconds", "600", *line)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
+        try:
+            launcher, before, now = psutil.Process(process.pid), -1, 0
+            deadline = time.monotonic() + 60
+            while now < 1 << 20 or now > before:  # until nothing more is taken
+                assert process.poll() is None and time.monotonic() < deadline
+                before = now
+                time.sleep(1)
+                now = sum(child.io_counters().write_chars for child in launcher.children(True))
+            assert now < 32 << 20
+            full.touch()
+            if ends == "stops":
+                process.send_signal(signal.SIGINT)
+                while not told.exists():
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+                process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == (7 if ends == "fails" else 130)
+        finally:
+            process.kill()
+            process.wait()
+
+    def test_a_reader_who_is_slow_misses_nothing(self) -> None:
+        """Also of a job that fails; its end is told behind what it printed, in order."""
+        prints = "import sys; [print(number, 'x' * 500) for number in range(10000)]; sys.exit(3)"
+        command = horovodrun("-H", "localhost:1", PYTHON, "-c", prints)
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        ) as process:
+            assert process.stdout is not None
+            said = b""
+            while data := os.read(process.stdout.fileno(), 1 << 18):
+                said += data
+                time.sleep(0.05)
+        *lines, last = said.decode().splitlines()
+        assert [line.split()[0] for line in lines] == [f"[0]<stdout>:{n}" for n in range(10000)]
+        assert last == "horovodrun: rank 0 on localhost ended with exit code 3"
+
     def test_a_progress_bar_moves(self, tmp_path: Path) -> None:
         """With the start of its next state, as with plain horovodrun; not when its line is done."""
         script = (
@@ -702,7 +758,8 @@ class TestEnd:
     def test_a_signal_within_the_handler_of_another(
         self, number: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        job = Job([SimpleNamespace(rank=0)], [], None, stop_seconds=600)
+        kept = SimpleNamespace(is_behind=lambda: False, tell=print)
+        job = Job([SimpleNamespace(rank=0)], [], kept, stop_seconds=600)
         meanwhile = iter([number])
 
         def monotonic() -> float:
@@ -721,19 +778,23 @@ class TestEnd:
         """By Ctrl-Z, bg and disown."""
         monkeypatch.setattr(record, "FOLDER", tmp_path / "logs")
 
-        def gone(*_: object, **__: object) -> None:
-            raise OSError(errno.EIO, "")
+        write = os.write
+
+        def gone(descriptor: int, data: bytes) -> int:
+            if b"is not" in data:
+                raise OSError(errno.EIO, "")
+            return write(descriptor, data)
 
         for foreground, signals in (([True, False], []), ([True, True], [signal.SIGHUP])):
             sent: list[int] = []
             with monkeypatch.context() as patched:
                 patched.setattr(os, "kill", lambda _, number, sent=sent: sent.append(number))
                 patched.setattr(record, "_in_foreground", iter(foreground).__next__)
-                kept = record.Record(None, [], ["true"], 8)
-                kept.line(0, "stdout", "is read")
-                patched.setattr("builtins.print", gone)
-                for _ in range(2):
-                    kept.line(0, "stdout", "is not")
+                patched.setattr(os, "write", gone)
+                patched.setattr(os.path, "sameopenfile", lambda *_: True)
+                with record.Record(None, [], ["true"], 8) as kept:
+                    for line in ("is read", "is not", "is not"):
+                        kept.line(0, "stdout", line)
             assert sent == signals
 
     def test_an_interface_that_is_only_in_the_environment(self) -> None:

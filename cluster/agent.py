@@ -11,6 +11,7 @@ the kernel kills the ranks.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import ctypes
 import fcntl
@@ -25,6 +26,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from pathlib import Path
@@ -37,7 +39,8 @@ SILENCE_SECONDS = 60
 PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 SIOCGIFADDR = 0x8915  # netdevice(7)
-LONGEST_LINE = 1 << 20
+LONGEST_LINE = 1 << 20  # that is passed on in one piece
+_Text = codecs.getincrementaldecoder("utf-8")
 NAMED = re.compile(r"\d+|(GPU|MIG)-[\w-]+")  # as CUDA_VISIBLE_DEVICES names GPUs
 DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder for each
 MARK = b"# preload:"  # a line of a script: what is above it, ranks of a host may share
@@ -154,7 +157,8 @@ class Agent:
         process.returncode = 0  # not Popen's to wait for: all children are waited for together
         self._ranks[process.pid] = rank
         for stream in ("stdout", "stderr"):
-            selector.register(getattr(process, stream), selectors.EVENT_READ, [rank, stream, b""])
+            read = [rank, stream, b"", _Text(errors="replace")]
+            selector.register(getattr(process, stream), selectors.EVENT_READ, read)
 
     def _start_together(
         self, job: dict[str, Any], environment: dict[str, str], selector: selectors.BaseSelector
@@ -169,7 +173,8 @@ class Agent:
             for stream in ("stdout", "stderr"):
                 reads, writes = os.pipe()
                 outputs[rank].append(writes)
-                selector.register(reads, selectors.EVENT_READ, [int(rank), stream, b""])
+                read = [int(rank), stream, b"", _Text(errors="replace")]
+                selector.register(reads, selectors.EVENT_READ, read)
         writing = [descriptor for pair in outputs.values() for descriptor in pair]
         process = subprocess.Popen(
             [python, "-m", "cluster.preload", *script], env=environment, start_new_session=True,
@@ -220,21 +225,24 @@ class Agent:
                 self._say()
             self._reap(selector)
 
-    def _pass_on(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> bool:
-        """What there is to read on a stream; False at its end."""
-        rank, stream, fragment = key.data
+    def _pass_on(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> int:
+        """What there is to read on a stream: the number of its bytes, 0 at its end."""
+        rank, stream, fragment, text = key.data
         data = os.read(key.fd, 1 << 16)
         # Horovod: a progress bar ends its lines with \r alone, and is passed on as it moves.
         lines = (fragment + data).splitlines(keepends=True)
         rest = lines.pop() if lines and not lines[-1].endswith(b"\n") else b""
-        if rest and (not data or len(rest) > LONGEST_LINE):
-            lines, rest = [*lines, rest], b""
-        key.data[2] = rest  # with a \r at its end too, which a \n may follow
         for line in lines:
-            self._say(rank=rank, stream=stream, line=line.decode(errors="replace"))
+            self._say(rank=rank, stream=stream, line=text.decode(line))
         if not data:
+            if rest := text.decode(rest, final=True):
+                self._say(rank=rank, stream=stream, line=rest)
             selector.unregister(key.fileobj)
-        return bool(data)
+        elif len(rest) > LONGEST_LINE:
+            self._say(rank=rank, stream=stream, line=text.decode(rest), part=True)
+            rest = b""
+        key.data[2] = rest  # with a \r at its end too, which a \n may follow
+        return len(data)
 
     def _reap(self, selector: selectors.BaseSelector) -> None:
         with contextlib.suppress(ChildProcessError):
@@ -254,12 +262,11 @@ class Agent:
     def _empty(self, rank: int, selector: selectors.BaseSelector) -> None:
         """Pass on what a rank that has ended printed last: what its pipes hold, which is read at
         once, and their ends. Children that hold a pipe may print for ever."""
-        for key in list(selector.get_map().values()):
-            for _ in range(2):
-                if key.data[0] != rank or not _readable(key.fd):
-                    break
-                if not self._pass_on(key, selector):
-                    break
+        for key in [key for key in selector.get_map().values() if key.data[0] == rank]:
+            count = fcntl.ioctl(key.fd, termios.FIONREAD, bytes(4))
+            left = int.from_bytes(count, sys.byteorder)
+            while left >= 0 and _readable(key.fd) and (read := self._pass_on(key, selector)):
+                left -= read
 
     def _listen(self, silence: float) -> None:
         """The launcher's lines. When they stop, or one is no JSON, all processes are ended."""

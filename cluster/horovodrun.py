@@ -294,7 +294,8 @@ class Job:
     def _take(self, connection: Connection, event: dict[str, Any]) -> None:
         host = connection.host
         if "line" in event:
-            self.record.line(event["rank"], event["stream"], event["line"])
+            part = event.get("part", False)  # of a very long line
+            self.record.line(event["rank"], event["stream"], event["line"], part)
         elif "exit" in event:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)
@@ -361,7 +362,7 @@ class Job:
         for connection in self.connections:
             connection.send(signal="SIGUSR1")
         seconds = f"{self.stop_seconds:g} s"
-        self._tell(f"stopping: {seconds} for a checkpoint; another Ctrl-C ends it now")
+        self.record.tell(f"stopping: {seconds} for a checkpoint; another Ctrl-C ends it now")
 
     def _end(self) -> None:
         self._deadlines["kill"] = time.monotonic() + END_SECONDS + 2
@@ -372,7 +373,7 @@ class Job:
         for connection in self.connections:
             if connection.process.poll() is None:
                 text = f"{connection.host.name} does not answer: its agent ends what runs there"
-                self._tell(text)
+                self.record.tell(text)
                 if self._cause is not None:
                     self._cause = self._cause[0], f"{self._cause[1]}; {text}"
                 connection.kill()
@@ -393,16 +394,13 @@ class Job:
             weight, reason = self._cause
             if self._left and weight < 2:  # in a collective they waited for it
                 reason += f"; {self._left} ended without an error"
-            self._tell(reason)
+            self.record.tell(reason)
         state = "done" if self._cause is None else "stopped" if self._signals else "failed"
         self.record.update(state=state, reason=reason, exit=self._status)
         return self._status
 
     def _hurry(self, number: int, frame: object) -> None:
         self.record.hurries = True
-
-    def _tell(self, text: str) -> None:
-        self.record.tell(f"horovodrun: {text}")
 
 
 def forwarded(environment: dict[str, str]) -> dict[str, str]:

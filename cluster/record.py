@@ -77,6 +77,7 @@ class Writer:
         self._queue: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._given = self._written = 0
+        self._open = ""  # how the line began that is not ended yet
         self._moved = time.monotonic()
         self._in_foreground = _in_foreground()
         self.thread = threading.Thread(target=self._write, daemon=True)
@@ -90,10 +91,14 @@ class Writer:
     def stalls(self) -> bool:
         return self.waiting > 0 and time.monotonic() - self._moved > PAUSE_SECONDS
 
-    def put(self, text: str) -> None:
-        """Not waited for."""
-        data = text.encode(self._encoding, "replace")  # a job survives what a terminal cannot show
+    def put(self, begin: str, text: str, part: bool = False) -> None:
+        """A line or, with `part`, a piece that does not end it. Not waited for."""
         with self._lock:
+            goes_on = self._open == begin
+            before = "" if goes_on else f"\n{begin}" if self._open else begin
+            self._open = begin if part else ""
+            # A job survives what a terminal cannot show.
+            data = f"{before}{text}".encode(self._encoding, "replace")
             self._moved = self._moved if self.waiting else time.monotonic()
             self._given += len(data)
             self._queue.put(data)
@@ -193,13 +198,13 @@ class Record:
         with contextlib.suppress(OSError):  # a full disk
             write(self.folder, self._state)
 
-    def line(self, rank: int, stream: str, line: str) -> None:
-        """Something that a rank printed, with its end, if it has one; a job goes on where it
-        cannot be written."""
-        end = "" if line.endswith(("\r", "\n")) else "\n"
+    def line(self, rank: int, stream: str, line: str, part: bool = False) -> None:
+        """Something that a rank printed, with its end, if it has one: a line or, with `part`, a
+        piece that does not end it. A job goes on where it cannot be written."""
+        end = "" if part or line.endswith(("\r", "\n")) else "\n"
         if not self._detached:
             if not self._without(self._writers[stream]):
-                self._writers[stream].put(f"[{rank}]<{stream}>:{line}{end}")
+                self._writers[stream].put(f"[{rank}]<{stream}>:", f"{line}{end}", part)
             return
         with contextlib.suppress(OSError):  # a full disk
             if rank not in self._files:
@@ -211,10 +216,10 @@ class Record:
     def tell(self, text: str) -> None:
         """A line of the launcher's own."""
         if not self._detached:
-            self._writers["stderr"].put(f"{text}\n")
+            self._writers["stderr"].put("horovodrun: ", f"{text}\n")
             return
         with contextlib.suppress(OSError):  # a full disk
-            print(text, file=sys.stderr, flush=True)
+            print(f"horovodrun: {text}", file=sys.stderr, flush=True)
 
     def is_behind(self) -> bool:
         """Whether ranks are to print no more, until half of what waits has been read."""

@@ -507,7 +507,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a rank leaves behind is read to its end", "agent.py",
-        "for _ in range(2):", "while True:", "ends_that_are_rare", "cluster/test_jobs", "cluster",
+        "while left >= 0 and", "while", "ends_that_are_rare", "cluster/test_jobs", "cluster",
     ),
     Mutation(
         "tokens are forwarded", "horovodrun.py",

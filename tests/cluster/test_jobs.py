@@ -679,6 +679,42 @@ class TestEnd:
         assert [line.split()[0] for line in lines] == [f"[0]<stdout>:{n}" for n in range(10000)]
         assert last == "horovodrun: rank 0 on localhost ended with exit code 3"
 
+    @pytest.mark.parametrize("detached", [False, True])
+    def test_a_very_long_line_stays_one(self, detached: bool, tmp_path: Path) -> None:
+        """With its characters, which end anywhere in a piece of it."""
+        prints = "print('a' + 'ß€😀' * 300000); print('end')"
+        kept = ["--record", str(tmp_path)] if detached else []
+        done = run(horovodrun(*kept, "-H", "localhost:1", PYTHON, "-c", prints))
+        assert done.returncode == 0
+        said = (tmp_path / "rank-0.log").read_text("utf-8") if detached else done.stdout
+        prefix = "" if detached else "[0]<stdout>:"
+        assert said.splitlines() == [f"{prefix}a{'ß€😀' * 300000}", f"{prefix}end"]
+
+    def test_another_line_within_a_long_one(self, capfd: pytest.CaptureFixture[str]) -> None:
+        writer = record.Writer(1, "utf-8")
+        for begin, text, part in (
+            ("0:", "long", True), ("0:", "er", True), ("1:", "short\n", False),
+            ("0:", "on", True), ("0:", "\n", False), ("0:", "new\n", False),
+        ):  # fmt: skip
+            writer.put(begin, text, part)
+        writer.close()
+        writer.thread.join()
+        assert capfd.readouterr().out == "0:longer\n1:short\n0:on\n0:new\n"
+
+    def test_all_that_a_pipe_made_larger_holds_is_told(self) -> None:
+        """Of a rank that has ended before its agent reads."""
+        prints = (
+            "import fcntl, os, signal, subprocess\n"
+            "fcntl.fcntl(1, 1031, 1 << 20)  # F_SETPIPE_SZ\n"
+            "os.kill(agent := os.getppid(), signal.SIGSTOP)\n"
+            "goes_on = ['sh', '-c', f'sleep 1; kill -CONT {agent}']\n"
+            "subprocess.Popen(goes_on, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)\n"
+            "os.write(1, b'line\\n' * 200000)\n"
+            "os._exit(0)"
+        )
+        done = run(horovodrun("-H", "localhost:1", PYTHON, "-c", prints))
+        assert (done.returncode, done.stdout.count("line\n")) == (0, 200000)
+
     def test_a_progress_bar_moves(self, tmp_path: Path) -> None:
         """With the start of its next state, as with plain horovodrun; not when its line is done."""
         script = (

@@ -169,7 +169,8 @@ def status(arguments: argparse.Namespace) -> int:
     for state in shown:
         why = state.get("reason") or (f"at {state['at']}" if state["state"] == "waiting" else "")
         hosts = ",".join(f"{name}:{slots}" for name, slots in state["hosts"].items())
-        what = state["command"] + (f" ({why})" if why else "")
+        # A command may have lines, as of python -c.
+        what = " ".join(state["command"].split()) + (f" ({' '.join(why.split())})" if why else "")
         rows.append((state["id"], state["state"], str(state["ranks"]), _took(state), hosts, what))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:

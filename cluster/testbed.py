@@ -29,6 +29,8 @@ PROGRAMS = {
     "nsenter": "util-linux", "unshare": "util-linux",
 }  # fmt: skip
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ANSWER_SECONDS = 20  # for all hosts together
+TERM_SECONDS = 2  # from SIGTERM to SIGKILL, for what still runs there
 BURST = ["burst", "256kb", "latency", "50ms"]  # of the token bucket that limits a link
 
 
@@ -125,10 +127,10 @@ class Testbed:
         (self._folder / "known_hosts").write_text(known_hosts)
         for (name, address), nic in zip(addresses.items(), self.interfaces):
             self.hosts.append(self._make_host(name, address, nic, f"127.0.0.1 localhost\n{names}"))
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + ANSWER_SECONDS
         for host in self.hosts:
             probe = self.hosts[0].command("ssh", host.name, "true")
-            while subprocess.run(probe, capture_output=True).returncode:
+            while not _succeeds(probe, deadline - time.monotonic()):
                 if time.monotonic() > deadline:
                     log = (self._folder / f"{host.name}.log").read_text().strip()
                     raise RuntimeError(f"sshd of {host.name} does not answer: {log[-300:]}")
@@ -172,16 +174,18 @@ class Testbed:
     def _remove(self) -> None:
         # A second Ctrl-C would leave the rest.
         before = {number: signal.signal(number, signal.SIG_IGN) for number in ENDS}
-        for namespace in [*(f"{self.prefix}-{name}" for name in self.names), self.switch]:
-            for _ in range(50):
-                result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True)
-                pids = [int(pid) for pid in result.stdout.split()]
-                for pid in pids:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                if not pids:
-                    break
-                time.sleep(0.05)
+        namespaces = [*(f"{self.prefix}-{name}" for name in self.names), self.switch]
+        start, told = time.monotonic(), set[int]()
+        while pids := [pid for namespace in namespaces for pid in _processes(namespace)]:
+            past = time.monotonic() - start
+            if past > 2 * TERM_SECONDS:
+                break
+            for pid in set(pids) - (told if past < TERM_SECONDS else set()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM if past < TERM_SECONDS else signal.SIGKILL)
+            told.update(pids)
+            time.sleep(0.05)
+        for namespace in namespaces:
             subprocess.run(["ip", "netns", "delete", namespace], capture_output=True)
             shutil.rmtree(Path("/etc/netns") / namespace, ignore_errors=True)
         with contextlib.suppress(OSError):
@@ -192,6 +196,20 @@ class Testbed:
         shutil.rmtree(self._folder, ignore_errors=True)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _processes(namespace: str) -> list[int]:
+    result = subprocess.run(["ip", "netns", "pids", namespace], capture_output=True)
+    return [int(pid) for pid in result.stdout.split()]
+
+
+def _succeeds(command: list[str], seconds: float) -> bool:
+    """Within these; a login may hang."""
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=max(seconds, 0.1))
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
 
 
 def _run(*command: str | Path) -> None:

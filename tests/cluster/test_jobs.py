@@ -949,6 +949,24 @@ class TestDetached:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
+    def test_a_command_of_several_lines_is_a_row(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        command = "python -c 'import os\n\nprint(1)\n'"
+        state = {
+            "id": "run", "command": command, "hosts": {"h1": 1}, "ranks": 1, "detached": True,
+            "launcher": "", "state": "failed", "reason": "one\ntwo", "began": "2026-11-26T00:00:00",
+            "ended": "2026-11-26T00:00:01",
+        }  # fmt: skip
+        (tmp_path / "run").mkdir()
+        write(tmp_path / "run", state)
+        assert jobs.status(argparse.Namespace(json=False)) == 0
+        _, row = capsys.readouterr().out.splitlines()
+        assert row.endswith("h1:1   python -c 'import os print(1) ' (one two)")
+        assert jobs.status(argparse.Namespace(json=True)) == 0
+        assert json.loads(capsys.readouterr().out)[0]["command"] == command
+
     def test_a_run_from_start_to_end(
         self, on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
     ) -> None:

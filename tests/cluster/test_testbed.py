@@ -61,6 +61,30 @@ class TestHosts:
         assert not left(bed.prefix)
         assert all(server.poll() is not None for server in servers)
 
+    def test_that_do_not_answer_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Also where a login neither ends nor fails."""
+        monkeypatch.setattr(testbed, "ANSWER_SECONDS", 1)
+        monkeypatch.setattr(testbed.Host, "command", lambda *_: ["sleep", "30"])
+        bed = testbed.Testbed(2)
+        with pytest.raises(RuntimeError, match="sshd of node1 does not answer"), bed:
+            pass
+        assert not left(bed.prefix)
+
+    def test_let_what_runs_there_end(self, tmp_path: Path) -> None:
+        """Before it is killed, and also what does not listen."""
+        listens = f"trap 'touch {tmp_path}/ended; exit 3' TERM; "
+        lasts = "echo; while :; do sleep .1; done"
+        bed = testbed.Testbed(1)
+        with bed as (host,):
+            running = [
+                subprocess.Popen(host.command("sh", "-c", script), stdout=subprocess.PIPE)
+                for script in (f"{listens}{lasts}", f"trap '' TERM; {lasts}")
+            ]
+            for process in running:
+                assert process.stdout is not None and process.stdout.readline() == b"\n"
+        assert [process.wait(10) for process in running] == [3, -signal.SIGKILL]
+        assert (tmp_path / "ended").exists() and not left(bed.prefix)
+
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
     def test_leave_nothing_when_interrupted(self, number: signal.Signals) -> None:
         command = [PYTHON, str(ROOT / "cluster" / "testbed.py"), "--", "sleep", "600"]

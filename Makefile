@@ -146,7 +146,7 @@ hello: environment ## see that Horovod works: each rank, messages between two, a
 doctor: environment ## find what keeps HOSTS from training together, and how to fix it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
 
-sync: environment ## copy the code to the same path on HOSTS; ENV=1 the environment too; DRY=1 only look
+sync: environment ## copy the code to HOSTS, delete there what is deleted here; ENV=1 the environment too; DRY=1 only look
 	@$(PYTHON) -m cluster.sync $(WHERE) $(if $(ENV),--env) $(if $(DRY),--dry-run)
 
 launch: environment ## train on HOSTS in the background; AT=02:00 starts it then

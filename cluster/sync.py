@@ -47,6 +47,8 @@ KINDS = {"+": "new", "*": "changed", "-": "deleted"}
 # What git tracks, and no run reads.
 UNREAD = (".md", ".rst", ".png", ".svg", ".jpg", ".pdf")
 RESULTS = "benchmarks/results/"
+# Stay too, but keep no folder that goes (rsync's p). Only these: what else is ignored may be work.
+CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
 
 
 marking = threading.Lock()  # held while a file of ours comes into this folder
@@ -111,7 +113,9 @@ def rules() -> tuple[list[str], str]:
     """
     stays = ["--exclude=/.sync-*", "--exclude-from=.syncignore"]
     # Our patterns protect files of the other side before it has them.
-    ignored = [f"--filter=.- {file}" for file in _patterns()] + ["--filter=:- .gitignore"]
+    # Where -p does not count, R does, before the same name in a .gitignore.
+    ignored = [f"--filter={rule}" for name in CACHES for rule in (f"-p {name}", f"R {name}/***")]
+    ignored += [f"--filter=.- {file}" for file in _patterns()] + ["--filter=:- .gitignore"]
     copied = _listed([*stays, *ignored])
     lost = (_known_to_git("--cached", "--others") & _listed(stays)) - copied
     folders = _folders(lost)
@@ -255,9 +259,12 @@ def _run(command: list[str], host: Host, seconds: float | None = None, stdin: st
         if command[0] == "rsync":
             kind = Disturbed if done.returncode in (23, 24) else Refusal
             # Of many lines the first that names a cause; the last one counts them.
-            cause = r"^(?:rsync.*(?:failed: |No space)|mkdir: ).*$"
+            holds = "could not make way for|cannot delete non-empty"
+            cause = rf"^(?:rsync.*(?:failed: |No space)|mkdir: |{holds}).*$"
             causes = re.findall(cause, done.stderr, re.MULTILINE)
             why = causes[0].strip() if causes else why
+            if re.match(holds, why):
+                why += ": it is a folder there, with what .syncignore or .gitignore protects"
             if done.returncode == 11 and not causes:  # the receiver's words may get lost on the way
                 look = f"ssh {host.destination} df -h {ROOT}"
                 why = f"cannot write there, as where a disk is full: {look}"

@@ -221,6 +221,29 @@ def test_why_it_failed_is_told(
     assert done.returncode == 1 and ("No space left on device" in told or told == hint), told
 
 
+def test_a_folder_that_has_become_a_file(
+    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    """A cache in it goes with it; what is protected holds it, which is told."""
+    with (project / ".gitignore").open("a") as file:
+        file.write("*.pyc\n")
+    assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
+    theirs = tmp_path / "theirs" / "project"
+    for name, own in (("cached", "__pycache__/a.pyc"), ("gone", "__pycache__/a.pyc"),
+                      ("held", ".env"), ("stays", "__pycache__/a.pyc")):  # fmt: skip
+        (theirs / name / own).parent.mkdir(parents=True)
+        (theirs / name / own).write_text("own")
+    for name in ("cached", "held"):
+        (project / name).write_text("a file")
+    (project / "stays").mkdir()
+    done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
+    told = "error: node2: could not make way for new regular file: held: it is a folder there"
+    assert done.returncode == 1 and done.stdout.splitlines()[-1].startswith(told), done.stdout
+    assert (theirs / "cached").read_text() == "a file" and not (theirs / "gone").exists()
+    for own in ("held/.env", "stays/__pycache__/a.pyc"):
+        assert (theirs / own).read_text() == "own"
+
+
 def test_why_it_failed_is_told_where_rsync_does_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,8 @@ Each run is template.py under `python -m cluster.horovodrun`, as `make train` st
 evaluation, checkpoints and logs. Weak scaling: data.batch_size a process. Strong scaling:
 data.batch_size is that of all processes together. Runs take turns, repeats outermost, and the first
 steps of each are left out. One run of a few steps at the largest size comes first and does not
-count: it shows that the job works, fills caches, and tells how many steps take `SECONDS`.
+count: it shows that the job works, fills caches, and tells how many steps take `SECONDS`. Steps are
+batches; with trainer.accumulate_grad_batches the warm-up and what is measured are whole updates.
 
 After each run the results are written to benchmarks/results/scaling_<model>_<hardware>_<date>.json.
 Ctrl-C keeps all whole repeats, and the same command goes on; one with other settings, code or
@@ -38,7 +39,7 @@ from benchmarks.hardware import (
     write_json,
 )
 from benchmarks.launching import Failed, Job
-from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns
+from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns, whole, windows
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 
@@ -57,11 +58,13 @@ def try_out(results: Results, measure: Measure) -> None:
     # Horovod's, if it is one of them, tells which all-reduces a prediction needs.
     strategies = sorted(settings["strategies"], key=lambda name: name != "horovod")
     largest = {**settings, "sizes": settings["sizes"][-1:], "strategies": strategies}
-    job = jobs(largest, [])[0]
-    measured = measure(job, steps_of(settings["warmup"], TRIAL_STEPS))
+    job, together = jobs(largest, [])[0], windows(results["config"])
+    steps = whole(TRIAL_STEPS, together)
+    measured = measure(job, steps_of(settings["warmup"], steps))
+    refuse_other_steps(measured, job, steps)
     steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / measured["step_ms"]))
     results["trial"] = {
-        "steps": settings["steps"] or steps,
+        "steps": settings["steps"] or whole(steps, together),
         **{key: measured[key] for key in ABOUT},
     }
 
@@ -82,6 +85,8 @@ def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
             continue
         began = time.monotonic()
         measured = measure(job, length(results, job.np, job.batch))
+        if not settings["epochs"]:
+            refuse_other_steps(measured, job, results["trial"]["steps"])
         kept = {key: value for key, value in measured.items() if key not in ABOUT}
         results["runs"].append({"repeat": repeat, **kept})
         save()
@@ -89,6 +94,16 @@ def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
         left = (len(planned) - number) * sum(durations) / len(durations)
         remaining = f", {scaling_report.duration(left)} left" if number < len(planned) else ""
         say(f"run {number}/{len(planned)}  {job}: {measured['step_ms']:.2f} ms a step{remaining}")
+
+
+def refuse_other_steps(measured: dict[str, Any], job: Job, steps: int) -> None:
+    """Raises Failed where a run was not as long as it was asked to be."""
+    if measured["measured_steps"] != steps:
+        raise Failed(
+            f"error: {job}: {measured['measured_steps']} steps were measured, not {steps}: "
+            "something else ends training, or keeps it from ending: look for a callback that sets "
+            "should_stop, for trainer.min_steps and min_epochs"
+        )
 
 
 def say(text: str) -> None:

@@ -29,8 +29,10 @@ OURS = {
 # What is calculated with; it may be written as ${oc.decode:...} or ${another.key}.
 COUNTED = (
     "data.batch_size", "trainer.limit_train_batches", "trainer.accumulate_grad_batches",
-    "trainer.accelerator",
+    "trainer.accelerator", "trainer.max_time", "trainer.overfit_batches", "trainer.fast_dev_run",
 )  # fmt: skip
+# End a run, or shorten its epochs, where neither steps nor epochs say so.
+SHORTEN = ("max_time", "overfit_batches", "fast_dev_run")
 
 
 def sizes_of(sizes: list[int] | None, hosts: list[Host] | None) -> list[int]:
@@ -63,13 +65,28 @@ def turns(planned: list[Job], repeats: int) -> list[tuple[int, Job]]:
     ]
 
 
-def check(settings: dict[str, Any]) -> None:
+def check(settings: dict[str, Any], config: dict[str, Any]) -> None:
     """Whether settings can be measured as they are asked for.
+
+    Args:
+        config: of the job.
 
     Raises:
         Refusal: when not, before anything has run.
     """
     refuse_ours(settings["arguments"], OURS, "make bench")
+    for name in SHORTEN:
+        if value := config.get("trainer", {}).get(name):
+            raise Refusal(
+                f"trainer.{name}={value}: it ends runs or epochs early, whose steps could not be "
+                "counted: leave it out; STEPS= or EPOCHS= say how long a run is"
+            )
+    steps, together = settings["steps"], windows(config)
+    if steps and steps % together:
+        raise Refusal(
+            f"STEPS={steps}: a step is a batch, trainer.accumulate_grad_batches={together} of them "
+            f"an update, and whole updates are measured: give STEPS={whole(steps, together)}"
+        )
     batch = settings["batch_size"]
     wrong = [str(np) for np in settings["sizes"] if batch % np]
     if "strong" in settings["modes"] and wrong:
@@ -135,9 +152,14 @@ def steps_of(warmup: int, steps: int) -> list[str]:
     ]
 
 
-def windows(results: Results) -> int:
+def windows(config: dict[str, Any]) -> int:
     """Batches that are accumulated for a step of the optimizer."""
-    return results["config"].get("trainer", {}).get("accumulate_grad_batches", 1)
+    return config.get("trainer", {}).get("accumulate_grad_batches") or 1
+
+
+def whole(steps: int, together: int) -> int:
+    """So many or a few more: whole updates, of so many batches together."""
+    return -(-steps // together) * together
 
 
 def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]:
@@ -198,12 +220,13 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
         "arguments": arguments.overrides, "mode": arguments.mode, "strategies": arguments.strategy,
         "modes": ["weak", "strong"] if arguments.mode == "both" else [arguments.mode],
         "sizes": sizes, "repeats": arguments.repeats, "steps": arguments.steps,
-        "epochs": arguments.epochs, "warmup": arguments.warmup, "network": arguments.network,
+        "epochs": arguments.epochs, "warmup": whole(arguments.warmup, windows(config)),
+        "network": arguments.network,
         "batch_size": batch_size_of(config),
         "hosts": {host.name: {"slots": host.slots, "gpus": host.gpus, "nic": host.nic}
                   for host in hosts},
     }  # fmt: skip
-    check(settings)
+    check(settings, config)
     facts = ask(hosts, "benchmarks.hardware")
     boots = [host.pop("boot") for host in facts.values()]
     on_cpu = config["trainer"]["accelerator"] == "cpu"

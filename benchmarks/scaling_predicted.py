@@ -26,7 +26,7 @@ def predicted(
     results: Results, all_reduces: Iterable[Path]
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """A step at each size, in ms: likely, and in the best and worst case; and the names of the
-    files that it comes of. Both are empty if nobody knows.
+    files that it comes of. Both are empty if nobody knows, or there is no size but the smallest.
 
     The range is that of the all-reduces, p10 to p90, and of the smallest size's repeats.
 
@@ -44,7 +44,9 @@ def predicted(
     first = [run for run in runs if run["np"] == settings["sizes"][0] and run.get("phases_ms")]
     wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
     measured = _of_these_hosts(results, all_reduces)
-    if "weak" not in settings["modes"] or not (first and wires and measured):
+    sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
+    others = set(sizes) - {settings["sizes"][0]}
+    if "weak" not in settings["modes"] or not (others and first and wires and measured):
         return [], []
     median = statistics.median(run["step_ms"] for run in first)
     low, high = (end / median for end in interval([run["step_ms"] for run in first]))
@@ -52,9 +54,8 @@ def predicted(
     step = {"p10": median, "p90": median, **(run.get("quantiles_ms") or {}), "median": median}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}
-    summary["accumulate_grad_batches"] = windows(results)
+    summary["accumulate_grad_batches"] = windows(results["config"])
     slots = max(host["slots"] for host in settings["hosts"].values())
-    sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     try:
         cases, _ = networks([content for _, content in measured], {}, slots)
         rows = predictions(job_of(summary, Path()), sizes, cases)
@@ -75,7 +76,11 @@ def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
     settings = results["settings"]
     sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
     predictable = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
-    return bool(predictable) and windows(results) == 1 and not _of_these_hosts(results, files)
+    return (
+        bool(predictable)
+        and windows(results["config"]) == 1
+        and not _of_these_hosts(results, files)
+    )
 
 
 def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, dict[str, Any]]]:

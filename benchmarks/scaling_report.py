@@ -25,6 +25,7 @@ from typing import Any
 from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.hardware import RESULTS, ROOT, processors, versions, write_json, write_text
+from benchmarks.scaling_plan import windows
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
 
@@ -107,9 +108,11 @@ def description(results: Results) -> str:
     machines = {host["machine"] for host in results["hosts"].values()}
     note = " made of one machine" if len(machines) < len(results["hosts"]) else ""
     network = settings["network"] or ("loopback" if len(results["hosts"]) == 1 else _nics(results))
-    measured = (
-        f"{settings['epochs']} whole epochs" if settings["epochs"] else f"{trial['steps']} steps"
-    )
+    together, repeats = windows(results["config"]), settings["repeats"]
+    steps = f" of a batch each, of which {together} accumulate for an update" * (together > 1)
+    measured = f"{trial['steps']} steps{steps}"
+    if settings["epochs"]:
+        measured = f"{settings['epochs']} whole epochs" + f", in steps{steps}" * (together > 1)
     job = " ".join(settings["arguments"]) or "the default job"
     smallest = settings["sizes"][0]
     text = (
@@ -117,10 +120,10 @@ def description(results: Results) -> str:
         f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
         f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
         f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
-        f"{settings['repeats']} interleaved repeat{'s' * (settings['repeats'] > 1)} of {measured} "
-        "after a warm-up; in brackets "
-        f"{spread_in_words(settings['repeats'])}"
+        f"{repeats} interleaved repeat{'s' * (repeats > 1)} of {measured} after a warm-up"
     )
+    if repeats > 1:
+        text += f"; in brackets {spread_in_words(repeats)}"
     if results.get("predicted"):
         source = ", ".join(results.get("predicted_from", [])) or "all-reduces of these hosts"
         text += f"; predicted from the smallest size and {source}"

@@ -87,7 +87,11 @@ class Source:
         earlier = sum(one == job for one, _ in self.asked[1:])  # the first does not count
         self.asked.append((job, length))
         ms = self.time(job, earlier)
+        asked = dict(override.split("=") for override in length)
+        batches = asked.get("callbacks.anatomy.batches")  # none with EPOCHS
+        steps = batches and int(batches) - int(asked["callbacks.anatomy.warmup"])
         return {
+            "measured_steps": steps,
             "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,
             "step_ms": ms, "median_ms": ms, "hosts": {"localhost": dict(self.host)},
             "model": "toy", "train_samples": self.samples, "drop_last": False, "operations": "Gloo",
@@ -255,6 +259,8 @@ def test_a_disturbance_of_the_processes_alone_is_marked_too() -> None:
 
 
 def test_too_few_repeats_are_marked() -> None:
+    once = scaling_report.description(measured(Source(lambda job, _: 1.0), results(repeats=1)))
+    assert "1 interleaved repeat of 100 steps after a warm-up; not all" in once  # no brackets
     benchmark = measured(Source(lambda job, _: 1.0), results(repeats=2))
     assert all(row.marks == ["2 repeats"] for row in rows(benchmark))
 
@@ -345,6 +351,38 @@ def test_steps_are_batches_also_where_they_are_accumulated() -> None:
     measured(source, benchmark)
     assert {length[2] for _, length in source.asked[1:]} == {"callbacks.anatomy.batches=110"}
     assert source.asked[0][1][2] == "callbacks.anatomy.batches=30"
+    assert "steps of a batch each, of which 4 acc" in scaling_report.description(benchmark)
+    benchmark["settings"] |= {"epochs": 2}
+    assert "2 whole epochs, in steps of a batch each" in scaling_report.description(benchmark)
+
+
+@pytest.mark.parametrize("together, steps, warmup", [(32, 32, 32), (7, 35, 14), (1, 30, 10)])
+def test_whole_updates_are_measured(
+    together: int, steps: int, warmup: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 20 batches none would be sent where 32 are accumulated."""
+    trainer = {"accelerator": "cpu", "accumulate_grad_batches": together}
+    config = {**results()["config"], "data": {"batch_size": 8}, "trainer": trainer}
+    monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
+    benchmark, _ = scaling_plan.plan(scaling.parse(["--np", "1"]))
+    source = Source(lambda job, _: 1e6)
+    scaling.try_out(benchmark, source)
+    assert benchmark["settings"]["warmup"] == warmup and benchmark["trial"]["steps"] == steps
+    measured = int(source.asked[0][1][2].partition("=")[2]) - warmup
+    assert measured % together == 0 and measured >= scaling.TRIAL_STEPS
+
+
+@pytest.mark.parametrize("runs, asked", [(0, 20), (1, 100)])
+def test_a_run_that_ends_early_is_no_measurement(runs: int, asked: int) -> None:
+    """As by a callback that sets should_stop: 35 steps were told as 600. The trial is one too."""
+    source = Source(lambda job, _: 1.0)
+
+    def stopped(job: Job, length: list[str]) -> dict[str, Any]:
+        ended = len(source.asked) == runs
+        return source(job, length) | ({"measured_steps": 7} if ended else {})
+
+    with pytest.raises(Failed, match=f"np=.*: 7 steps were measured, not {asked}: something els"):
+        scaling.run(results(), stopped, lambda: None)
 
 
 def test_whole_epochs_leave_the_first_one_out() -> None:
@@ -374,7 +412,26 @@ def test_sizes_by_default() -> None:
 )
 def test_what_cannot_be_measured_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(Refusal, match=words):
-        scaling_plan.check(results(**settings)["settings"])
+        scaling_plan.check(results(**settings)["settings"], {})
+
+
+@pytest.mark.parametrize(
+    "trainer, words",
+    [
+        ({"max_time": "00:00:00:30"}, "trainer.max_time=00:00:00:30: it ends runs"),
+        ({"overfit_batches": 1}, "trainer.overfit_batches=1"),
+        ({"fast_dev_run": True}, "trainer.fast_dev_run=True"),
+        ({"accumulate_grad_batches": 32}, "STEPS=100: .*=32 of .*: give STEPS=128"),
+    ],
+)
+def test_a_trainer_whose_steps_cannot_be_counted_is_refused(
+    trainer: dict[str, Any], words: str
+) -> None:
+    settings = results()["settings"]
+    none = {"max_time": None, "overfit_batches": 0.0, "fast_dev_run": False}
+    scaling_plan.check(settings, {"trainer": none | {"accumulate_grad_batches": 10}})
+    with pytest.raises(Refusal, match=words):
+        scaling_plan.check(settings, {"trainer": none | trainer})
 
 
 @pytest.mark.parametrize("data", [{"_target_": "my.Data"}, None, {"batch_size": "${oc.env:HOME}"}])
@@ -680,6 +737,8 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
         {"strategies": ["ddp"]},
     ):
         assert not lacks_all_reduces(benchmark | {"settings": settings | other}, [])
+    for alone in ([4], [4, 8]):  # nothing is predicted from itself
+        assert predicted(benchmark | {"settings": settings | {"sizes": alone}}, [right]) == ([], [])
     two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
     apart = benchmark | {"settings": benchmark["settings"] | {"hosts": two_hosts}}
     assert not predicted(apart, [right])[0]  # nothing was measured between them

@@ -154,6 +154,16 @@ def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
     ]
 
 
+def oversubscribed(summary: dict[str, Any]) -> list[str]:
+    """A line of ranks that shared cores, and so took longer than on cores of their own."""
+    if not (crowded := summary["anatomy"].get("crowded")):
+        return []
+    return [
+        f"take care in this run {crowded}, and wait for each other: its compute and how much ranks "
+        "differ are not those of ranks with a core each; start fewer there, and measure again"
+    ]
+
+
 def disturbed(result: dict[str, Any]) -> str:
     """What to say behind an all-reduce's file that was measured beside other load."""
     busy = result.get("busy_before", 0)
@@ -184,6 +194,7 @@ def head(
         f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
         f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
         *slowest_rank(summary, job),
+        *oversubscribed(summary),
         *(f"network   {line}" for line in sources),
         *(f"measured  {file}{disturbed(result)}" for file, result in used.items()),
     ]

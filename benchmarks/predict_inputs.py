@@ -177,6 +177,11 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
             f"RUN={file}: trainer.accumulate_grad_batches={windows}: the model is of an all-reduce "
             "in each batch"
         )
+    if (exchanges := anatomy["wire"].get("exchanges", 1)) != 1:
+        raise Refusal(
+            f"RUN={file}: {exchanges:g} all-reduces of gradients a batch, as several "
+            "backwards make: the model is of an all-reduce in each batch"
+        )
     try:
         return _job(anatomy, summary["world_size"], file)
     except (LookupError, TypeError, ArithmeticError) as error:

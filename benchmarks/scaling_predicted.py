@@ -76,11 +76,9 @@ def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
     settings = results["settings"]
     sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
     predictable = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
-    return (
-        bool(predictable)
-        and windows(results["config"]) == 1
-        and not _of_these_hosts(results, files)
-    )
+    wires = [run["wire"] for run in results["runs"] if run.get("wire")]
+    once = all(wire.get("exchanges", 1) == 1 for wire in wires) and windows(results["config"]) == 1
+    return bool(predictable) and once and not _of_these_hosts(results, files)
 
 
 def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, dict[str, Any]]]:

@@ -29,6 +29,7 @@ import random
 import socket
 from collections import deque
 from itertools import compress, pairwise
+from statistics import median_low
 from typing import Any
 
 import pytorch_lightning as pl
@@ -89,7 +90,9 @@ class Anatomy(Callback):
         self._lot = random.Random(0)  # the same on all ranks, who time the same steps
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
-        self._wire: deque[list[float]] = deque(maxlen=KEPT)  # calls, bytes; those of busy seconds
+        self._wire: deque[list[float]] = deque(
+            maxlen=KEPT
+        )  # calls, bytes; those of busy seconds; 1
         self._batches = self._noted = 0  # all, and those that were timed
         self._count = self._logged = 0  # of these: read, and logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
@@ -187,7 +190,7 @@ class Anatomy(Callback):
         self._steps.append(list(spent.values()))
         self._total += sum(spent.values())
         self._weight += 1
-        figures = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end)) for e in exchanges]
+        figures = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end), 1) for e in exchanges]
         self._wire.append([sum(values) for values in zip(*figures)])
 
     # ---------------------------------------------------------------- telling
@@ -259,6 +262,7 @@ class Anatomy(Callback):
             ],
             "straggler": slow,
             "gpu_keeps_up": keeps_up and round(keeps_up, 4),
+            "crowded": self._crowd or None,
             "wire": wire,
             "verdict": verdict(
                 share, median, wire, named(slow, self._hosts) if slow else "",
@@ -271,7 +275,8 @@ class Anatomy(Callback):
 
         The bandwidth is that of the end of a step, from the last moment on at which nothing was on
         the wire: backward may leave pauses before. Of a GPU that cannot be told, and pauses count.
-        And that of the rank with the highest, which waits least for others.
+        And that of the rank with the highest, which waits least for others. "exchanges" is of all
+        steps: several where a batch has several backwards, 0 where most send nothing.
         """
         sent = [step for step in self._wire if step]
         if not sent or not hasattr(strategy, "sent_bytes"):
@@ -279,11 +284,12 @@ class Anatomy(Callback):
         columns = torch.tensor(sent, dtype=torch.float64)
         rates = columns[:, 2] / columns[:, 3]
         rate = strategy.sent_bytes(float(strategy.reduce(rates.median(), reduce_op="max")))
-        calls, size, _, busy = columns.median(0).values.tolist()
+        calls, size, _, busy, _ = columns.median(0).values.tolist()
+        exchanges = median_low(step[-1] if step else 0 for step in self._wire)
         benchmarked = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
         return {
-            "calls": calls, "payload_bytes": size, "bytes": strategy.sent_bytes(size),
-            "busy_ms": round(1e3 * busy, 4),
+            "exchanges": exchanges, "calls": calls, "payload_bytes": size,
+            "bytes": strategy.sent_bytes(size), "busy_ms": round(1e3 * busy, 4),
             "bus_bandwidth_mb_s": round(rate / 1e6, 3), "allreduce_mb_s": benchmarked,
             "pauses_count": strategy.root_device.type == "cuda",
             "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]

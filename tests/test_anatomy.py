@@ -269,6 +269,24 @@ class Sleeps(Net):
         return super().training_step(batch, batch_idx)
 
 
+class Twice(Net):
+    """Two backwards and two optimizers a batch, as a GAN has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+            self.manual_backward(super().training_step(batch, batch_idx))
+            optimizer.step()
+        return torch.zeros(())
+
+    def configure_optimizers(self) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(self.parameters(), 0.01) for _ in range(2)]
+
+
 class Slow(Dataset):
     def __len__(self) -> int:
         return 80
@@ -374,6 +392,7 @@ def test_each_second_is_in_its_phase(
     step = {"median": second, "mean": (3 * first + 4 * second) / 7, "p10": first, "p90": second}
     assert result["step_ms"] == pytest.approx(step)
     assert result["verdict"].startswith("cores: 9 ranks share, and wait")
+    assert result["crowded"] == "9 ranks share"
     ((host, cores),) = shared
     assert host == socket.gethostname() and cores.bit_count() == 1
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
@@ -416,31 +435,18 @@ def test_what_is_on_the_wire(
     asked: list[Any] = []
     monkeypatch.setattr(anatomy, "measured", lambda *arguments: asked.append(arguments))
     timed = Anatomy()
-    timed._hosts, timed._wire = ["a", "b"], deque([[], [2, 4e6, 1e6, 0.5], [2, 4e6, 1e6, 0.5]])
+    sent = [2, 4e6, 1e6, 0.5, 2]
+    timed._hosts, timed._wire = ["a", "b"], deque([[], sent, sent])
     assert timed._on_the_wire(strategy) == {
-        "calls": 2, "payload_bytes": 4e6, "bytes": 6e6, "busy_ms": 500, "bus_bandwidth_mb_s": 3,
-        "allreduce_mb_s": None, "pauses_count": True, "compressible": compressible,
+        "exchanges": 2, "calls": 2, "payload_bytes": 4e6, "bytes": 6e6, "busy_ms": 500,
+        "bus_bandwidth_mb_s": 3, "allreduce_mb_s": None, "pauses_count": True,
+        "compressible": compressible,
     }  # fmt: skip
     assert asked == [(["a", "b"], "Gloo", 2e6)]
 
 
 def test_training_ends_after_as_many_batches_as_asked() -> None:
     """In the second epoch, whether a batch is two steps to the optimizer or half of one."""
-
-    class Twice(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.automatic_optimization = False
-
-        def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-            for optimizer in self.optimizers():
-                optimizer.zero_grad()
-                self.manual_backward(super().training_step(batch, batch_idx))
-                optimizer.step()
-            return torch.zeros(())
-
-        def configure_optimizers(self) -> list[torch.optim.Optimizer]:
-            return [torch.optim.SGD(self.parameters(), 0.01) for _ in range(2)]
 
     batches = len(loader()) + 3
     for model, windows in ((Twice(), 1), (Net(), 2)):
@@ -519,6 +525,7 @@ def planted(folder: str) -> dict[str, Any]:
         "rank": found(Sleeps(40, 80)),
         "loader": found(Sleeps(5, 5), slow),
         "accumulated": found(Sleeps(40, 40), accumulate_grad_batches=2),
+        "several": found(Twice()),
     }
 
 
@@ -546,6 +553,8 @@ def test_planted_faults_are_named(launch: Callable, tmp_path: Path) -> None:
     assert first["rank"]["verdict"].startswith("straggler: rank 1 on ")
     assert first["loader"]["verdict"].startswith("data: ")
     assert first["accumulated"]["wire"]["calls"] == 1
+    exchanges = {name: result["wire"]["exchanges"] for name, result in first.items()}
+    assert (exchanges["nothing"], exchanges["accumulated"], exchanges["several"]) == (1, 0, 2)
     assert first["accumulated"]["phases_ms"]["forward"] > 40
 
     rows = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()

@@ -357,6 +357,8 @@ def summary(**changes: Any) -> dict[str, Any]:
 
 ADASUM = summary()
 ADASUM["anatomy"]["wire"]["compressible"] = False
+GAN = summary()
+GAN["anatomy"]["wire"]["exchanges"] = 2
 NO_PHASES, NO_CALLS = summary(), summary()
 del NO_PHASES["anatomy"]["phases_ms"], NO_CALLS["anatomy"]["wire"]["calls"]
 
@@ -451,6 +453,20 @@ def test_a_rank_that_is_always_the_slowest_is_told_and_kept(
             assert "20.0 ms are kept as they are for any number of ranks" in line
     assert lost["always"] == ["20.0"] * 3
     assert float(lost["by chance"][0]) < float(lost["by chance"][2])
+
+
+@pytest.mark.parametrize("crowded", ["4 ranks share the 2 cores of laptop", None])
+def test_a_run_of_ranks_that_shared_cores_is_told(
+    crowded: str | None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    content = summary()
+    content["anatomy"]["crowded"] = crowded
+    files["run"].write_text(json.dumps(content))
+    options = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2"]
+    assert said(monkeypatch, *options) == 0
+    cautions = re.findall("^take care in this run (.*), and wait", capsys.readouterr().out, re.M)
+    assert cautions == ([crowded] if crowded else [])
 
 
 def test_any_word_of_the_network_makes_it_another_one(
@@ -626,6 +642,7 @@ def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
         (json.dumps(summary(strategy="ddp", operations=None)), "strategy ddp"),
         (json.dumps(summary(anatomy=None)), "make train NP=2"),
         (json.dumps(summary(accumulate_grad_batches=4)), "an all-reduce in each batch"),
+        (json.dumps(GAN), "2 all-reduces of gradients a batch, as several backwards make: the"),
         (json.dumps(ADASUM), "op=adasum: the model is of sums on a ring"),
         (json.dumps(NO_PHASES), "it lacks what a run writes: KeyError('phases_ms')"),
         (json.dumps(NO_CALLS), "it lacks what a run writes: KeyError('calls')"),

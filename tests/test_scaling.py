@@ -730,6 +730,11 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     benchmark["config"]["trainer"] = {"accumulate_grad_batches": 2}  # no all-reduce would help
     assert not lacks_all_reduces(benchmark, [])
     del benchmark["config"]["trainer"]
+    for exchanges in (2, 1):  # as of a GAN
+        for each in benchmark["runs"]:
+            each["wire"] = each["wire"] and each["wire"] | {"exchanges": exchanges}
+        assert lacks_all_reduces(benchmark, []) == bool(predicted(benchmark, [right])[0])
+        assert lacks_all_reduces(benchmark, []) == (exchanges == 1)
     for other in (
         {"sizes": [1]},
         {"sizes": [1, 8]},

@@ -65,6 +65,7 @@ class Report(pl.Callback):
         self._asked: dict[str, list[Any]] = {}  # settings of optimizers and schedulers
         self.metrics: dict[str, float] = {}
         self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
+        self.batches = 0
         self._first_logged = 0
         self._validated = self._has_loss = False
         self.seconds = 0.0
@@ -180,6 +181,7 @@ class Report(pl.Callback):
         self._epoch_began = self.samples, self.seconds
 
     def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+        self.batches += 1
         _, outputs, batch, *_ = arguments
         self._has_loss |= isinstance(outputs, Tensor) or bool(outputs)
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
@@ -336,7 +338,10 @@ class Report(pl.Callback):
             )
         if anatomy and self.choices.get("profiler") not in SLOW:
             parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
-            step = f"{anatomy['step_ms']['median']:.1f} ms: {', '.join(parts)}".replace("_", "-")
+            ms = f"{anatomy['step_ms']['median']:.1f} ms"
+            if self.batches != self.steps - self.first_step:  # the median one may make no step
+                ms = f"{anatomy['step_ms']['mean']:.1f} ms a batch"
+            step = f"{ms}: {', '.join(parts)}".replace("_", "-")
             limit = anatomy["verdict"]
         _tell(
             {

@@ -914,6 +914,30 @@ def test_speed_is_of_training_alone_also_beside_validations_within_an_epoch(
     assert (report.samples, report.seconds) == (10, 10)
 
 
+@pytest.mark.parametrize(
+    "optimizers, accumulate, told",
+    [(1, 1, "20.0 ms: "), (1, 2, "30.0 ms a batch: "), (2, 1, "30.0 ms a batch: ")],
+)
+def test_where_a_batch_is_no_step_the_mean_of_batches_is_told(
+    optimizers: int, accumulate: int, told: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = {"data": {}, "ckpt_path": None, "run_dir": str(tmp_path), "train": True}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    anatomy = Anatomy(warmup=0)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[report, anatomy], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, max_epochs=2,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    model = Times() if optimizers == 1 else TimesTwo()
+    trainer.fit(model, DataLoader(torch.ones(6)))  # type: ignore[arg-type]
+    assert anatomy.found is not None
+    anatomy.found["step_ms"] |= {"median": 20.0, "mean": 30.0}
+    report.finish(trainer, None)
+    assert f"\nstep    {told}" in capsys.readouterr().out
+
+
 def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, logged = iter([0.0, 2.0]), list[Any]()
     monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: next(clock)))

@@ -15,6 +15,7 @@ and the commit may differ, and keys that only one of them knows: that is what is
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -37,7 +38,7 @@ FLOOR = 0.03
 # all of which are slower, chance says no less than 1 in 20, and 1 in 70.
 CHANCE, OF_FEW = 0.01, 0.05
 # What must be equal for times to be comparable; sizes, strategies and modes may be more in NEW.
-SAME_SETTINGS = ("hosts", "network", "threads", "batch_size", "warmup", "epochs")
+SAME_SETTINGS = ("network", "threads", "batch_size", "warmup", "epochs")
 SAME_HARDWARE = ("cpu", "cores", "memory_gib", "gpus", "nics")
 
 
@@ -123,7 +124,7 @@ def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
     """What must not differ: (name, in OLD, in NEW)."""
     conditions = [(key, old["settings"][key], new["settings"][key]) for key in SAME_SETTINGS]
     conditions.append(("the environment", old["environment"], new["environment"]))
-    conditions.append(("the machines", list(old["hosts"]), list(new["hosts"])))
+    conditions += _host_conditions(old["settings"], new["settings"])
     for name, host in old["hosts"].items():
         other = new["hosts"].get(name, {})
         conditions += [(f"{key} of {name}", host[key], other.get(key)) for key in SAME_HARDWARE]
@@ -135,6 +136,30 @@ def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
         if key in new_config and key not in OURS and not key.startswith(("callbacks.", "logger."))
     ]
     return conditions + [(key, old_config[key], new_config[key]) for key in shared_keys]
+
+
+def _host_conditions(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Of slots only which ranks of OLD they gave each host: NEW may have more sizes."""
+    was, now = old["hosts"], new["hosts"]
+    conditions: list[tuple[str, Any, Any]] = [("the list of hosts", ", ".join(was), ", ".join(now))]
+    for name, key in itertools.product(was, ("gpus", "nic")):
+        values = [hosts.get(name, {}).get(key) for hosts in (was, now)]
+        before, after = ("not given" if value is None else value for value in values)
+        conditions.append((f"{key}: of {name}", before, after))
+    sizes = old["sizes"]
+    return conditions + [
+        (f"the place of NP={np}", _places(was, np), _places(now, np)) for np in sizes
+    ]
+
+
+def _places(hosts: dict[str, Any], np: int) -> str:
+    """As node1:4,node2:2: hosts are filled in their order."""
+    places = []
+    for name, host in hosts.items():
+        count = min(host["slots"], np)
+        places += [f"{name}:{count}"] if count else []
+        np -= count
+    return ",".join(places)
 
 
 def _refuse_slower_machines(old: Results, new: Results) -> None:

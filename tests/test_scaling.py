@@ -918,6 +918,33 @@ def test_keys_that_one_of_them_does_not_know_are_not_compared() -> None:
     assert check.compare(noisy(), new)[1] == check.compare(new, noisy())[1] == []
 
 
+def test_more_sizes_are_compared_where_the_ranks_of_the_others_were_where_they_are() -> None:
+    """make bench gives localhost as many slots as the largest size has."""
+    new = measured(Source(lambda job, _: 10.0), results(sizes=[1, 2, 4, 8])) | {"finished": True}
+    new["settings"]["hosts"] = {"localhost": {"slots": 8, "gpus": None, "nic": None}}
+    assert len(check.compare(noisy(), new)[0]) == 3
+    one = {"slots": 4, "gpus": None, "nic": None}
+    for slots, now in ((2, "node1:2,node2:2"), (3, "node1:3,node2:1"), (8, "")):
+        old, new = noisy(), noisy()
+        for benchmark, count in ((old, 4), (new, slots)):
+            benchmark["settings"]["hosts"] = {"node1": {**one, "slots": count}, "node2": one}
+        if now:
+            words = f"comparable: the place of NP=4 was node1:4 and is {now}$"
+            with pytest.raises(check.Refusal, match=words):
+                check.compare(old, new)
+        else:
+            assert len(check.compare(old, new)[0]) == 3
+    for other, words in (
+        ({"localhost": {**one, "gpus": [1]}}, r"gpus: of localhost was not given and is \[1\]"),
+        ({"localhost": {**one, "nic": "eth1"}}, "nic: of localhost was not given and is eth1"),
+        ({"b": one}, "the list of hosts was localhost and is b"),
+    ):
+        new = noisy()
+        new["settings"]["hosts"] = other
+        with pytest.raises(check.Refusal, match=words):
+            check.compare(noisy(), new)
+
+
 def test_files_that_cannot_be_compared_are_refused() -> None:
     for place, key, value, words in [
         ("config", "data", {"batch_size": 64}, "data.batch_size was 32 and is 64"),

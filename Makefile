@@ -19,6 +19,7 @@ endif
 ifeq ($(origin HOSTS)$(HOSTS),command line)
   $(error HOSTS=: give hosts, as HOSTS=node1:4,node2:4)
 endif
+HOSTS_ARE := $(firstword $(origin HOSTS))
 # A list may be written with blanks after its commas.
 COMMA := ,
 ifdef HOSTS
@@ -79,7 +80,15 @@ ifneq ($(filter export,$(MAKECMDGOALS)),)
   $(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
 endif
 $(if $(filter bench-step,$(MAKECMDGOALS)),$(ONE_SIZE))
-# What each measurement takes of these; make would hand on nothing else, without a word.
+# What each takes of CHECKED; make would hand on nothing else, without a word.
+CHECKED := NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK BATCH RUN ALLREDUCE OLD NEW TRIALS METRIC ARGS
+TAKES_train := NP HOSTS HOSTFILE LAUNCHER STOP_SECONDS
+TAKES_launch := NP HOSTS HOSTFILE AT STOP_SECONDS
+TAKES_sweep := NP HOSTS HOSTFILE TRIALS METRIC MODE LAUNCHER STOP_SECONDS
+TAKES_profile := NP HOSTS HOSTFILE STEPS
+TAKES_predict := RUN ALLREDUCE NETWORK NP
+TAKES_bench-check := OLD NEW
+TAKES_bench-readme := nothing
 TAKES_bench := NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK
 TAKES_bench-step := $(if $(filter override,$(origin HOSTS)),HOSTS,NP) REPEATS
 TAKES_bench-step-slow := REPEATS
@@ -88,10 +97,14 @@ TAKES_bench-allreduce := NP HOSTS HOSTFILE NETWORK
 TAKES_bench-split := BATCH STEPS REPEATS
 TAKES_bench-start := NP REPEATS
 TAKES_bench-losses := NP STEPS
-$(foreach goal,$(filter bench%,$(MAKECMDGOALS)),$(if $(TAKES_$(goal)),\
-  $(foreach name,$(filter-out $(TAKES_$(goal)),NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK BATCH),\
-    $(if $(filter command override,$(firstword $(origin $(name)))),\
-      $(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal)) and ARGS)))))
+NO_ARGS := bench-check bench-readme
+# What one of several goals takes is not lost: make bench bench-readme NP="1 2".
+TAKEN := $(foreach goal,$(MAKECMDGOALS),$(TAKES_$(goal))) $(if $(filter-out $(NO_ARGS),$(MAKECMDGOALS)),ARGS) \
+  $(if $(filter hello doctor sync,$(MAKECMDGOALS)),NP HOSTS HOSTFILE) $(if $(filter logs stop,$(MAKECMDGOALS)),RUN)
+GIVEN = $(filter command override,$(if $(filter HOSTS,$(1)),$(HOSTS_ARE),$(firstword $(origin $(1)))))
+$(foreach goal,$(MAKECMDGOALS),$(if $(TAKES_$(goal)),\
+  $(foreach name,$(filter-out $(TAKEN),$(CHECKED)),$(if $(call GIVEN,$(name)),\
+    $(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal))$(if $(filter $(NO_ARGS),$(goal)),, and ARGS))))))
 ifneq ($(filter bench-check,$(MAKECMDGOALS)),)
   $(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
 endif

@@ -647,6 +647,20 @@ class TestMistakes:
             (["bench-step", "NP=2 1"], 'NP="2 1": give one number of processes'),
             (["bench-split", "HOSTS=a:2"], "HOSTS=a:2: make bench-split takes BATCH STEPS REPEATS"),
             (["bench-check", "OLD=a"], "OLD=a NEW=: give two files"),
+            (["train", "EPOCHS=5"], "EPOCHS=5: make train takes NP HOSTS HOSTFILE LAUNCHER STOP_S"),
+            (["launch", "STEPS=3"], "STEPS=3: make launch takes NP HOSTS HOSTFILE AT STOP_SECONDS"),
+            (["sweep", "STEPS=10"], "STEPS=10: make sweep takes NP HOSTS HOSTFILE TRIALS METRIC M"),
+            (["profile", "WARMUP=3"], "WARMUP=3: make profile takes NP HOSTS HOSTFILE STEPS and A"),
+            (
+                ["predict", "HOSTS=a:2"],
+                "HOSTS=a:2: make predict takes RUN ALLREDUCE NETWORK NP and",
+            ),
+            (["predict", "STEPS=3"], "STEPS=3: make predict takes"),
+            (["bench-check", "OLD=a", "NEW=b", "NP=3"], "NP=3: make bench-check takes OLD NEW"),
+            (["bench-check", "OLD=a", "NEW=b", "ARGS=-v"], "ARGS=-v: make bench-check takes OLD N"),
+            (["bench-readme", "RUN=a"], "RUN=a: make bench-readme takes nothing"),
+            (["train", "RUN=a"], "RUN=a: make train takes"),
+            (["bench", "METRIC=a"], "METRIC=a: make bench takes"),
         ],
     )
     def test_make_says_what_it_lacks(self, target: list[str], message: str) -> None:
@@ -654,9 +668,24 @@ class TestMistakes:
         assert done.returncode == 2 and message in done.stdout, done.stdout
         assert "usage" not in done.stdout and "installs" not in done.stdout
 
-    def test_a_host_file_in_the_environment_is_not_for_each_target(self) -> None:
+    def test_hosts_in_the_environment_are_not_for_each_target(self) -> None:
         done = run(["make", "-n", "bench-step", "INSTALL=true"], HOSTFILE="x.yaml")
         assert done.returncode == 0 and "--hosts localhost:2" in done.stdout, done.stdout
+        done = run(["make", "-n", "predict", "INSTALL=true"], HOSTS="a:2", STEPS="3", ARGS="")
+        assert done.returncode == 0 and "benchmarks.predict" in done.stdout, done.stdout
+
+    @pytest.mark.parametrize(
+        "line",
+        [
+            "bench bench-readme NP=2 STEPS=9 ARGS=seed=1", "stop train RUN=a NP=2",
+            "sync predict HOSTS=a:1 RUN=b", "sweep TRIALS=2 METRIC=a MODE=max LAUNCHER=mpi",
+            "launch AT=02:00 STOP_SECONDS=9 HOSTFILE=a", "bench-check OLD=a NEW=b", "logs RUN=a",
+            "predict NP=2 RUN=a ALLREDUCE=b NETWORK=c ARGS=d", "profile NP=2 STEPS=9",
+        ],
+    )  # fmt: skip
+    def test_make_takes_what_one_of_its_targets_uses(self, line: str) -> None:
+        done = run(["make", "-n", *line.split(), "INSTALL=true"])
+        assert done.returncode == 0, done.stdout
 
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:

@@ -31,15 +31,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from .batchnorm import SyncLayers
-from .buckets import Exchange, GradientBuckets
-from .buffers import shared_buffers
-from .collectives import sendable
-from .cores import usable_cores
-from .drift import warn_of_drift
-from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
-from .evaluation import Evaluation
-from .metrics import (
+from .buckets import Exchange, GradientBuckets, shown_as
     keep_wide,
     leave_metrics,
     read_by_all,
@@ -414,11 +406,12 @@ class HorovodStrategy(ParallelStrategy):
         # Horovod: as the Trainer's, but that hooks named on_after_backward see, as under DDP, the
         # gradients of all ranks; there they are averaged within backward.
         assert self.lightning_module is not None
-        self.pre_backward(closure_loss)
-        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-        self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
-        self.post_backward(loss)
-        return self.precision_plugin.post_backward(loss, self.lightning_module)
+        with shown_as(f"{type(self).__name__}.backward"):  # manual_backward is no action of its own
+            self.pre_backward(closure_loss)
+            loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+            self.post_backward(loss)
+            return self.precision_plugin.post_backward(loss, self.lightning_module)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:

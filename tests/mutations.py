@@ -441,8 +441,9 @@ MUTATIONS = [
     ),
     Mutation(
         "on_after_backward sees the gradients of its own rank", "horovod.py",
-        "        self.post_backward(loss)\n",
-        "        self.lightning_module.on_after_backward()\n        self.post_backward(loss)\n",
+        "            self.post_backward(loss)\n",
+        "            self.lightning_module.on_after_backward()\n"
+        "            self.post_backward(loss)\n",
         "horovod-2 and after_backward",
     ),
     Mutation(

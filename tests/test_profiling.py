@@ -13,17 +13,20 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import runs.tracing
 from benchmarks import phases, profiling, traces
 from benchmarks.figures import plt
 from tests.conftest import ROOT, run
+from tests.matrix import Net, loader, trainer
 
 MS = 1000.0  # µs
 AHEAD_NS = 7_300_000_000  # rank 1's clock
@@ -355,6 +358,45 @@ def test_kernels_count_for_the_operations_that_launched_them(
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()][1:] == ["GPU of rank 0"]
     assert len(axes.collections[0].get_paths()) == 3
+
+
+class Manual(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.manual_backward(loss)
+        self.optimizers().step()  # type: ignore[union-attr]
+        return loss
+
+
+def waits() -> list[tuple[list[str], list[str]]]:
+    """Of both ways to optimize: phases that are within a backward of the strategy, and all."""
+    found = []
+    for model in (Net(), Manual()):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+            trainer("horovod", limit_train_batches=2, max_epochs=1).fit(model, loader())
+        events = [event for event in profiler.events() if phases.phase(event.name)]
+        shown = [event for event in events if event.name == "HorovodStrategy.backward"]
+        within = [
+            event.name
+            for outer in shown
+            for event in events
+            if outer.time_range.start < event.time_range.start < outer.time_range.end
+        ]
+        found.append((within, [event.name for event in shown]))
+    return found
+
+
+def test_a_backward_by_hand_is_shown_with_its_wait(launch: Callable) -> None:
+    """Lightning has no action around manual_backward."""
+    for rank in launch(waits, 2):
+        for within, shown in rank:
+            assert [phases.phase(name) for name in shown] == ["backward"] * 2
+            assert [phases.phase(name) for name in within] == ["all-reduce"] * 2
 
 
 def test_a_rank_may_begin_before_rank_0() -> None:

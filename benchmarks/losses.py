@@ -89,7 +89,7 @@ def launch(arguments: list[str], np: int) -> dict[str, Any]:
     """Train on this host; the summary of the run, and its validation losses by step.
 
     Raises:
-        Failed: when it did not end well, or on another number of ranks.
+        Failed: when it did not end well, on another number of ranks, or without losses.
     """
     what = f"np={np} {' '.join(arguments)}"
     with tempfile.TemporaryDirectory(prefix="losses-") as folder:
@@ -101,13 +101,17 @@ def launch(arguments: list[str], np: int) -> dict[str, Any]:
         (run,) = Path(folder).glob("runs/*/runs/*/")
         summary = json.loads((run / "summary.json").read_text())
         losses = read(run / "metrics.csv")
-    if summary["world_size"] != np or not losses:
-        raise Failed(f"error: {what}: {summary['world_size']} ranks, {len(losses)} losses")
+    if summary["world_size"] != np:
+        raise Failed(f"error: {what}: {summary['world_size']} ranks")
+    if not losses:
+        raise Failed(f"error: {what}: the model logs no val/loss, by which runs are compared")
     return {**summary, "losses": losses}
 
 
 def read(metrics: Path) -> dict[int, float]:
     """val/loss by the number of steps before it."""
+    if not metrics.is_file():  # nothing at all was logged
+        return {}
     with metrics.open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/loss")]
     return {int(row["step"]) + 1: float(row["val/loss"]) for row in rows}
@@ -221,7 +225,11 @@ def main() -> int:
         say(str(failed))
         return 1
     except KeyboardInterrupt:
-        say(f"\nstopped; jobs that are kept: {len(results['jobs'])}; the same command goes on")
+        count = len(results["jobs"])
+        say(
+            "\nstopped"
+            + (f"; jobs that are kept: {count}; the same command goes on" if count else "")
+        )
         return 130
     print(text)
     differing = unequal(results)

@@ -105,6 +105,42 @@ def test_losses_are_read_from_the_rows_that_have_them(tmp_path: Path) -> None:
     assert losses.read(file) == {5: 2.5, 10: 0.125}
 
 
+@pytest.mark.parametrize("metrics", [None, "epoch,step,val/acc\n0,4,0.5\n"])
+def test_a_model_that_logs_no_val_loss_is_told(
+    metrics: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def trained(command: list[str], what: object, log: Path, threads: int) -> None:
+        run = log.parent / "runs" / "job" / "runs" / "1"
+        run.mkdir(parents=True)
+        (run / "summary.json").write_text('{"world_size": 2}')
+        if metrics:
+            (run / "metrics.csv").write_text(metrics)
+
+    monkeypatch.setattr(losses, "train", trained)
+    with pytest.raises(losses.Failed, match="the model logs no val/loss, by which runs are comp"):
+        losses.launch([], 2)
+
+
+@pytest.mark.parametrize("kept", [0, 1])
+def test_only_what_is_kept_goes_on(
+    kept: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done: list[Any] = []
+
+    def measure(*_: Any) -> dict[str, Any]:
+        if len(done) == kept:
+            raise KeyboardInterrupt
+        done.append({})
+        return done[-1]
+
+    monkeypatch.setattr(losses, "batches", lambda jobs, sizes: [8] * len(jobs))
+    monkeypatch.setattr(losses, "measure", measure)
+    monkeypatch.setattr("sys.argv", ["losses", "--out", str(tmp_path)])
+    assert losses.main() == 130
+    goes_on = "; jobs that are kept: 1; the same command goes on" if kept else ""
+    assert capsys.readouterr().err == f"\nstopped{goes_on}\n"
+
+
 def test_files_are_made_again_from_the_json(tmp_path: Path) -> None:
     name = tmp_path / "losses_x"
     benchmark = results(Source(1e-6, 1e-15), Job("toy"))

@@ -109,7 +109,7 @@ def description(results: Results) -> str:
     note = " made of one machine" if len(machines) < len(results["hosts"]) else ""
     network = settings["network"] or ("loopback" if len(results["hosts"]) == 1 else _nics(results))
     together, repeats = windows(results["config"]), settings["repeats"]
-    steps = f" of a batch each, of which {together} accumulate for an update" * (together > 1)
+    steps = f" of a batch each, of which {together} accumulate for an update," * (together > 1)
     measured = f"{trial['steps']} steps{steps}"
     if settings["epochs"]:
         measured = f"{settings['epochs']} whole epochs" + f", in steps{steps}" * (together > 1)

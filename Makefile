@@ -16,6 +16,13 @@ ifneq ($(findstring $(NEWLINE),$(ARGS)),)
   override ARGS := $(subst $(NEWLINE), ,$(ARGS))
   export ARGS
 endif
+# make would take $HOME for $(H)OME, and the shell what follows a semicolon for a command.
+ifneq ($(findstring $$,$(subst $$$$,,$(value ARGS))),)
+  $(error ARGS has a $$, which make would take: ARGS="..." has your shell fill a variable in; for Hydra, within single quotes, it is '$$$${seed}')
+endif
+ifneq ($(filter %;,$(ARGS)),)
+  $(error ARGS=$(ARGS): write changes with blanks between, not semicolons)
+endif
 ifeq ($(origin HOSTS)$(HOSTS),command line)
   $(error HOSTS=: give hosts, as HOSTS=node1:4,node2:4)
 endif

@@ -90,9 +90,8 @@ class Anatomy(Callback):
         self._lot = random.Random(0)  # the same on all ranks, who time the same steps
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
-        self._wire: deque[list[float]] = deque(
-            maxlen=KEPT
-        )  # calls, bytes; those of busy seconds; 1
+        # Over a step's exchanges: calls, bytes, bytes and seconds of busy ends, how many.
+        self._wire: deque[list[float]] = deque(maxlen=KEPT)
         self._batches = self._noted = 0  # all, and those that were timed
         self._count = self._logged = 0  # of these: read, and logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many

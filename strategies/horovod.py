@@ -31,7 +31,15 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from .batchnorm import SyncLayers
 from .buckets import Exchange, GradientBuckets, shown_as
+from .buffers import shared_buffers
+from .collectives import sendable
+from .cores import usable_cores
+from .drift import warn_of_drift
+from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
+from .evaluation import Evaluation
+from .metrics import (
     keep_wide,
     leave_metrics,
     read_by_all,

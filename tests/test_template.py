@@ -660,6 +660,8 @@ class TestMistakes:
             (["bench-check", "OLD=a", "NEW=b", "ARGS=-v"], "ARGS=-v: make bench-check takes OLD N"),
             (["bench-readme", "RUN=a"], "RUN=a: make bench-readme takes nothing"),
             (["train", "RUN=a"], "RUN=a: make train takes"),
+            (["train", "ARGS=data_dir=$HOME/x"], "ARGS has a $, which make would take"),
+            (["sweep", "ARGS=a=1; b=2"], "ARGS=a=1; b=2: write changes with blanks between, not"),
             (["bench", "METRIC=a"], "METRIC=a: make bench takes"),
         ],
     )
@@ -681,6 +683,7 @@ class TestMistakes:
             "sync predict HOSTS=a:1 RUN=b", "sweep TRIALS=2 METRIC=a MODE=max LAUNCHER=mpi",
             "launch AT=02:00 STOP_SECONDS=9 HOSTFILE=a", "bench-check OLD=a NEW=b", "logs RUN=a",
             "predict NP=2 RUN=a ALLREDUCE=b NETWORK=c ARGS=d", "profile NP=2 STEPS=9",
+            "train ARGS='model.lr=$${seed}'",
         ],
     )  # fmt: skip
     def test_make_takes_what_one_of_its_targets_uses(self, line: str) -> None:

@@ -145,7 +145,7 @@ def _host_conditions(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str
     for name, key in itertools.product(was, ("gpus", "nic")):
         values = [hosts.get(name, {}).get(key) for hosts in (was, now)]
         before, after = ("not given" if value is None else value for value in values)
-        conditions.append((f"{key}: of {name}", before, after))
+        conditions.append((f"{key} given for {name}", before, after))
     sizes = old["sizes"]
     return conditions + [
         (f"the place of NP={np}", _places(was, np), _places(now, np)) for np in sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import inspect
 import json
 import os
 import re
@@ -33,6 +34,7 @@ from pytorch_lightning.callbacks import (
 )
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
+from pytorch_lightning.loops.optimization import automatic
 from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -56,7 +58,7 @@ from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, 
 from runs.config import CONF, parse
 from runs.curves import Curves
 from runs.folders import new_folder
-from runs.mistakes import BY_POSITION, mistake
+from runs.mistakes import BY_POSITION, NO_LOSS, mistake, no_metric
 from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.ranks import gather_texts
@@ -1646,6 +1648,22 @@ def test_what_one_forgets_in_a_module_is_told() -> None:
         torch.ones(1).sum().backward()
     told = mistake(cut.value, started=True)
     assert told and told.startswith("the loss has no gradient: leave out what cuts it off")
+    assert NO_LOSS in inspect.getsource(automatic)  # Lightning's, where it raises it
+    told = mistake(RuntimeError(f"Skipping the `training_step` {NO_LOSS}."), started=True)
+    assert told and told.startswith("training_step returned None: it has to return the loss")
+
+
+def test_a_loss_of_training_is_no_guess_for_one_of_validation() -> None:
+    lacks = "nothing is logged by this name; there are: "
+    told = no_metric("val/loss", ["train/loss"], {})
+    assert told == (
+        f'val/loss: {lacks}train/loss; self.log("val/loss", ..., sync_dist=True) in '
+        "validation_step does"
+    )
+    told = no_metric("val_loss", ["train/loss", "val/loss"], {})
+    assert told == f"val_loss: {lacks}train/loss, val/loss (did you mean val/loss?)"
+    told = no_metric("train_loss", ["train/loss"], {})
+    assert told == f"train_loss: {lacks}train/loss (did you mean train/loss?)"
 
 
 def test_a_label_that_the_model_has_no_output_for_is_told() -> None:

@@ -234,9 +234,9 @@ class Report(pl.Callback):
         self.samples = int(trainer.strategy.reduce(total, reduce_op="sum"))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
-        learnt = self.steps > self.first_step
-        learnt &= self._has_loss or not pl_module.automatic_optimization
-        if trainer.is_global_zero and self.trained and not learnt:
+        stepped = self._has_loss and self.steps > self.first_step
+        stepped |= not pl_module.automatic_optimization  # by hand, perhaps past the Trainer
+        if trainer.is_global_zero and self.trained and not stepped:
             print(
                 "warning no step was made: training_step has to return the loss, and batches must "
                 "not be None",

@@ -7,6 +7,7 @@ see test_gpu.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import pickle
@@ -542,6 +543,25 @@ class Twice(Net):
 @case()
 def two_backwards_a_step(strategy: str) -> dict[str, Any]:
     return fit(strategy, Twice())
+
+
+class AccumulatesByHand(Twice):
+    """What DDP's model has no_sync() for; two batches a step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, steps = self.optimizers(), batch_idx % 2 == 1
+        # A single device has none.
+        local = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        with contextlib.nullcontext() if steps else local():
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]) / 2)
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case()
+def accumulation_by_hand(strategy: str) -> dict[str, Any]:
+    return fit(strategy, AccumulatesByHand())
 
 
 class OfASum:

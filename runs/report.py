@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
 import json
 import math
 import socket
-import subprocess
 import time
 from collections import Counter
 from pathlib import Path
@@ -16,13 +13,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
-from pytorch_lightning.callbacks import EarlyStopping
-from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.loggers import TensorBoardLogger
-from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from runs.anatomy import Anatomy
 from runs.beforehand import (
@@ -34,13 +27,21 @@ from runs.beforehand import (
     refuse_model,
     refuse_shares,
 )
-from runs.folders import ROOT, shown
-from runs.mistakes import no_metric
+from runs.folders import shown
+from runs.hints import (
+    NO_STEP,
+    counted,
+    missing_metrics,
+    no_curves,
+    no_validation,
+    not_trained,
+    same_batches,
+    stopped_early,
+)
 from runs.predictions import Predictions
-from runs.ranks import gather_texts, same_on_all
+from runs.ranks import gather_texts
 from runs.resuming import kept_settings, settings
-
-PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovod", "hydra-core"]
+from runs.versions import commit, versions
 
 SLOW = ("advanced", "pytorch", "trace")  # profilers that steps take longer with
 
@@ -101,16 +102,10 @@ class Report(pl.Callback):
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn of a metric whose lack would end the run an epoch later; some are not logged yet."""
-        logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
-        # What a sanity check logs of each of several loaders Lightning keeps to itself.
-        results = trainer.fit_loop.epoch_loop.val_loop._results.values()
-        logged += [_name_of(result.meta) for result in results]
-        callbacks = self.config.get("callbacks") or {}
-        members = [member for member in callbacks.values() if isinstance(member, DictConfig)]
-        for metric in dict.fromkeys(str(member.get("monitor")) for member in members):
-            if metric.startswith("val") and metric not in logged and trainer.is_global_zero:
-                problem = no_metric(metric, logged, callbacks)
-                print(f"warning {problem}; as it is, the run ends with an epoch", flush=True)
+        problems = missing_metrics(trainer, self.config.get("callbacks") or {})
+        if trainer.is_global_zero:
+            for problem in problems:
+                _tell({"warning": f"{problem}; as it is, the run ends with an epoch"})
 
     def _announce(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.hosts:
@@ -126,7 +121,7 @@ class Report(pl.Callback):
         samples = ""
         if self.train_samples:
             names = ", ".join(self.classes[:3]) + (", ..." if len(self.classes) > 3 else "")
-            of = f" of {_counted(len(self.classes), 'class')} ({names})" if self.classes else ""
+            of = f" of {counted(len(self.classes), 'class')} ({names})" if self.classes else ""
             samples = f", {self.train_samples:,} samples{of} to train"
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         operations = getattr(strategy, "operations", None)
@@ -137,7 +132,7 @@ class Report(pl.Callback):
         whole = ""
         if batch:
             accumulated = f" x {windows} accumulated" if windows > 1 else ""
-            whole = f"{batch} a process x {_counted(ranks, 'rank')}{accumulated}"
+            whole = f"{batch} a process x {counted(ranks, 'rank')}{accumulated}"
             whole += f" = {batch * ranks * windows} global"
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
         _tell(
@@ -188,24 +183,8 @@ class Report(pl.Callback):
         self.samples += len(tensors[0]) if tensors else 0
         if not self.trained:
             self.trained = True
-            self._compare_first(trainer, batch)
-
-    def _compare_first(self, trainer: pl.Trainer, batch: Any) -> None:
-        """The first batches of all ranks: Lightning splits data sets over ranks, and no stream, nor
-        what has a sampler of its own with use_distributed_sampler=false."""
-        loaders = [x for x in tree_leaves(trainer.train_dataloader) if isinstance(x, DataLoader)]
-        whole = [loader for loader in loaders if not _is_share(loader)]
-        if not whole or trainer.world_size == 1:
-            return
-        if same_on_all(trainer.strategy, batch) and trainer.is_global_zero:
-            stream = isinstance(whole[0].dataset, IterableDataset)
-            source = whole[0].dataset if stream else whole[0].batch_sampler or whole[0].sampler
-            print(
-                f"warning data={self.choices['data']}: all {trainer.world_size} ranks were given "
-                f"the same first batch: {type(source).__name__} has to yield each rank's share "
-                "itself, by trainer.global_rank (README, Put your data in)",
-                flush=True,
-            )
+            if (problem := same_batches(trainer, batch)) and trainer.is_global_zero:
+                _tell({"warning": f"data={self.choices['data']}: {problem}"})
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()
@@ -234,66 +213,24 @@ class Report(pl.Callback):
         self.samples = int(trainer.strategy.reduce(total, reduce_op="sum"))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
         self.metrics |= _plain(trainer.callback_metrics)
+        if not trainer.is_global_zero:
+            return
         stepped = self._has_loss and self.steps > self.first_step
         stepped |= not pl_module.automatic_optimization  # by hand, perhaps past the Trainer
-        if trainer.is_global_zero and self.trained and not stepped:
-            print(
-                "warning no step was made: training_step has to return the loss, and batches must "
-                "not be None",
-                flush=True,
-            )
-        elif trainer.is_global_zero and trainer.loggers and self.trained:
-            self._tell_of_no_curves(trainer)
-        if trainer.is_global_zero and not self._validated:
-            self._tell_of_no_validation(trainer)
-        if trainer.is_global_zero and trainer.should_stop:
-            for callback in trainer.early_stopping_callbacks:
-                if callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
-                    reason = _why_stopped(callback)
-                    print(f"stopped early: {callback.monitor} {reason}", flush=True)
-
-    def _tell_of_no_validation(self, trainer: pl.Trainer) -> None:
-        """A stream of unknown length has an epoch that may be shorter than what was asked for."""
-        every, batches = trainer.check_val_every_n_epoch, trainer.val_check_interval
-        trained = trainer.fit_loop.epoch_loop._batches_that_stepped - self._first_logged
-        if not (trainer.enable_validation and isinstance(batches, int) and trained >= batches):
-            return
-        if every and self.epochs - self.first_epoch >= every:
-            print(
-                "nothing was validated: no epoch has as many batches as trainer.val_check_interval="
-                f"{batches}; check_val_every_n_epoch=null has them counted over epochs",
-                flush=True,
-            )
-
-    def _tell_of_no_curves(self, trainer: pl.Trainer) -> None:
-        every = trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if not every or trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return
-        # Loggers count a step for each batch, also where several optimizers step.
-        last = trainer.fit_loop.epoch_loop._batches_that_stepped
-        if last // every == self._first_logged // every:
-            print(
-                f"curves  have no step of training: {_counted(last - self._first_logged, 'step')}, "
-                f"and trainer.log_every_n_steps is {every}; give a smaller one",
-                flush=True,
-            )
+        if self.trained and not stepped:
+            _tell({"warning": NO_STEP})
+        elif self.trained:
+            _tell({"curves": no_curves(trainer, self._first_logged)})
+        if not self._validated:
+            epochs = self.epochs - self.first_epoch
+            _tell({"warning": no_validation(trainer, self._first_logged, epochs)})
+        for reason in stopped_early(trainer):
+            print(f"stopped early: {reason}", flush=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.trained or not trainer.is_global_zero:
-            return
-        if self.config.ckpt_path:
-            why = (
-                f"the checkpoint has {trainer.current_epoch} of {trainer.max_epochs} epochs, "
-                f"{trainer.global_step} steps; to go on give a larger trainer.max_epochs, or "
-                "max_steps or max_time where that ended it"
-            )
-        else:
-            why = (
-                f"trainer.max_epochs is {trainer.max_epochs}, max_steps {trainer.max_steps}, "
-                f"limit_train_batches {trainer.limit_train_batches}; the weights are those that "
-                "the model began with"
-            )
-        print(f"nothing was trained: {why}", flush=True)
+        if not self.trained and trainer.is_global_zero:
+            resumed = bool(self.config.ckpt_path)
+            print(f"nothing was trained: {not_trained(trainer, resumed)}", flush=True)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics |= _plain(trainer.callback_metrics)
@@ -332,9 +269,9 @@ class Report(pl.Callback):
             predict += "; their files in predictions.csv" if predicted.names_files else ""
         if self.samples:
             speed = (
-                f"{self._rate:,.0f} samples/s: {_counted(self.steps - self.first_step, 'step')}, "
-                f"{_counted(self.epochs - self.first_epoch, 'epoch')} in {self.seconds:.1f} s of "
-                f"training on {_counted(trainer.world_size, 'rank')}"
+                f"{self._rate:,.0f} samples/s: {counted(self.steps - self.first_step, 'step')}, "
+                f"{counted(self.epochs - self.first_epoch, 'epoch')} in {self.seconds:.1f} s of "
+                f"training on {counted(trainer.world_size, 'rank')}"
             )
         if anatomy and self.choices.get("profiler") not in SLOW:
             parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
@@ -388,8 +325,8 @@ class Report(pl.Callback):
             "metrics": {k: v if math.isfinite(v) else None for k, v in self.metrics.items()},
             "checkpoint": checkpoint,
             "predictions": str(predictions) if predictions else None,
-            "versions": _versions(),
-            "git": _git(),
+            "versions": versions(),
+            "git": commit(),
         }
 
 
@@ -410,26 +347,6 @@ def _tables(trainer: pl.Trainer) -> str:
     return f"{shown(Path(profiler.dirpath))}: {names}" if tables else ""
 
 
-def _why_stopped(callback: EarlyStopping) -> str:
-    if callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED:
-        best = float(callback.best_score)
-        return f"has not improved for {callback.patience} validations (best {best:.4g})"
-    if callback.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC:
-        return "is no finite number any more; debug=anomaly finds where that begins"
-    return f"has reached its end: {callback.stopping_reason_message}"
-
-
-def _name_of(logged: _Metadata) -> str:
-    """What callbacks call it."""
-    indexed = logged.dataloader_idx is not None and logged.add_dataloader_idx
-    return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if indexed else logged.name
-
-
-def _is_share(loader: DataLoader) -> bool:
-    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
-    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)
-
-
 def _lr(module: pl.LightningModule) -> str:
     groups = [group for o in module.trainer.optimizers for group in o.param_groups]
     # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr, OneCycleLR in
@@ -439,34 +356,9 @@ def _lr(module: pl.LightningModule) -> str:
     return ", ".join("none" if lr is None else f"{lr:g}" for lr in rates) or "none"
 
 
-def _counted(number: int, what: str) -> str:
-    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
-    return f"{number} {what}{ending}"
-
-
 def _has_curves(trainer: pl.Trainer) -> bool:
     return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
 def _plain(metrics: Any) -> dict[str, float]:
     return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
-
-
-def _versions() -> dict[str, str]:
-    installed = {}
-    for name in PACKAGES:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            installed[name] = importlib.metadata.version(name)
-    return installed
-
-
-def _git() -> str | None:
-    """The commit, with -dirty behind it when files differ from it; None outside a repository."""
-    # In a container the checkout may be another user's.
-    command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "describe", "--always"]
-    command += ["--dirty", "--abbrev=40", "--exclude=*"]  # a tag would take the commit's place
-    try:
-        result = subprocess.run(command, capture_output=True, text=True)
-    except OSError:
-        return None
-    return result.stdout.strip() or None

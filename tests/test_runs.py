@@ -63,9 +63,10 @@ from runs.predictions import Predictions
 from runs.progress import Progress
 from runs.ranks import gather_texts
 from runs.refusal import Refusal
-from runs.report import Report, _git, _lr
+from runs.report import Report, _lr
 from runs.run import Run, to_go_on
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
+from runs.versions import commit
 from strategies import HorovodStrategy
 
 
@@ -780,19 +781,19 @@ def test_what_was_done_before_a_failure_is_told(
 def test_the_commit_in_a_summary_tells_of_files_that_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runs.report.ROOT", tmp_path)
+    monkeypatch.setattr("runs.versions.ROOT", tmp_path)
     file, me = tmp_path / "a.py", ["-c", "user.name=me", "-c", "user.email=me@here"]
     file.touch()
     for words in (["init", "-q"], ["add", "."], [*me, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
     subprocess.run(["git", "-C", str(tmp_path), *me, "tag", "-m", "of mine", "v1"], check=True)
-    assert re.fullmatch("[0-9a-f]{40}", str(_git()))
+    assert re.fullmatch("[0-9a-f]{40}", str(commit()))
     file.write_text("changed")
-    assert re.fullmatch("[0-9a-f]{40}-dirty", str(_git()))
+    assert re.fullmatch("[0-9a-f]{40}-dirty", str(commit()))
     if os.geteuid() == 0:  # of another user, as in a container
         for path in (tmp_path, tmp_path / ".git"):
             os.chown(path, 12345, 12345)
-        assert re.fullmatch("[0-9a-f]{40}-dirty", str(_git()))
+        assert re.fullmatch("[0-9a-f]{40}-dirty", str(commit()))
         monkeypatch.setattr(hardware, "ROOT", tmp_path)
         assert hardware._git("rev-parse", "HEAD")
 

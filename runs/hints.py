@@ -1,0 +1,131 @@
+"""What a run did not do, though it was likely meant to: why, and what to do about it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+from omegaconf import DictConfig
+from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from runs.mistakes import no_metric
+from runs.ranks import same_on_all
+
+NO_STEP = "no step was made: training_step has to return the loss, and batches must not be None"
+
+
+def missing_metrics(trainer: pl.Trainer, callbacks: Any) -> list[str]:
+    """What callbacks watch and the sanity check did not log. All ranks must call it.
+
+    Args:
+        callbacks: the group of the configuration.
+    """
+    logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
+    # What a sanity check logs of each of several loaders Lightning keeps to itself.
+    results = trainer.fit_loop.epoch_loop.val_loop._results.values()
+    logged += [_name_of(result.meta) for result in results]
+    members = [member for member in callbacks.values() if isinstance(member, DictConfig)]
+    watched = dict.fromkeys(str(member.get("monitor")) for member in members)
+    missing = [metric for metric in watched if metric.startswith("val") and metric not in logged]
+    return [no_metric(metric, logged, callbacks) for metric in missing]
+
+
+def same_batches(trainer: pl.Trainer, batch: Any) -> str:
+    """Told where all ranks have this one first. Lightning splits data sets over ranks, and no
+    stream, nor what has a sampler of its own with use_distributed_sampler=false. All ranks must
+    call it."""
+    loaders = [x for x in tree_leaves(trainer.train_dataloader) if isinstance(x, DataLoader)]
+    whole = [loader for loader in loaders if not _is_share(loader)]
+    if not whole or trainer.world_size == 1 or not same_on_all(trainer.strategy, batch):
+        return ""
+    stream = isinstance(whole[0].dataset, IterableDataset)
+    source = whole[0].dataset if stream else whole[0].batch_sampler or whole[0].sampler
+    return (
+        f"all {trainer.world_size} ranks were given the same first batch: {type(source).__name__} "
+        "has to yield each rank's share itself, by trainer.global_rank (README, Put your data in)"
+    )
+
+
+def no_validation(trainer: pl.Trainer, first: int, epochs: int) -> str:
+    """A stream of unknown length has an epoch that may be shorter than what was asked for.
+
+    Args:
+        first: how many batches were trained when this run began.
+        epochs: that it trained.
+    """
+    every, batches = trainer.check_val_every_n_epoch, trainer.val_check_interval
+    trained = trainer.fit_loop.epoch_loop._batches_that_stepped - first
+    if not (trainer.enable_validation and isinstance(batches, int) and trained >= batches):
+        return ""
+    if not (every and epochs >= every):
+        return ""
+    return (
+        f"nothing was validated: no epoch has as many batches as trainer.val_check_interval="
+        f"{batches}; check_val_every_n_epoch=null has them counted over epochs"
+    )
+
+
+def no_curves(trainer: pl.Trainer, first: int) -> str:
+    """Loggers got no step of training. They count one for each batch, also where several optimizers
+    step; `first` were counted when this run began."""
+    every = trainer.log_every_n_steps  # type: ignore[attr-defined]
+    if not (every and trainer.loggers) or trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return ""
+    last = trainer.fit_loop.epoch_loop._batches_that_stepped
+    if last // every != first // every:
+        return ""
+    return (
+        f"have no step of training: {counted(last - first, 'step')}, and "
+        f"trainer.log_every_n_steps is {every}; give a smaller one"
+    )
+
+
+def not_trained(trainer: pl.Trainer, resumed: bool) -> str:
+    if resumed:
+        return (
+            f"the checkpoint has {trainer.current_epoch} of {trainer.max_epochs} epochs, "
+            f"{trainer.global_step} steps; to go on give a larger trainer.max_epochs, or max_steps "
+            "or max_time where that ended it"
+        )
+    return (
+        f"trainer.max_epochs is {trainer.max_epochs}, max_steps {trainer.max_steps}, "
+        f"limit_train_batches {trainer.limit_train_batches}; the weights are those that the model "
+        "began with"
+    )
+
+
+def stopped_early(trainer: pl.Trainer) -> list[str]:
+    """By each EarlyStopping that did: its metric, and what became of it."""
+    reasons = []
+    for callback in trainer.early_stopping_callbacks if trainer.should_stop else []:
+        if callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED:
+            best = float(callback.best_score)
+            told = f"has not improved for {callback.patience} validations (best {best:.4g})"
+        elif callback.stopping_reason == EarlyStoppingReason.NON_FINITE_METRIC:
+            told = "is no finite number any more; debug=anomaly finds where that begins"
+        elif callback.stopping_reason != EarlyStoppingReason.NOT_STOPPED:
+            told = f"has reached its end: {callback.stopping_reason_message}"
+        else:
+            continue
+        reasons.append(f"{callback.monitor} {told}")
+    return reasons
+
+
+def counted(number: int, what: str) -> str:
+    """As "1 step", "2 steps", "2 classes"."""
+    ending = "" if number == 1 else "es" if what.endswith("s") else "s"
+    return f"{number} {what}{ending}"
+
+
+def _name_of(logged: _Metadata) -> str:
+    """What callbacks call it."""
+    indexed = logged.dataloader_idx is not None and logged.add_dataloader_idx
+    return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if indexed else logged.name
+
+
+def _is_share(loader: DataLoader) -> bool:
+    samplers = loader.sampler, getattr(loader.batch_sampler, "sampler", None)
+    return any(isinstance(sampler, DistributedSampler) for sampler in samplers)

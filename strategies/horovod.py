@@ -27,7 +27,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
@@ -58,6 +58,7 @@ from .refusals import (
 )
 from .resuming import global_batch_size, resume
 from .samplers import each_sample_once
+from .steps import GuardedSteps
 
 T = TypeVar("T")
 
@@ -136,13 +137,12 @@ class HorovodStrategy(ParallelStrategy):
         self.num_nodes = 1  # the Trainer's, to be refused where it is not horovodrun's
         self._seed = 0  # of samplers that Lightning puts in
         self._buckets: GradientBuckets | None = None
+        self._steps: GuardedSteps | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
         self._average = True
         self._looked = self._warned = False  # for what differs between ranks, and of it
         self._is_ahead = False  # does a GPU come to gradients later than the program?
-        self._step_hooks: list[Any] = []  # of optimizers
         self._evaluation = Evaluation(self.world)
-        self._groups: dict[int, int] = {}  # how many an optimizer, by id, had when last checked
         self._resumed: dict[str, Any] = {}
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
             # The ranks of a host share its cores; torch would start a thread a core in each.
@@ -241,6 +241,7 @@ class HorovodStrategy(ParallelStrategy):
                 tensors = [*module.parameters(), *shared_buffers(module, self.world)]
                 self.world.broadcast([tensor for tensor in tensors if tensor not in sent])
                 self._buckets = self._make_buckets()
+                self._steps = GuardedSteps(self.optimizers, self._buckets, self._combine)
                 self._is_ahead = self.root_device.type == "cuda"
                 read_by_all(trainer)
         self.setup_precision_plugin()
@@ -268,14 +269,6 @@ class HorovodStrategy(ParallelStrategy):
                 "hvd.DistributedOptimizer averages gradients that this strategy averages, too: let "
                 "configure_optimizers return the optimizer that it wraps"
             )
-        self._remove_step_hooks()
-        # As well as in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
-        # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
-        self._step_hooks = [
-            optimizer.register_step_pre_hook(self._before_each_step)
-            for optimizer in self.optimizers
-            if hasattr(optimizer, "_optimizer_step_pre_hooks")
-        ]
         # Only a state that configure_optimizers loaded is there yet; a checkpoint's comes later.
         states = [o.state_dict() if o.state else None for o in self.optimizers]
         for optimizer, state in zip(self.optimizers, self.broadcast(states)):
@@ -450,48 +443,9 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        self._before_step(optimizer)
+        if self._steps is not None:
+            self._steps.check(optimizer)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
-
-    def _before_each_step(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What `step` is called with, where that is to be changed."""
-        self._before_step(optimizer)
-        if self._buckets is None or not isinstance(optimizer, LBFGS):
-            return None
-        # Its line search asks for another loss as long as this one does not please it. The closure
-        # is all that it takes.
-        shared = partial(partial, self._of_all_ranks)
-        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}
-
-    def _before_step(self, optimizer: Optimizer) -> None:
-        """Weights that a step moves by what one rank has alone would differ from then on."""
-        if self._buckets is None:
-            return
-        if self._buckets.in_backward:
-            raise MisconfigurationException(
-                "a step within backward, before the gradients of all ranks are there: step when "
-                "manual_backward is done"
-            )
-        if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
-            refuse_strangers(optimizer, self._buckets.known)
-            self._groups[id(optimizer)] = len(optimizer.param_groups)
-        if self._buckets.unprepared:
-            stepped = (p for group in optimizer.param_groups for p in group["params"])
-            if any(map(self._buckets.is_unprepared, stepped)):
-                raise MisconfigurationException(
-                    "a step with gradients of loss.backward(), which each rank has for itself: "
-                    "call self.manual_backward(loss), which averages them"
-                )
-
-    def _remove_step_hooks(self) -> None:
-        for hook in self._step_hooks:
-            hook.remove()
-        self._step_hooks = []
-
-    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        return self.reduce(closure(), reduce_op="sum" if self.op == "sum" else "mean")
 
     @contextmanager
     @override
@@ -511,6 +465,9 @@ class HorovodStrategy(ParallelStrategy):
             return True
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         return trainer is not None and trainer.interrupted and trainer.state.stage is not None
+
+    def _combine(self, loss: Any) -> Any:
+        return self.reduce(loss, reduce_op="sum" if self.op == "sum" else "mean")
 
     @override
     def reduce(
@@ -584,8 +541,10 @@ class HorovodStrategy(ParallelStrategy):
         if self._buckets is not None:
             self._buckets.remove()
             self._buckets = None
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
         self.world.later = None
-        self._remove_step_hooks()
         self._looked = self._warned = False
         self._evaluation = Evaluation(self.world)
         if self.lightning_module is not None:

@@ -117,8 +117,8 @@ MUTATIONS = [
         "asks_for_its_batches", "test_randomness",
     ),
     Mutation(
-        "steps that pass Lightning by are not looked at", "horovod.py",
-        "optimizer.register_step_pre_hook(self._before_each_step)",
+        "steps that pass Lightning by are not looked at", "steps.py",
+        "optimizer.register_step_pre_hook(self._before_step)",
         "optimizer.register_step_pre_hook(str)", "mistakes", "test_mistakes",
     ),
     Mutation(
@@ -359,7 +359,7 @@ MUTATIONS = [
         "horovod-2 and fused",
     ),
     Mutation(
-        "a line search goes by this rank's loss", "horovod.py",
+        "a line search goes by this rank's loss", "steps.py",
         "shared = partial(partial, self._of_all_ranks)", "return None", "horovod-2 and line_search",
     ),
     Mutation(
@@ -578,7 +578,7 @@ MUTATIONS = [
         "self.unprepared.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
-        "a step is made within backward", "horovod.py",
+        "a step is made within backward", "steps.py",
         "if self._buckets.in_backward:", "if False:", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(

@@ -1,0 +1,77 @@
+"""Before an optimizer steps: with the gradients of all ranks, or not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.optim import LBFGS, Optimizer
+
+from .buckets import GradientBuckets
+from .refusals import refuse_strangers
+
+
+class GuardedSteps:
+    """Weights that a step moves by what one rank has alone would differ from then on.
+
+    Args:
+        optimizers: to be looked at before each of their steps.
+        buckets: that combine the gradients.
+        combine: the mean, or sum, of a loss over all ranks.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        buckets: GradientBuckets,
+        combine: Callable[[Any], Any],
+    ) -> None:
+        self._buckets = buckets
+        self._combine = combine
+        self._groups: dict[int, int] = {}  # how many an optimizer, by id, had when last checked
+        # As well as in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
+        # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
+        self._hooks = [
+            optimizer.register_step_pre_hook(self._before_step)
+            for optimizer in optimizers
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")
+        ]
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Refuse a step with gradients or parameters of this rank alone."""
+        if self._buckets.in_backward:
+            raise MisconfigurationException(
+                "a step within backward, before the gradients of all ranks are there: step when "
+                "manual_backward is done"
+            )
+        if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
+            refuse_strangers(optimizer, self._buckets.known)
+            self._groups[id(optimizer)] = len(optimizer.param_groups)
+        if self._buckets.unprepared:
+            stepped = (p for group in optimizer.param_groups for p in group["params"])
+            if any(map(self._buckets.is_unprepared, stepped)):
+                raise MisconfigurationException(
+                    "a step with gradients of loss.backward(), which each rank has for itself: "
+                    "call self.manual_backward(loss), which averages them"
+                )
+
+    def _before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """What `step` is called with, where that is to be changed."""
+        self.check(optimizer)
+        if not isinstance(optimizer, LBFGS):
+            return None
+        # Its line search asks for another loss as long as this one does not please it. The closure
+        # is all that it takes.
+        shared = partial(partial, self._of_all_ranks)
+        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}
+
+    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
+        return self._combine(closure())

@@ -21,7 +21,8 @@ from typing import Any
 
 from benchmarks import load
 from benchmarks.hardware import ROOT
-from cluster.horovodrun import AT_ONCE, forwarded
+from cluster.forwarding import forwarded
+from cluster.horovodrun import AT_ONCE
 from cluster.hosts import Host, ranks
 
 # What makes a process one rank of several (cluster/hosts.py, Rank.environment); without it, it

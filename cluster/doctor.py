@@ -43,7 +43,7 @@ from cluster.findings import (
     packages,
     room,
 )
-from cluster.horovodrun import addresses
+from cluster.forwarding import addresses
 from cluster.hosts import (
     SSH_SECONDS,
     Host,

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import queue
 import re
@@ -29,7 +28,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, address_of, allow_files, own_address
+from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, allow_files
+from cluster.connection import Connection
+from cluster.forwarding import addresses, forwarded
 from cluster.hosts import (
     SSH_SECONDS,
     Host,
@@ -42,15 +43,8 @@ from cluster.hosts import (
 )
 from cluster.record import Record, end
 from cluster.rendezvous import Rendezvous
-from cluster.ssh import NO_FOLDER, connecting, explain
+from cluster.ssh import connecting, explain
 
-# What leaves this host: variables with these names or beginnings, and those that FORWARD adds.
-FORWARDED = (
-    "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "PYTHON", "HOROVOD_", "NCCL_", "GLOO_", "UCX_",
-    "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_", "MALLOC_",
-    "FI_", "IBV_", "RDMAV_",  # fabrics other than Ethernet, as NCCL's plugins reach them
-)  # fmt: skip
-SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
 # For Gloo, where a rank is late: at the start one that imports from a slow file system, later one
 # behind a network that is gone for a while. Ranks and hosts that are gone for good are seen by us.
 GLOO_SECONDS = 120
@@ -62,86 +56,6 @@ END_SECONDS = 3  # from SIGTERM to SIGKILL
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = signal.SIGUSR2  # behind one of them, from programs: nobody ignores it
-
-
-class Connection:
-    """The agent on a host, and the thread that listens to it.
-
-    Args:
-        connects: that a turn of `connecting` is ours, to be given back.
-        order: what it is to start.
-    """
-
-    def __init__(
-        self, host: Host, members: list[Rank], events: queue.Queue, connects: bool,
-        order: dict[str, Any],
-    ) -> None:  # fmt: skip
-        self.host, self.members, self._connects = host, members, connects
-        self._events = events
-        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
-        script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {python} -m cluster.agent"
-        script = f"echo; {script}"  # below what a login shell may say
-        self.process = subprocess.Popen(
-            host.command(script), start_new_session=True,  # Ctrl-C is for us alone
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        # Written by a thread: a host whose login hangs reads nothing, and its pipe may be small.
-        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._write, daemon=True).start()
-        self.send(**order)
-        self.listening_since = time.monotonic()
-        self.holds = False  # what its ranks print
-        self._words, self._heard = b"", False
-        self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
-        self._hearing_ssh.start()  # before the other, which waits for it at the end
-        threading.Thread(target=self._hear, daemon=True).start()
-
-    def send(self, **what: Any) -> None:
-        """A line for the agent; not waited for."""
-        self._orders.put(what)
-
-    def close(self) -> None:
-        """No more lines come: an agent that sees that ends what it started."""
-        self._orders.put(None)
-
-    def _write(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(OSError), self.process.stdin as stdin:
-            while (what := self._orders.get()) is not None:
-                stdin.write(json.dumps(what).encode() + b"\n")
-                stdin.flush()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            if self.process.poll() is None:
-                os.killpg(self.process.pid, signal.SIGKILL)
-
-    def silent_for(self) -> float:
-        """Seconds since the agent was last heard, while we listened."""
-        return time.monotonic() - self.listening_since
-
-    def _hear(self) -> None:
-        assert self.process.stdout is not None
-        self.process.stdout.readline()  # the connection is made, or has ended
-        if self._connects:
-            connecting.release()
-        for line in self.process.stdout:
-            self.listening_since = float("inf")  # not listening: whoever prints takes his time
-            if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
-                with contextlib.suppress(ValueError):
-                    event = json.loads(line)
-                    if not self._heard:  # what was said before is not why it ends
-                        self._heard, self._words = True, b""
-                    self._events.put((self, event))
-            self.listening_since = time.monotonic()
-        self._hearing_ssh.join(timeout=2)
-        errors = self._words.decode(errors="replace")
-        self._events.put((self, {"gone": self.process.wait(), "said": errors}))
-
-    def _hear_ssh(self) -> None:
-        assert self.process.stderr is not None
-        while data := os.read(self.process.stderr.fileno(), 1 << 12):
-            self._words = (self._words + data)[-4000:]
 
 
 class Job:
@@ -403,42 +317,6 @@ class Job:
         self.record.hurries = True
 
 
-def forwarded(environment: dict[str, str]) -> dict[str, str]:
-    """What of `environment` may leave this host."""
-    names = environment.get("FORWARD", "").replace(",", " ")
-    prefixes = tuple(names.split())
-    variables = {
-        name: value
-        for name, value in environment.items()
-        if name.startswith(prefixes)
-        or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
-    }
-    if "SLURM_JOB_ID" in environment and variables.get("CUDA_VISIBLE_DEVICES"):
-        del variables["CUDA_VISIBLE_DEVICES"]  # Slurm's for this node; others have their own
-    return variables
-
-
-def addresses(hosts: list[Host]) -> dict[Host, str]:
-    """The address of this host for each of them: on its network interface for the job, if named.
-
-    This host itself may have a name that leads to its loopback only; it gets that for the others.
-    """
-    if nic := next((host.nic for host in hosts if host.is_here and host.nic), None):
-        if (address := address_of(nic)) is None:
-            raise Refusal(f"this host has no network interface {nic} with an address: mend nic")
-        return dict.fromkeys(hosts, address)
-    towards = {}
-    for host in hosts:
-        if not host.is_here:
-            try:
-                towards[host] = own_address(host.address)
-            except OSError as error:
-                where = f"{host.name}: there is no route to {host.address}"
-                raise Refusal(f"{where}: {error.strerror}") from None
-    default = next(iter(towards.values()), "127.0.0.1")
-    return {host: towards.get(host, default) for host in hosts}
-
-
 def _told(code: int) -> str:
     if code == os.EX_TEMPFAIL:  # runs/run.py
         return "ended as another rank did"
@@ -485,7 +363,10 @@ def main() -> int:
         members = ranks(chosen(arguments), arguments.np)
         stop_seconds = arguments.stop_seconds
         with Record(arguments.record, members, arguments.command, stop_seconds) as record:
-            return Job(members, arguments.command, record, stop_seconds).run()
+            status = Job(members, arguments.command, record, stop_seconds).run()
+        for number in SIGNALS:  # a Ctrl-C too many would take the place of the status
+            signal.signal(number, signal.SIG_IGN)
+        return status
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if arguments.record:

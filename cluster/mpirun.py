@@ -15,7 +15,7 @@ import shlex
 import shutil
 import sys
 
-from cluster.horovodrun import SECRET, forwarded
+from cluster.forwarding import SECRET, forwarded
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
 
 

@@ -511,7 +511,7 @@ MUTATIONS = [
         "while left >= 0 and", "while", "ends_that_are_rare", "cluster/test_jobs", "cluster",
     ),
     Mutation(
-        "tokens are forwarded", "horovodrun.py",
+        "tokens are forwarded", "forwarding.py",
         "name.startswith(FORWARDED) and not any(word in name for word in SECRET)", "True",
         "listed_variables", "cluster/test_hosts", "cluster",
     ),

@@ -21,7 +21,7 @@ from hypothesis import strategies as draw
 
 from cluster import agent, findings
 from cluster.doctor import quick
-from cluster.horovodrun import addresses, forwarded
+from cluster.forwarding import addresses, forwarded
 from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
@@ -438,7 +438,7 @@ def test_a_host_without_a_route_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     def unreachable(address: str) -> str:
         raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
 
-    monkeypatch.setattr("cluster.horovodrun.own_address", unreachable)
+    monkeypatch.setattr("cluster.forwarding.own_address", unreachable)
     host = Host("192.0.2.1", 1)
     with pytest.raises(Refusal, match=r"^192.0.2.1: there is no route to 192.0.2.1: Network is"):
         addresses([host])

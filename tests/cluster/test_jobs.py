@@ -808,6 +808,15 @@ class TestEnd:
         job._step(wait=0)
         assert "kill" in job._deadlines  # it is in its end, not at its checkpoint
 
+    def test_a_signal_after_the_end_leaves_the_status(self) -> None:
+        """Python's own end would be killed by it."""
+        code = (
+            "import os, signal, sys, cluster.horovodrun as h; status = h.main(); "
+            "os.kill(os.getpid(), signal.SIGINT); sys.exit(status)"
+        )
+        done = run([sys.executable, "-c", code, "-H", "localhost:1", "sh", "-c", "exit 3"])
+        assert done.returncode == 3, done.stderr
+
     def test_a_job_that_left_the_foreground_goes_on_without_its_terminal(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:

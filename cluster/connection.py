@@ -1,0 +1,98 @@
+"""The agent on a host, as the launcher speaks with it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from cluster.hosts import Host, Rank
+from cluster.ssh import NO_FOLDER, connecting
+
+
+class Connection:
+    """An ssh to the agent, and the threads that write to it and listen.
+
+    Args:
+        connects: that a turn of `connecting` is ours, to be given back.
+        order: what it is to start.
+    """
+
+    def __init__(
+        self, host: Host, members: list[Rank], events: queue.Queue, connects: bool,
+        order: dict[str, Any],
+    ) -> None:  # fmt: skip
+        self.host, self.members, self._connects = host, members, connects
+        self._events = events
+        folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
+        script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {python} -m cluster.agent"
+        script = f"echo; {script}"  # below what a login shell may say
+        self.process = subprocess.Popen(
+            host.command(script), start_new_session=True,  # Ctrl-C is for us alone
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+        # Written by a thread: a host whose login hangs reads nothing, and its pipe may be small.
+        self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        threading.Thread(target=self._write, daemon=True).start()
+        self.send(**order)
+        self.listening_since = time.monotonic()
+        self.holds = False  # what its ranks print
+        self._words, self._heard = b"", False
+        self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
+        self._hearing_ssh.start()  # before the other, which waits for it at the end
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def send(self, **what: Any) -> None:
+        """A line for the agent; not waited for."""
+        self._orders.put(what)
+
+    def close(self) -> None:
+        """No more lines come: an agent that sees that ends what it started."""
+        self._orders.put(None)
+
+    def _write(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(OSError), self.process.stdin as stdin:
+            while (what := self._orders.get()) is not None:
+                stdin.write(json.dumps(what).encode() + b"\n")
+                stdin.flush()
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            if self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)
+
+    def silent_for(self) -> float:
+        """Seconds since the agent was last heard, while we listened."""
+        return time.monotonic() - self.listening_since
+
+    def _hear(self) -> None:
+        assert self.process.stdout is not None
+        self.process.stdout.readline()  # the connection is made, or has ended
+        if self._connects:
+            connecting.release()
+        for line in self.process.stdout:
+            self.listening_since = float("inf")  # not listening: whoever prints takes his time
+            if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
+                with contextlib.suppress(ValueError):
+                    event = json.loads(line)
+                    if not self._heard:  # what was said before is not why it ends
+                        self._heard, self._words = True, b""
+                    self._events.put((self, event))
+            self.listening_since = time.monotonic()
+        self._hearing_ssh.join(timeout=2)
+        errors = self._words.decode(errors="replace")
+        self._events.put((self, {"gone": self.process.wait(), "said": errors}))
+
+    def _hear_ssh(self) -> None:
+        assert self.process.stderr is not None
+        while data := os.read(self.process.stderr.fileno(), 1 << 12):
+            self._words = (self._words + data)[-4000:]

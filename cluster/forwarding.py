@@ -1,0 +1,50 @@
+"""What a job takes to other hosts: variables of this one, and its address."""
+
+from __future__ import annotations
+
+from cluster.agent import address_of, own_address
+from cluster.hosts import Host, Refusal
+
+# What leaves this host: variables with these names or beginnings, and those that FORWARD adds.
+FORWARDED = (
+    "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "PYTHON", "HOROVOD_", "NCCL_", "GLOO_", "UCX_",
+    "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_", "MALLOC_",
+    "FI_", "IBV_", "RDMAV_",  # fabrics other than Ethernet, as NCCL's plugins reach them
+)  # fmt: skip
+SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
+
+
+def forwarded(environment: dict[str, str]) -> dict[str, str]:
+    """What of `environment` may leave this host."""
+    names = environment.get("FORWARD", "").replace(",", " ")
+    prefixes = tuple(names.split())
+    variables = {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(prefixes)
+        or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
+    }
+    if "SLURM_JOB_ID" in environment and variables.get("CUDA_VISIBLE_DEVICES"):
+        del variables["CUDA_VISIBLE_DEVICES"]  # Slurm's for this node; others have their own
+    return variables
+
+
+def addresses(hosts: list[Host]) -> dict[Host, str]:
+    """The address of this host for each of them: on its network interface for the job, if named.
+
+    This host itself may have a name that leads to its loopback only; it gets that for the others.
+    """
+    if nic := next((host.nic for host in hosts if host.is_here and host.nic), None):
+        if (address := address_of(nic)) is None:
+            raise Refusal(f"this host has no network interface {nic} with an address: mend nic")
+        return dict.fromkeys(hosts, address)
+    towards = {}
+    for host in hosts:
+        if not host.is_here:
+            try:
+                towards[host] = own_address(host.address)
+            except OSError as error:
+                where = f"{host.name}: there is no route to {host.address}"
+                raise Refusal(f"{where}: {error.strerror}") from None
+    default = next(iter(towards.values()), "127.0.0.1")
+    return {host: towards.get(host, default) for host in hosts}

@@ -811,8 +811,11 @@ class TestEnd:
     def test_a_signal_after_the_end_leaves_the_status(self) -> None:
         """Python's own end would be killed by it."""
         code = (
-            "import os, signal, sys, cluster.horovodrun as h; status = h.main(); "
-            "os.kill(os.getpid(), signal.SIGINT); sys.exit(status)"
+            "import os, signal, sys, cluster.horovodrun as h\n"
+            "class Late:\n"
+            "    def __del__(self, kill=os.kill, me=os.getpid()): kill(me, 2)\n"
+            "late = Late()\n"
+            "sys.exit(h.main())"
         )
         done = run([sys.executable, "-c", code, "-H", "localhost:1", "sh", "-c", "exit 3"])
         assert done.returncode == 3, done.stderr

@@ -43,7 +43,7 @@ class SyncBatchNorm(_BatchNorm):
         if not self.training:
             return super().forward(input)
         self._check_input_dim(input)
-        output, mean, variance, count = _Normalize.apply(
+        output, mean, variance, count = _normalize(
             input, self.weight, self.bias, self.eps, self.sync_name, self.sync_world
         )
         if self.running_mean is not None and self.running_var is not None:
@@ -122,6 +122,10 @@ class _Normalize(torch.autograd.Function):
             None if bias is None else grad_bias.to(bias.dtype),
             None, None, None,
         )  # fmt: skip
+
+
+# Horovod is nothing that torch.compile can trace; it compiles what is around.
+_normalize = torch.compiler.disable(_Normalize.apply)
 
 
 class SyncLayers(LayerSync):

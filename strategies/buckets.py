@@ -21,10 +21,11 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections import deque
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import horovod.torch as hvd
 import torch
@@ -38,6 +39,10 @@ from .clock import Moment, moment
 from .collectives import World, wait, wait_until
 from .layout import MIB, Bucket, allocate, fill, split, strided_as
 from .reductions import InFlight, Reduction, add
+
+# Of all Trainers that this process has, by process set: what an error has left under way keeps a
+# name of its own.
+LAYOUTS: defaultdict[int, Iterator[int]] = defaultdict(count)
 
 
 @dataclass
@@ -112,7 +117,6 @@ class GradientBuckets:
         self._trained: list[bool] = []
         self._gathered: list[tuple[Parameter, str]] = []  # sparse ones that are trained
         self._local: list[bool] = []  # trained in backwards since `finish` that stayed local
-        self._layouts = 0
         self._active = False
         self._last_batch = False
         self.exchanges: deque[Exchange] = deque(maxlen=100)
@@ -162,6 +166,11 @@ class GradientBuckets:
         self.in_backward = False
         local = self._local or [False] * len(self.parameters)
         self._local = [p.requires_grad or trained for p, trained in zip(self.parameters, local)]
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether backwards since the last reduction stayed local."""
+        return bool(self._local)
 
     def is_unprepared(self, parameter: Parameter) -> bool:
         """Whether its `.grad` still holds what a plain loss.backward() has left there."""
@@ -237,11 +246,11 @@ class GradientBuckets:
             for parameter, together in zip(self.parameters, self._together)
             if parameter not in self.sparse
         ]
+        number = next(LAYOUTS[self.world.process_set.process_set_id])
         self.buckets = [
-            Bucket(f"gradients.{self._layouts}.{index}", group)
+            Bucket(f"gradients.{number}.{index}", group)
             for index, group in enumerate(split(dense, self.bucket_bytes))
         ]
-        self._layouts += 1
         self._bucket = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 
     def _watch(self) -> None:

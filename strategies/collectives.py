@@ -94,7 +94,8 @@ class World:
 
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self.process_set = process_set
-        self.alone = ""  # what others may not be doing; while it is set, collectives are refused
+        # What others may not be doing; while it is not empty, collectives are refused.
+        self.alone: Callable[[], str] = str
         self.later: Callable[[], None] | None = None  # to be called before anything collective
         # Of each rank, where Horovod does not know: here, as all ranks come here.
         self._hosts = [] if self.size == hvd.size() else self.gather_objects(os.uname().nodename)
@@ -108,9 +109,9 @@ class World:
     def together(self) -> None:
         """Before each collective. Raises RuntimeError where not all ranks come to it."""
         self.look_back()
-        if self.alone:
+        if alone := self.alone():
             raise RuntimeError(
-                f"{self.alone} is there on some ranks only, because the samples do not divide by "
+                f"{alone} is there on some ranks only, because the samples do not divide by "
                 "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
                 "be made in it; do it at the end of the epoch, or evaluate batches of 2 or more"
             )
@@ -119,7 +120,7 @@ class World:
         return self  # callbacks copy modules, whose metrics hold this; Horovod knows one of it
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "later": None, "alone": ""}  # a file of a module is no moment of it
+        return {**vars(self), "later": None, "alone": str}  # a file of a module is no moment of it
 
     @cached_property
     def size(self) -> int:

@@ -48,7 +48,8 @@ def own_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _first_apart(mine: Mapping[str, object], world: World) -> str:
     ranks = world.gather_objects(mine)
-    return next((n for n in mine if any(o.get(n, mine[n]) != mine[n] for o in ranks)), "")
+    names = dict.fromkeys(name for theirs in ranks for name in theirs)  # on all ranks alike
+    return next((n for n in names if len({o[n] for o in ranks if n in o}) > 1), "")
 
 
 def _sums(module: nn.Module) -> list[int]:

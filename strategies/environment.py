@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 from collections.abc import Sequence
 
 import horovod.torch as hvd
@@ -63,6 +62,9 @@ def initialize(
             Horovod runs already, and for processes that another launcher started.
     """
     sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets or []]
+    members = sorted(rank for process_set in sets for rank in process_set.ranks)
+    if len(sets) == 1:
+        sets = []  # all ranks, of whom Horovod takes no second set
     if hvd.is_initialized():
         for process_set in sets:
             _find(process_set)
@@ -82,14 +84,13 @@ def initialize(
             ) from error
     if hvd.size() == 1 and "HOROVOD_SIZE" not in os.environ:
         _refuse_other_launchers()
-    if not sets:
-        return World(hvd.global_process_set)
-    members = sorted(rank for process_set in sets for rank in process_set.ranks)
-    if members != list(range(hvd.size())):
+    if members and members != list(range(hvd.size())):
         raise MisconfigurationException(
             f"process_sets={[list(ranks) for ranks in process_sets or []]}: each of the "
             f"{hvd.size()} ranks must be in exactly one"
         )
+    if not sets:
+        return World(hvd.global_process_set)
     return World(next(process_set for process_set in sets if hvd.rank() in process_set.ranks))
 
 
@@ -161,20 +162,11 @@ class LaunchedEnvironment(ClusterEnvironment):
 class HorovodEnvironment(LaunchedEnvironment):
     """Rank and size in `world`."""
 
+    main_address, main_port = "", 0  # of torch.distributed, not asked
+
     def __init__(self, world: World) -> None:
         super().__init__()
         self.world = world
-
-    @property
-    @override
-    def main_address(self) -> str:
-        # Our rendezvous has what it may be asked for behind its name (cluster/rendezvous.py).
-        return re.split("[:/]", os.environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR", "127.0.0.1"))[0]
-
-    @property
-    @override
-    def main_port(self) -> int:
-        return int(os.environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT", "0"))
 
     @override
     def world_size(self) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -49,28 +48,29 @@ class Evaluation:
         self._own_buffers = False
         self.world.broadcast(shared_buffers(module, self.world))
 
-    @contextmanager
-    def batch(
+    def begin(
         self, trainer: pl.Trainer, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
-    ) -> Generator[None, None, None]:
-        """Inside, no collective can be made in a batch that not all ranks have.
+    ) -> None:
+        """Until a batch that not all ranks have is over, its hooks too, no collective can be made.
 
         Args:
             batch, batch_idx, dataloader_idx: what the step is called with.
         """
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         assert loop._combined_loader is not None
+        now, total = loop.batch_progress.current, loop.batch_progress.total
+        number = total.ready
         if batch_idx is None:  # a step that does not ask for it
-            batch_idx = loop.batch_progress.current.ready - 1
+            batch_idx = now.ready - 1
         if batch_idx >= batches_of_all(loop._combined_loader, dataloader_idx, self._fewest):
-            what = "prediction" if trainer.predicting else "evaluation"
-            self.world.alone = f"batch {batch_idx} of the {what}"
-        try:
-            if self._own_buffers:
-                self._share_buffers(trainer.lightning_module)
-            yield
-        finally:
-            self.world.alone = ""
+            what = (
+                f"batch {batch_idx} of the {'prediction' if trainer.predicting else 'evaluation'}"
+            )
+            self.world.alone = lambda: (
+                what if total.ready == number and now.completed < now.ready else ""
+            )
+        if self._own_buffers:
+            self._share_buffers(trainer.lightning_module)
 
 
 def batches_of_all(

@@ -85,13 +85,15 @@ class HorovodStrategy(ParallelStrategy):
         gradient_predivide_factor: f divides gradients by f before they are added and by ranks / f
             after it. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f). None
             divides by all ranks before, as DDP does.
-        broadcast_buffers: all ranks get the buffers of rank 0 before each batch of training, as
+        broadcast_buffers: all ranks get the buffers of rank 0 before each step of training, as
             under DDP, and not only before an evaluation, which is enough for batch normalization.
             Helps models that read in training what they keep in buffers and move by their batches
-            (a codebook, a centre); costs a broadcast of all buffers a batch.
+            (a codebook, a centre); costs a broadcast of all buffers a step.
         process_sets: all ranks, in groups that train one model each, e.g. [[0, 1], [2, 3]], for
             independent runs under one horovodrun. Rank and world size are then those in the group.
-            End the script with hvd.barrier(): when one rank ends, Horovod ends for all.
+            Give each group folders of its own (`default_root_dir`, loggers) and prepare data
+            beforehand: each has a rank 0, which writes, and prepares. End the script with
+            hvd.barrier(): when one rank ends, Horovod ends for all.
 
     What steps draw from torch (dropout, noise, augmentation after the transfer) each rank draws for
     itself, whatever was seeded. What a sampler of your own draws in training is the same on all
@@ -364,17 +366,20 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation.batch(self._trainer, *args, **kwargs), self._draws():
+        self._evaluation.begin(self._trainer, *args, **kwargs)
+        with self._draws():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation.batch(self._trainer, *args, **kwargs), self._draws():
+        self._evaluation.begin(self._trainer, *args, **kwargs)
+        with self._draws():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._evaluation.batch(self._trainer, *args, **kwargs), self._draws():
+        self._evaluation.begin(self._trainer, *args, **kwargs)
+        with self._draws():
             return super().predict_step(*args, **kwargs)
 
     @override
@@ -386,7 +391,7 @@ class HorovodStrategy(ParallelStrategy):
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
             for optimizer in self.optimizers:
                 refuse_strangers(optimizer, self._buckets.known)
-        if self.broadcast_buffers:
+        if self.broadcast_buffers and not self._buckets.accumulates:
             assert self.lightning_module is not None
             self.world.broadcast(shared_buffers(self.lightning_module, self.world))
 
@@ -544,7 +549,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._steps is not None:
             self._steps.remove()
             self._steps = None
-        self.world.later = None
+        self.world.later, self.world.alone = None, str
         self._looked = self._warned = False
         self._evaluation = Evaluation(self.world)
         if self.lightning_module is not None:

@@ -98,7 +98,7 @@ def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, wo
         hosts = len(set(world.gather_objects(os.uname().nodename)))
         if hosts != num_nodes:
             raise MisconfigurationException(
-                f"Trainer(num_nodes={num_nodes}), and horovodrun runs on {hosts}; leave num_nodes "
+                f"Trainer(num_nodes={num_nodes}), and these ranks are on {hosts}; leave num_nodes "
                 "out: the hosts of -H decide"
             )
     if cuda and not hvd.nccl_built():

@@ -84,6 +84,8 @@ def leave_out_trained(
         cycles: whether shorter loaders begin again until the longest one ends.
     """
     ready, moved = progress.current.ready, 0
+    if not ready:  # LearningRateFinder, too, leaves the loop as one that restarts
+        return
     for dataloader in dataloaders:
         if hasattr(dataloader, "load_state_dict"):  # it goes on by itself
             continue
@@ -93,12 +95,11 @@ def leave_out_trained(
             or isinstance(dataloader.dataset, IterableDataset)
             or not isinstance(getattr(batches, "batch_size", None), int)
         ):
-            if ready:
-                rank_zero_warn(
-                    f"the resumed epoch goes on at batch {ready}, but with the first samples: "
-                    "trained ones can be left out of a DataLoader with batch_size and a data set "
-                    f"of known length, not of this {type(dataloader).__name__}"
-                )
+            rank_zero_warn(
+                f"the resumed epoch goes on at batch {ready}, but with the first samples: trained "
+                "ones can be left out of a DataLoader with batch_size and a data set of known "
+                f"length, not of this {type(dataloader).__name__}"
+            )
             continue
         if order := drawn_anew(batches):
             rank_zero_warn(
@@ -128,6 +129,8 @@ class WithoutFirst(Sampler[list[int]]):
         self.batches, self.trained = batches, trained
 
     def __getattr__(self, name: str) -> Any:
+        if name == "batches":  # asked of a copy that is not filled yet
+            raise AttributeError(name)
         return getattr(self.batches, name)  # sampler, batch_size
 
     def __len__(self) -> int:

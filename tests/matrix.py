@@ -13,6 +13,7 @@ import os
 import pickle
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -890,6 +891,18 @@ def compiled(strategy: str) -> dict[str, Any]:
     model.net = torch.compile(model.net, backend="aot_eager")
     result = fit(strategy, model)
     torch._dynamo.reset()
+    return result
+
+
+@case(without_ddp="torch's SyncBatchNorm is of GPUs alone")
+def compiled_around_synchronized_normalization(strategy: str) -> dict[str, Any]:
+    model = Net(convolutions(normalization=True))
+    model.net = torch.compile(model.net, backend="aot_eager")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(strategy, model, sync_batchnorm=SIZE > 1)
+    torch._dynamo.reset()
+    assert not [w for w in caught if "Dynamo" in str(w.message)]
     return result
 
 

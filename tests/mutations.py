@@ -49,7 +49,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that go on come to a collective before they are told", "collectives.py",
-        "        self.look_back()\n        if self.alone", "        if self.alone",
+        "        self.look_back()\n        if alone", "        if alone",
         "end_apart", "test_mistakes",
     ),
     Mutation(
@@ -166,7 +166,7 @@ MUTATIONS = [
     ),
     Mutation(
         "buffers stay apart though asked for", "horovod.py",
-        "        if self.broadcast_buffers:\n", "        if False:\n",
+        "        if self.broadcast_buffers and", "        if False and",
         "gone_apart", "test_strategy",
     ),
     Mutation(

@@ -224,9 +224,45 @@ def predict_with_a_collective() -> None:
     trainer("horovod").predict(GathersPredictions(), DataLoader(samples(9), batch_size=4))
 
 
+class GathersInHooks(Evaluated):
+    """With all ranks at the beginning of each evaluation; asked to, also behind a later batch."""
+
+    def __init__(self, later: bool) -> None:
+        super().__init__()
+        self.later, self.gathered = later, 0
+
+    def on_validation_batch_start(self, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.gathered += len(self.all_gather(batch[0]))
+
+    def on_validation_batch_end(self, outputs: Any, batch: list[Tensor], batch_idx: int) -> None:
+        if batch_idx == 0 or self.later:
+            self.gathered += len(self.all_gather(batch[0]))
+
+
+def gather_in_a_hook() -> None:
+    trainer("horovod").validate(GathersInHooks(True), DataLoader(samples(3), batch_size=1))
+
+
+def gather_in_hooks_of_all() -> int:
+    """Three validations, each of which ends with a batch of rank 0 alone."""
+    model = GathersInHooks(False)
+    trainer("horovod", max_epochs=3).fit(model, loader(), DataLoader(samples(3), batch_size=1))
+    return model.gathered
+
+
+def test_collectives_in_hooks_of_batches_that_all_ranks_have(launch: Callable) -> None:
+    assert launch(gather_in_hooks_of_all, 2) == [16, 16]  # with those of the sanity check
+
+
 @pytest.mark.parametrize(
     "evaluate",
-    [evaluate_single_samples, evaluate_single_samples_without_index, predict_with_a_collective],
+    [
+        evaluate_single_samples,
+        evaluate_single_samples_without_index,
+        predict_with_a_collective,
+        gather_in_a_hook,
+    ],
 )
 def test_a_collective_that_some_ranks_would_not_join(launch: Callable, evaluate: Callable) -> None:
     with pytest.raises(AssertionError, match="batch 1 of the .*tion is there on some ranks only"):

@@ -395,7 +395,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["fewer"].startswith(f"{rank_1}nothing where rank 0 has net.1.weight")
         assert texts["kinds"].startswith(f"{rank_1}net.weight (5, 12) float64 trained where")
         assert texts["frozen"].startswith(f"{rank_1}net.weight (5, 12) float32 where")
-        assert texts["hosts"].startswith("Trainer(num_nodes=2), and horovodrun runs on 1;")
+        assert texts["hosts"].startswith("Trainer(num_nodes=2), and these ranks are on 1;")
         assert texts["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
         assert texts["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
         assert texts["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")

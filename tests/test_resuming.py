@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,9 +13,11 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
@@ -22,12 +25,13 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from strategies.resuming import drawn_anew, global_batch_size, leave_out_trained
+from strategies.resuming import WithoutFirst, drawn_anew, global_batch_size, leave_out_trained
 from tests.matrix import (
     GLOBAL_BATCH,
     RANK,
     SIZE,
     Counting,
+    Measured,
     Net,
     Remembers,
     everyones,
@@ -353,6 +357,23 @@ def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path
     for name, kind in (("own", "OwnLoader"), ("stream", "DataLoader")):
         (text,) = first[name]
         assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text
+
+
+def test_a_search_for_a_learning_rate_resumes_nothing(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    drawn = DataLoader(samples(40), 4, sampler=WeightedRandomSampler([1.0] * 40, 40))
+    run = trainer("horovod", default_root_dir=tmp_path)
+    model = Measured()
+    model.lr = 0.1
+    Tuner(run).lr_find(model, drawn, num_training=5, early_stop_threshold=None)
+    assert not [w for w in recwarn if "resumed epoch" in str(w.message)]
+
+
+def test_batches_of_a_resumed_epoch_can_be_copied() -> None:
+    """As a loader that is evaluated too is."""
+    batches = copy.deepcopy(WithoutFirst(BatchSampler(range(8), 2, drop_last=False), 3))
+    assert (list(batches), len(batches), batches.batch_size) == ([[6, 7]], 4, 2)
 
 
 def test_the_global_batch_is_of_the_first_loader_that_tells() -> None:

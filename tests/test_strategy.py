@@ -31,6 +31,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from strategies import HorovodStrategy, buckets, ddp, environment
 from strategies.buckets import GradientBuckets
 from strategies.collectives import on_own_gpu
+from strategies.drift import _first_apart
 from strategies.metrics import metrics_of, synchronize_metrics
 from strategies.reductions import adasum
 from tests.conftest import run
@@ -46,6 +47,7 @@ from tests.matrix import (
     convolutions,
     everyones,
     loader,
+    make,
     samples,
     trainer,
 )
@@ -146,6 +148,69 @@ def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
     assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints have")
     assert not first["running told"] and not first["alike told"]
     assert not second["own told"] and not second["weight told"]
+
+
+def moved_by_accumulated_batches(strategy: str) -> list[Tensor]:
+    options = {"broadcast_buffers": True} if strategy == "horovod" else {}
+    model = Codebook()
+    run = trainer(make(strategy, **options), accumulate_grad_batches=2)
+    run.fit(model, loader())
+    return [*model.begins, *model.parameters()]
+
+
+def test_buffers_are_rank_0s_once_a_step_as_under_ddp(launch: Callable) -> None:
+    ours, theirs = (launch(moved_by_accumulated_batches, 2, strategy=s) for s in ("horovod", "ddp"))
+    for mine, other in zip(ours, theirs):
+        assert len(mine) == len(other)
+        for one, same in zip(mine, other):
+            assert torch.allclose(one, same, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(ours[0][1], ours[1][1]) and torch.equal(ours[0][2], ours[1][2])
+
+
+def test_what_is_apart_is_found_by_all_ranks_alike() -> None:
+    """Else one would wait for the others at the end. Rank 0's has a shape that no other has."""
+    ranks = [{"a (2,)": "x"}, {"a (3,)": "x"}, {"a (3,)": "y"}]
+    world = SimpleNamespace(gather_objects=lambda _: ranks)
+    assert [_first_apart(mine, world) for mine in ranks] == ["a (3,)"] * 3
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fails: bool) -> Tensor:
+        ctx.fails = fails
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        if ctx.fails:
+            raise ValueError("a loss that has no gradient today")
+        return gradient, None
+
+
+class FailsInBackward(Net):
+    """Rank 0 when its second half has begun to travel, the others before."""
+
+    def __init__(self, fails: bool) -> None:
+        super().__init__()
+        self.fails = fails
+        self.more = nn.Linear(CLASSES, 2**18)  # a bucket of its own
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.more(Fails.apply(self.net(batch[0]), self.fails and RANK == 0))
+        return Fails.apply(x, self.fails and RANK > 0).mean()
+
+
+def go_on_after_an_error() -> Tensor:
+    with pytest.raises(ValueError, match="today"):
+        trainer(HorovodStrategy(bucket_mib=1)).fit(FailsInBackward(True), loader())
+    model = FailsInBackward(False)
+    trainer(HorovodStrategy(bucket_mib=1)).fit(model, loader())
+    return model.more.bias.detach()
+
+
+def test_a_new_trainer_after_an_error_on_all_ranks(launch_anew: Callable) -> None:
+    first, second = launch_anew(go_on_after_an_error, 2)
+    assert torch.equal(first, second)
 
 
 class Wraps(torch.optim.Optimizer):
@@ -591,6 +656,18 @@ def two_groups() -> dict[str, Any]:
         "ranks": (run.world_size, rank, strategy.local_rank), "rows": measured["sum"],
         "weight": model.net[0].weight.detach(), "own": own, "all": gathered.tolist(),
     }  # fmt: skip
+
+
+def one_group() -> list[int]:
+    strategy = HorovodStrategy(process_sets=[list(range(SIZE))])
+    return strategy.all_gather(torch.tensor(strategy.global_rank)).tolist()
+
+
+def test_a_group_of_all_ranks(launch_anew: Callable) -> None:
+    assert launch_anew(one_group, 2) == [[0, 1]] * 2
+    with pytest.raises(MisconfigurationException, match="each of the 1 ranks must be in exactly"):
+        HorovodStrategy(process_sets=[[1]])
+    assert HorovodStrategy(process_sets=[[0]]).world_size == 1
 
 
 def test_process_sets_train_apart(launch_anew: Callable) -> None:

@@ -23,17 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import (
-    RESULTS,
-    ROOT,
-    refuse_unwritable,
-    slug,
-    software,
-    unused,
-    versions,
-    write_json,
-    write_text,
-)
+from benchmarks.files import RESULTS, refuse_unwritable, slug, unused, write_json, write_text
+from benchmarks.hardware import ROOT, software, versions
 from benchmarks.launching import Failed, ask
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks

@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
-from benchmarks.hardware import RESULTS, ROOT, processors, versions, write_json, write_text
+from benchmarks.files import RESULTS, write_json, write_text
+from benchmarks.hardware import ROOT, processors, versions
 from benchmarks.scaling_plan import windows
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal

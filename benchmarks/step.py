@@ -35,16 +35,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load
-from benchmarks.hardware import (
-    RESULTS,
-    ROOT,
-    continued,
-    hardware,
-    slug,
-    versions,
-    write_json,
-    write_text,
-)
+from benchmarks.files import RESULTS, continued, slug, write_json, write_text
+from benchmarks.hardware import ROOT, hardware, versions
 from cluster.hosts import Refusal, parse
 from cluster.probe import memory
 from cluster.signals import interrupt_at_signals

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import figures, hardware, launching, step
+from benchmarks import figures, files, hardware, launching, step
 from tests.conftest import run
 from tests.test_anatomy import Event
 
@@ -173,18 +173,18 @@ def test_nothing_of_a_run_stays_on_another_host(tmp_path: Path) -> None:
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
     asked = {"commit": "abc", "sizes": (1, 2), "date": "2026-01-02T10", "runs": []}
     file, yesterdays = tmp_path / "x_2026-01-02.json", tmp_path / "x_2026-01-01.json"
-    path, new = hardware.continued(asked, tmp_path, "x", "runs")
+    path, new = files.continued(asked, tmp_path, "x", "runs")
     assert path == file and new["runs"] == []
     begun = {**new, "runs": [1.5], "date": "2026-01-01T10"}
-    hardware.write_json(begun, yesterdays)
+    files.write_json(begun, yesterdays)
     (tmp_path / "x_2025-12-31.json").write_text("")  # half copied
-    assert hardware.continued(asked, tmp_path, "x", "runs") == (yesterdays, begun)
+    assert files.continued(asked, tmp_path, "x", "runs") == (yesterdays, begun)
     asked["date"], another = begun["date"], tmp_path / "x_2026-01-01_2.json"
     for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
-        path, new = hardware.continued({**asked, **other}, tmp_path, "x", "runs")
+        path, new = files.continued({**asked, **other}, tmp_path, "x", "runs")
         assert path == another and new["runs"] == []  # and nothing is written over
-    hardware.write_json({**begun, "finished": True}, yesterdays)
-    assert hardware.continued(asked, tmp_path, "x", "runs")[0] == another
+    files.write_json({**begun, "finished": True}, yesterdays)
+    assert files.continued(asked, tmp_path, "x", "runs")[0] == another
 
 
 def test_new_code_and_variables_make_another_measurement(
@@ -222,18 +222,18 @@ def test_steps_under_other_variables_do_not_go_on_in_one_file(
     for arenas in ("1", "2", "2"):
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
         assert step.main() == 130
-    files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
-    assert [file["environment"]["MALLOC_ARENA_MAX"] for file in files] == ["1", "2"]
+    written = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert [file["environment"]["MALLOC_ARENA_MAX"] for file in written] == ["1", "2"]
 
 
 def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    code = "import pathlib, sys; from benchmarks.hardware import continued; "
+    code = "import pathlib, sys; from benchmarks.files import continued; "
     code += "continued({'date': '2026-01-02'}, pathlib.Path(sys.argv[1]), 'x'); print('goes on')"
     command = [sys.executable, "-c", code, str(tmp_path)]
-    hardware.continued({"date": "2026-01-02"}, tmp_path, "y")
+    files.continued({"date": "2026-01-02"}, tmp_path, "y")
     done = run(command)
     assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
-    os.close(hardware._LOCKED.pop(tmp_path))
+    os.close(files._LOCKED.pop(tmp_path))
     assert run(command).stdout == "goes on\n"
 
 
@@ -257,10 +257,10 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any) -
         part.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    hardware.write_json({"runs": [1]}, tmp_path / "x.json")
+    files.write_json({"runs": [1]}, tmp_path / "x.json")
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(SystemExit, match="x.json: No space left on device; what was written"):
-        hardware.write_json({"runs": [1, 2]}, tmp_path / "x.json")
+        files.write_json({"runs": [1, 2]}, tmp_path / "x.json")
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
     assert json.loads((tmp_path / "x.json").read_text()) == {"runs": [1]}
 

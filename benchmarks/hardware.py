@@ -27,6 +27,8 @@ from cluster.probe import usable_cores
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
 FASTER = ("HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PRELOAD", "MALLOC_")
+# Neither a note nor a result makes a measurement another one.
+CODE = ["*.py", "*.yaml", "requirements.txt", "pyproject.toml", "Makefile"]
 PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no machine's
 
 
@@ -68,7 +70,7 @@ def software() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "versions": installed,
-        "commit": _git("describe", "--always", "--dirty", "--exclude=*").strip() or None,
+        "commit": _commit(),
         "changes": _changes(),
         # Variables that reach all ranks and change how fast they are.
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FASTER)},
@@ -81,11 +83,17 @@ def versions(results: dict[str, Any]) -> str:
     return ", ".join(f"{name} {number}" for name, number in results["versions"].items())
 
 
+def _commit() -> str | None:
+    """With -dirty behind it where code differs from it; None outside a repository."""
+    commit = _git("describe", "--always", "--exclude=*").strip()
+    return commit + ("-dirty" if _git("diff", "HEAD", "--", *CODE) else "") or None
+
+
 def _changes() -> str | None:
-    """A digest of what differs from the commit, new code and configuration too; None if nothing
-    does."""
-    difference = _git("diff", "HEAD")
-    names = _git("ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml").split("\0")
+    """A digest of what code and configuration differ from the commit, new files too; None if
+    nothing does."""
+    difference = _git("diff", "HEAD", "--", *CODE)
+    names = _git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).split("\0")
     for file in (ROOT / name for name in names if name):
         difference += f"{file}\n{file.read_text(errors='replace') if file.is_file() else ''}"
     return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None

@@ -192,11 +192,23 @@ def test_new_code_and_variables_make_another_measurement(
 ) -> None:
     run(["git", "init", "-q", str(tmp_path)])
     (tmp_path / ".gitignore").write_text("ignored.py\n")
+    for name in ("NOTES.md", "Makefile"):
+        (tmp_path / name).write_text("as it was\n")
+    run(["git", "-C", str(tmp_path), "add", "."])
+    author = ["-c", "user.name=x", "-c", "user.email=x@localhost"]
+    run(["git", "-C", str(tmp_path), *author, "commit", "-qm", "first"])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
     before = hardware.software()
     (tmp_path / "ignored.py").write_text("x = 1\n")
     (tmp_path / "weights.bin").write_text("1")
-    assert hardware.software()["changes"] == before["changes"]
+    (tmp_path / "NOTES.md").write_text("a note of what is measured meanwhile\n")
+    assert re.fullmatch("[0-9a-f]+", before["commit"]) and before["changes"] is None
+    noted = hardware.software()
+    assert (noted["commit"], noted["changes"]) == (before["commit"], None)
+    (tmp_path / "Makefile").write_text("changed\n")
+    changed = hardware.software()
+    assert changed["commit"] == f"{before['commit']}-dirty" and changed["changes"]
+    (tmp_path / "Makefile").write_text("as it was\n")
     (tmp_path / "mine.py").write_text("x = 1\n")
     first = hardware.software()["changes"]
     (tmp_path / "mine.py").write_text("x = 2\n")

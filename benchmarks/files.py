@@ -63,7 +63,7 @@ def continued(
     """
     measure_alone(folder)
     results = {**json.loads(json.dumps(results)), "finished": False}
-    ignored = {*measured, "date", "load_before"}
+    ignored = {*measured, "date", "busy_before"}
     for file in sorted(folder.glob(f"{name}_*.json")):
         try:
             previous = json.loads(file.read_text())

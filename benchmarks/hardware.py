@@ -34,7 +34,7 @@ PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no mach
 
 def hardware() -> dict[str, Any]:
     """Of this host, with the versions, the commit and the time."""
-    return {**machine(), "load_before": os.getloadavg()[0], **software()}
+    return {**machine(), **software()}
 
 
 def machine() -> dict[str, Any]:
@@ -110,14 +110,13 @@ def _git(*arguments: str) -> str:
 
 
 def host() -> dict[str, Any]:
-    """`machine`, what it calls itself, the network interfaces, the load, and a text that only hosts
-    made of one machine share."""
+    """`machine`, what it calls itself, the network interfaces, and a text that only hosts made of
+    one machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {
         **machine(),
         "node": os.uname().nodename,
         "nics": nics(),
-        "load_before": os.getloadavg()[0],
         "boot": boot,
     }
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import re
@@ -124,6 +125,7 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
+    command += ["--variants", OURS]  # all may be more than memory holds
     done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: ")
@@ -222,20 +224,62 @@ def test_new_code_and_variables_make_another_measurement(
 def test_steps_under_other_variables_do_not_go_on_in_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(model: str, *_: Any) -> dict[str, Any]:
-        if model == "mlp":
+    calls = itertools.count(1)
+
+    def measure(*_: Any) -> dict[str, Any]:
+        if next(calls) % 2:
             return result(**{OURS: [9.0]})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(step, "memory", lambda: 22 * 1024)
     monkeypatch.setattr(step, "interrupt_at_signals", lambda: None)
-    models = ["--models", "mlp", "resnet18", "--repeats", "1", "--network", "10/25 Gbit"]
+    loads = iter([0.02, 0.03, 0.98])
+    monkeypatch.setattr(step.load, "before", lambda: {"busy": next(loads), "gpu_busy": None})
+    models = ["--models", "mlp", "resnet18", "small_vit"]
+    models += ["--repeats", "1", "--network", "10/25 Gbit"]
     monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *models, "--out", str(tmp_path)])
     for arenas in ("1", "2", "2"):
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
         assert step.main() == 130
     written = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
     assert [file["environment"]["MALLOC_ARENA_MAX"] for file in written] == ["1", "2"]
+    assert [list(file["models"]) for file in written] == [["mlp"], ["mlp", "resnet18"]]
+    assert [file["busy_before"] for file in written] == [0.02, 0.98]
+    idle, busy = (file.read_text().splitlines()[0] for file in sorted(tmp_path.glob("*.md")))
+    assert idle.endswith("one thread a rank; not all models are there yet.")
+    assert busy.endswith("; not all models are there yet. Take care: other load 98%.")
+
+
+def test_models_that_memory_cannot_hold_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *options, *out])
+        return step.main(), capsys.readouterr().err
+
+    begun: list[str] = []
+    out = ["--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(step, "memory", lambda: 22 * 1024)
+    monkeypatch.setattr(step, "interrupt_at_signals", lambda: None)
+    monkeypatch.setattr(step.load, "before", lambda: {"busy": 0.02, "gpu_busy": None})
+    monkeypatch.setattr(
+        step, "measure", lambda model, *_: (begun.append(model), result(**{OURS: [9.0]}))[1]
+    )
+    status, told = main()
+    fewer = 'ARGS=\'--models vgg11 --variants "Lightning DDP" "Lightning + HorovodStrategy" "no'
+    assert status == 0 and begun == ["mlp", "resnet18", "mobilenet_v2", "small_vit"]
+    assert told.startswith("left out: vgg11: 8 variants need 35.2 GiB of memory, 22.0 are there; ")
+    assert f"the same command with {fewer} communication" in told and told.count("\n") == 1
+    (report,) = tmp_path.glob("step_mlp-resnet18-mobilenet_v2-small_vit_loopback_*.md")
+    assert report.read_text().splitlines()[0].endswith("one thread a rank.")
+    begun.clear()
+    status, told = main("--models", "mlp", "vgg11")
+    assert status == 2 and told.startswith("error: vgg11: 8 variants need 35.2 GiB") and not begun
+    assert main("--models", "vgg11", "--variants", OURS)[0] == 0 and begun == ["vgg11"]
+    monkeypatch.setattr(step, "memory", lambda: 1024)
+    status, told = main()
+    assert status == 2 and told.startswith("error: mlp: ") and "the same command" not in told
 
 
 def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
@@ -251,7 +295,11 @@ def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["scaling --np 1 --out", "step --out", "allreduce -np 2 -H localhost:2 --out"],
+    [
+        "scaling --np 1 --out",
+        "step --models resnet50 --out",
+        "allreduce -np 2 -H localhost:2 --out",
+    ],
 )
 def test_a_folder_that_takes_no_results_is_told_before_anything_is_measured(
     tmp_path: Path, line: str

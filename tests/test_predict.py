@@ -751,7 +751,7 @@ def test_the_hosts_that_take_part_tell_what_they_are(
         assert module == "benchmarks.hardware"
         return {
             host.name: dict(zip(("cpu", "cores"), kinds[host.name]))
-            | {"memory_gib": 8, "gpus": [], "nics": {}, "boot": host.name, "load_before": 0.25}
+            | {"memory_gib": 8, "gpus": [], "nics": {}, "boot": host.name}
             for host in hosts
         }
 

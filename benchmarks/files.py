@@ -38,17 +38,6 @@ def write_text(file: Path, text: str) -> None:
         ) from None
 
 
-def refuse_unwritable(folder: Path) -> None:
-    """Before hours are measured for nothing; makes the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise SystemExit(
-            f"error: {folder}: {error.strerror}: results are written there, mend that"
-        ) from None
-
-
 def continued(
     results: dict[str, Any], folder: Path, name: str, *measured: str
 ) -> tuple[Path, dict[str, Any]]:
@@ -78,7 +67,15 @@ def continued(
 
 
 def measure_alone(folder: Path) -> None:
-    refuse_unwritable(folder)
+    """Makes the folder, which must take results, before hours are measured for nothing. Until this
+    process ends, no other one measures for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(
+            f"error: {folder}: {error.strerror}: results are written there, mend that"
+        ) from None
     if folder in _LOCKED:
         return
     _LOCKED[folder] = os.open(folder, os.O_RDONLY)

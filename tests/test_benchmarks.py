@@ -289,6 +289,13 @@ def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     files.continued({"date": "2026-01-02"}, tmp_path, "y")
     done = run(command)
     assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
+    # As if this were root, and the measurement short.
+    proof = "import sys; from benchmarks import predict_proof as proof; proof.missing = str; "
+    proof += "proof.experiment = lambda *_: sys.exit('measures'); proof.main()"
+    allreduce = ["-m", "benchmarks.allreduce", "-np", "2", "-H", "localhost:2", "--repeats", "1"]
+    for other in ([*allreduce, "--largest", "4096"], ["-c", proof]):
+        done = run([sys.executable, *other, "--out", str(tmp_path)])
+        assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes")
     os.close(files._LOCKED.pop(tmp_path))
     assert run(command).stdout == "goes on\n"
 

@@ -635,7 +635,7 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
         "| weak | horovod | 2 | 32 | 11.11 (11.00 to 11.22) | 11.00 (10.00 to 12.00) "
         "| 5,761 (5,704 to 5,818) | 0.1778 (0.1760 to 0.1795) | 1.82 (1.82 to 1.82) |" in text
     )
-    assert "in brackets their range; predicted from the smallest size and" in text
+    assert "their range; predicted (at best to at worst) from the smallest size and" in text
     assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
     with file.with_suffix(".csv").open() as lines:
         table = list(csv.DictReader(lines))

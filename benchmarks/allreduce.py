@@ -23,17 +23,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import (
-    RESULTS,
-    ROOT,
-    refuse_unwritable,
-    slug,
-    software,
-    unused,
-    versions,
-    write_json,
-    write_text,
-)
+from benchmarks.files import RESULTS, measure_alone, slug, unused, write_json, write_text
+from benchmarks.hardware import ROOT, software, versions
 from benchmarks.launching import Failed, ask
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks
@@ -251,7 +242,7 @@ def main() -> int:
             raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
         sizes = sizes_between(arguments.smallest, arguments.largest, arguments.factor)
         used_hosts = list(dict.fromkeys(member.host for member in members))
-        refuse_unwritable(arguments.out)
+        measure_alone(arguments.out)
         host_facts = facts(used_hosts)
         options = {"sizes": sizes, "repeats": arguments.repeats}
         measured = launched("benchmarks.allreduce_worker", options, given(arguments))

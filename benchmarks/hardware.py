@@ -1,4 +1,4 @@
-"""What figures hang on: the machine, its network, the versions and the commit; and their files.
+"""What figures hang on: the machine, its network, the versions and the commit.
 
     python -m benchmarks.hardware            this host, as JSON
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import hashlib
 import json
 import os
@@ -18,8 +17,6 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
-import tempfile
 from collections import Counter
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,107 +24,17 @@ from typing import Any
 
 from cluster.probe import usable_cores
 
-_LOCKED: dict[Path, int] = {}  # folders of results, open as long as this process lives
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
 FASTER = ("HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PRELOAD", "MALLOC_")
+# Neither a note nor a result makes a measurement another one.
+CODE = ["*.py", "*.yaml", "requirements.txt", "pyproject.toml", "Makefile"]
 PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no machine's
-
-
-def write_json(results: dict[str, Any], file: Path) -> None:
-    write_text(file, json.dumps(results, indent=1) + "\n")
-
-
-def write_text(file: Path, text: str) -> None:
-    """All or nothing, whenever it is interrupted; others may read it at any time."""
-    unfinished = file.with_suffix(".part")
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text)
-        unfinished.replace(file)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
-        raise SystemExit(
-            f"error: {file}: {error.strerror}; what was written of it before is kept"
-        ) from None
-
-
-def refuse_unwritable(folder: Path) -> None:
-    """Before hours are measured for nothing; makes the folder."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise SystemExit(
-            f"error: {folder}: {error.strerror}: results are written there, mend that"
-        ) from None
-
-
-def continued(
-    results: dict[str, Any], folder: Path, name: str, *measured: str
-) -> tuple[Path, dict[str, Any]]:
-    """What the same command left when it was interrupted, and its file; else `results`, unfinished,
-    and a file that is not there yet. Until this process ends, no other one measures for the same
-    folder: it would write the same file, and both would disturb each other.
-
-    Args:
-        results: all that is known before the first measurement.
-        folder, name: of the file, whose name ends with the date.
-        measured: keys of what is measured; the others, but for the time, must be equal.
-    """
-    _measure_alone(folder)
-    results = {**json.loads(json.dumps(results)), "finished": False}
-    ignored = {*measured, "date", "load_before"}
-    for file in sorted(folder.glob(f"{name}_*.json")):
-        try:
-            previous = json.loads(file.read_text())
-        except ValueError:
-            continue  # half copied
-        if not isinstance(previous, dict):
-            continue  # of something else
-        if all(previous.get(key) == results[key] for key in results.keys() - ignored):
-            print(f"going on with {file}, of {previous['date']}", file=sys.stderr)
-            return file, previous
-    return unused(folder / f"{name}_{results['date'][:10]}.json"), results
-
-
-def _measure_alone(folder: Path) -> None:
-    refuse_unwritable(folder)
-    if folder in _LOCKED:
-        return
-    _LOCKED[folder] = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(_LOCKED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise SystemExit(
-            f"error: another measurement writes to {folder} now: wait for its end, as both would "
-            "disturb each other"
-        ) from None
-    except OSError:  # a file system without locks
-        pass
-
-
-def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
-    """The runs of repeats that have one of each of so many jobs. They are set against each other as
-    neighbours in time, which those of an interrupted repeat are not when it goes on later."""
-    counts = Counter(run["repeat"] for run in runs)
-    return [run for run in runs if counts[run["repeat"]] == jobs]
-
-
-def unused(file: Path) -> Path:
-    """This file, or with _2, _3, ... in its name: one that is not there yet."""
-    candidate, number = file, 1
-    while candidate.exists():
-        number += 1
-        candidate = file.with_stem(f"{file.stem}_{number}")
-    return candidate
 
 
 def hardware() -> dict[str, Any]:
     """Of this host, with the versions, the commit and the time."""
-    return {**machine(), "load_before": os.getloadavg()[0], **software()}
+    return {**machine(), **software()}
 
 
 def machine() -> dict[str, Any]:
@@ -163,7 +70,7 @@ def software() -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "versions": installed,
-        "commit": _git("describe", "--always", "--dirty", "--exclude=*").strip() or None,
+        "commit": _commit(),
         "changes": _changes(),
         # Variables that reach all ranks and change how fast they are.
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FASTER)},
@@ -176,11 +83,17 @@ def versions(results: dict[str, Any]) -> str:
     return ", ".join(f"{name} {number}" for name, number in results["versions"].items())
 
 
+def _commit() -> str | None:
+    """With -dirty behind it where code differs from it; None outside a repository."""
+    commit = _git("describe", "--always", "--exclude=*").strip()
+    return commit + ("-dirty" if _git("diff", "HEAD", "--", *CODE) else "") or None
+
+
 def _changes() -> str | None:
-    """A digest of what differs from the commit, new code and configuration too; None if nothing
-    does."""
-    difference = _git("diff", "HEAD")
-    names = _git("ls-files", "-z", "--others", "--exclude-standard", "*.py", "*.yaml").split("\0")
+    """A digest of what code and configuration differ from the commit, new files too; None if
+    nothing does."""
+    difference = _git("diff", "HEAD", "--", *CODE)
+    names = _git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).split("\0")
     for file in (ROOT / name for name in names if name):
         difference += f"{file}\n{file.read_text(errors='replace') if file.is_file() else ''}"
     return hashlib.sha256(difference.encode()).hexdigest()[:12] if difference else None
@@ -197,14 +110,13 @@ def _git(*arguments: str) -> str:
 
 
 def host() -> dict[str, Any]:
-    """`machine`, what it calls itself, the network interfaces, the load, and a text that only hosts
-    made of one machine share."""
+    """`machine`, what it calls itself, the network interfaces, and a text that only hosts made of
+    one machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {
         **machine(),
         "node": os.uname().nodename,
         "nics": nics(),
-        "load_before": os.getloadavg()[0],
         "boot": boot,
     }
 
@@ -250,11 +162,6 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         listed = visible.split(",")
         rows = [row for row in rows if row[0] in listed or row[1] in listed]
     return [row[2:] for row in rows]
-
-
-def slug(text: str) -> str:
-    """A part of a file's name."""
-    return re.sub(r"\W+", "-", text).strip("-").lower()
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import losses_report
-from benchmarks.hardware import RESULTS, continued, hardware, machine, processors, slug, write_json
+from benchmarks.files import RESULTS, continued, slug, write_json
+from benchmarks.hardware import hardware, machine, processors
 from benchmarks.launching import Failed, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import batch_size_of, configuration, refuse_ours

@@ -17,7 +17,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.figures import FONTS, plt, save
-from benchmarks.hardware import processors, versions, write_text
+from benchmarks.files import write_text
+from benchmarks.hardware import processors, versions
 from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]

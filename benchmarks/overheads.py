@@ -29,16 +29,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.hardware import (
-    RESULTS,
-    ROOT,
-    continued,
-    hardware,
-    slug,
-    versions,
-    write_json,
-    write_text,
-)
+from benchmarks.files import RESULTS, continued, slug, write_json, write_text
+from benchmarks.hardware import ROOT, hardware, versions
 from cluster.signals import interrupt_at_signals
 
 LAWS: dict[str, Callable[[float], float]] = {

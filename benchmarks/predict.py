@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cost_model import Job, Network, Step, predict
-from benchmarks.hardware import unused, write_text
+from benchmarks.files import unused, write_text
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_inputs import (
     ALL_REDUCE_KEYS,

@@ -24,7 +24,8 @@ from benchmarks.cost_model import (
     hops,
     median_wait,
 )
-from benchmarks.hardware import RESULTS, ROOT, machine
+from benchmarks.files import RESULTS
+from benchmarks.hardware import ROOT, machine
 from cluster.hosts import Refusal
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}

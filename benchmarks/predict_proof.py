@@ -25,16 +25,8 @@ from typing import Any
 from benchmarks import published
 from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
-from benchmarks.hardware import (
-    RESULTS,
-    hardware,
-    refuse_unwritable,
-    slug,
-    unused,
-    versions,
-    write_json,
-    write_text,
-)
+from benchmarks.files import RESULTS, measure_alone, slug, unused, write_json, write_text
+from benchmarks.hardware import hardware, versions
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 from cluster.testbed import BURST, Testbed, missing
@@ -214,7 +206,7 @@ def main() -> int:
     try:
         if problem := missing():
             raise Refusal(problem)
-        refuse_unwritable(arguments.out)
+        measure_alone(arguments.out)
         facts = hardware()
         ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
         measured = experiment(stub, arguments.repeats, ranks, rates)

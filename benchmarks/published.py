@@ -2,13 +2,13 @@
 
     python -m benchmarks.published
 
-Two sources. Sergeev & Del Balso 2018 (arXiv:1802.05799; Horovod's docs/benchmarks.rst): 128
-servers with 4 Pascal GPUs each, 25 Gbit/s RoCE. Their single-GPU speeds are not given; those of
-TensorFlow's benchmarks of 2017 on a P100 are taken (synthetic data, batch 64), for ResNet-101 what
-lies between ResNet-50 and ResNet-152 by multiply-adds. And NVIDIA's logs of ResNet-50 in MLPerf
-Training v0.6 (github.com/mlcommons/training_results_v0.6, NVIDIA/results/dgx*_mxnet/resnet/,
-medians of the speeds printed in result_0.txt), which trained with Horovod in 16-bit floats;
-efficiency there is against one machine, with a larger batch a GPU.
+Two sources. The chart of 512 GPUs in Horovod's docs/benchmarks.rst (2018): 128 servers with 4
+Pascal GPUs each, 25 Gbit/s RoCE. Which of them, and the speed of one alone, is not given; the
+speeds of TensorFlow's benchmarks of 2017 on a P100 are taken (synthetic data, batch 64), for
+ResNet-101 what lies between ResNet-50 and ResNet-152 by multiply-adds. And NVIDIA's logs of
+ResNet-50 in MLPerf Training v0.6 (github.com/mlcommons/training_results_v0.6,
+NVIDIA/results/dgx*_mxnet/resnet/, medians of the speeds printed in result_0.txt), which trained
+with Horovod in 16-bit floats; efficiency there is against one machine, with a larger batch a GPU.
 
 Layers, their parameters and multiply-adds come from torchvision. What nobody published is taken
 from ranges, `ASSUMED` below, and the band is what they leave open.
@@ -118,7 +118,7 @@ def _horovod(model: str, efficiency: float) -> Published:
     )  # fmt: skip
     alone = p100_speed(model)
     return Published(
-        "Horovod paper, 128 x 4 P100, 25 Gbit/s", model, 512, 64, efficiency * alone, alone, 4,
+        "Horovod's docs, 128 x 4 Pascal, 25 Gbit/s", model, 512, 64, efficiency * alone, alone, 4,
         8 * MIB, network,
     )  # fmt: skip
 

@@ -31,13 +31,7 @@ from typing import Any
 
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, Run, runs_of
-from benchmarks.hardware import (
-    RESULTS,
-    continued,
-    slug,
-    whole_repeats,
-    write_json,
-)
+from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
 from benchmarks.launching import Failed, Job
 from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns, whole, windows
 from cluster.hosts import Refusal

@@ -231,7 +231,6 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     boots = [host.pop("boot") for host in facts.values()]
     on_cpu = config["trainer"]["accelerator"] == "cpu"
     for host, boot in zip(facts.values(), boots):
-        del host["load_before"]  # each run has its own
         host["machine"] = boots.index(boot)
         host["gpus"] = [] if on_cpu else host["gpus"]
     cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}

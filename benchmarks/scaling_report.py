@@ -24,7 +24,8 @@ from typing import Any
 
 from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
-from benchmarks.hardware import RESULTS, ROOT, processors, versions, write_json, write_text
+from benchmarks.files import RESULTS, write_json, write_text
+from benchmarks.hardware import ROOT, processors, versions
 from benchmarks.scaling_plan import windows
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
@@ -35,7 +36,7 @@ BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: en
 ORIGINAL = {1: 45.48, 2: 23.9, 4: 12.1, 8: 6.16}
 PASCAL = "128 servers with 4 Pascal GPUs each, 25 Gbit/s with RoCE"
 HOROVOD_PAGE = "https://github.com/horovod/horovod/blob/master/docs/benchmarks.rst"
-HOROVOD = f"[Horovod]({HOROVOD_PAGE}), arXiv:1802.05799"
+HOROVOD = f"[Horovod]({HOROVOD_PAGE}), 2018"
 
 
 def hardware_of(results: Results) -> str:
@@ -126,7 +127,7 @@ def description(results: Results) -> str:
         text += f"; in brackets {spread_in_words(repeats)}"
     if results.get("predicted"):
         source = ", ".join(results.get("predicted_from", [])) or "all-reduces of these hosts"
-        text += f"; predicted from the smallest size and {source}"
+        text += f"; predicted (at best to at worst) from the smallest size and {source}"
     if smallest != 1:
         text += f"; speed-up and efficiency against {smallest} processes"
     return text + ("." if results["finished"] else "; not all runs are there yet.")

@@ -11,6 +11,7 @@ out; a variant's time is the median of the medians of its blocks, and ratios are
 ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
 Ranks are stopped and told to go on from here, so their hosts are this one, or made of it, and the
 share of its cores that is idle meanwhile says whether a step waits for them or for the network.
+A model whose variants do not fit into memory together is left out, or refused if it was named.
 On GPUs (one a rank; --device cpu: not on them) all is in bf16-mixed and channels_last.
 Results go to benchmarks/results/ as JSON and as a Markdown table, after each model; Ctrl-C keeps
 them, and the same command goes on.
@@ -35,20 +36,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load
-from benchmarks.hardware import (
-    RESULTS,
-    ROOT,
-    continued,
-    hardware,
-    slug,
-    versions,
-    write_json,
-    write_text,
-)
+from benchmarks.files import RESULTS, continued, slug, write_json, write_text
+from benchmarks.hardware import ROOT, hardware, versions
 from cluster.hosts import Refusal, parse
 from cluster.probe import memory
 from cluster.signals import interrupt_at_signals
 
+OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 ON_GPU = [*MODELS, "resnet50"]
 # What strategies/environment.py sets for itself, so that it can be told from the rest.
@@ -60,8 +54,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "Horovod, its defaults": ("raw_horovod", {}, {}),
     "our buckets, raw loop": ("raw_buckets", {}, {}),
     "Lightning DDP": ("lightning_ddp", {}, {}),
-    "Lightning + HorovodStrategy": ("lightning_horovod", {}, {}),
-    "no communication, our malloc": ("raw_alone", {}, MALLOC),
+    OURS: ("lightning_horovod", {}, {}),
+    ALONE: ("raw_alone", {}, MALLOC),
     "Lightning DDP, our malloc": ("lightning_ddp", {}, MALLOC),
     **{
         f"HorovodStrategy, {size} MiB": ("lightning_horovod", {"bucket_mib": size}, {})
@@ -70,6 +64,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
     "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
 }
+# MiB that a rank has for itself, by the peaks in results/step_*.json without the 300 of libraries
+# that all processes share. More images need more.
+RANK_MIB = {"mlp": 440, "resnet18": 620, "mobilenet_v2": 530, "small_vit": 620, "vgg11": 2000}
 # Of a frame's 1,514 bytes on an Ethernet link, 1,448 are data under TCP, IPv4 and time stamps
 # (RFC 7323); cluster/testbed.py counts them all.
 FRAME = 1514 / 1448
@@ -243,8 +240,25 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
     }
 
 
+def lacks_memory(model: str, variants: list[str], ranks: int) -> str:
+    """What tells that they need more than there is, and how many fit; "" if all do. One more than
+    they are must fit, by _check_memory."""
+    each, there = RANK_MIB.get(model, 0) * ranks, memory()
+    needed = each * (len(variants) + 1)
+    if needed <= there:
+        return ""
+    by_interest = sorted(variants, key=lambda name: name not in (OURS, "Lightning DDP"))
+    fewer = " ".join(f'"{name}"' for name in by_interest[: max(0, there // each - 1)])
+    text = f"{model}: {len(variants)} variants need {needed / 1024:.1f} GiB of memory, "
+    text += f"{there / 1024:.1f} are there"
+    if not fewer:
+        return text
+    return f"{text}; the same command with ARGS='--models {model} --variants {fewer}' measures it"
+
+
 def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
-    """That of one more variant's ranks must be there; the kernel would end some of them."""
+    """That of one more variant's ranks must be there; the kernel would end some of them. With
+    --batch, or beside others, they may need more than lacks_memory knows."""
     peak_kib = max(group.peak_kib * len(group.ranks) for group in groups)
     if memory() << 10 < 1.2 * peak_kib:
         raise SystemExit(
@@ -259,7 +273,7 @@ def ratio(result: dict[str, Any], variant: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(one, two))
 
 
-def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") -> str:
+def table(results: dict[str, Any]) -> str:
     """Step times of all models and variants, with the range of blocks and the ratio to ours."""
     lines = [
         "| model | variant | ms a step | blocks from - to | ours / this | cores idle | peak MiB | "
@@ -269,7 +283,7 @@ def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") ->
     for model, result in results["models"].items():
         for variant, measured in result["variants"].items():
             blocks, resident = measured["block_medians_ms"], measured["resident_mib_at_blocks"]
-            ours_to = f"{ratio(result, ours, variant):.3f}" if ours in result["variants"] else ""
+            ours_to = f"{ratio(result, OURS, variant):.3f}" if OURS in result["variants"] else ""
             cores = f"{statistics.median(measured['idle_share_of_cores']):.0%}"
             early_steps = measured["steps"] - len(blocks) * (result["steps_per_block"] + 1)
             lines.append(
@@ -280,13 +294,13 @@ def table(results: dict[str, Any], ours: str = "Lightning + HorovodStrategy") ->
     return "\n".join(lines)
 
 
-def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -> str:
+def wire(results: dict[str, Any]) -> str:
     """How much of a known link's rate the steps use.
 
     That is the time that the frames of a ring of all ranks need on it, over the step time without
     what nothing can overlap: the least step, in which each gradient goes to the wire when it is
     there, in turn, less the time on the wire. Empty where `network` is no rate in mbit; without the
-    models that lack the variant `alone`.
+    models that lack the variant `ALONE`.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     if not megabits:
@@ -298,9 +312,9 @@ def wire(results: dict[str, Any], alone: str = "no communication, our malloc") -
         "| --- | --- | --- | --- | --- | --- |",
     ]
     for model, result in results["models"].items():
-        if not (alone in result["variants"] and result["arrivals"]):
+        if not (ALONE in result["variants"] and result["arrivals"]):
             continue
-        computing = statistics.median(result["variants"][alone]["block_medians_ms"])
+        computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
         ranks = result["ranks"]
         for variant, measured in result["variants"].items():
             if "no communication" in variant:
@@ -352,19 +366,32 @@ def main() -> int:
             "name fewer slots (make: NP=1), or --device cpu"
         )
     default_models = ON_GPU if on_gpu else MODELS
-    arguments.models = arguments.models or default_models
     # What malloc does is nothing to a GPU.
     arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 8]
+    too_large = {}
+    if not on_gpu:  # a GPU says by itself when it is full
+        for model in arguments.models or default_models:
+            if lacking := lacks_memory(model, arguments.variants, ranks):
+                too_large[model] = lacking
+    if too_large and (arguments.models or len(too_large) == len(default_models)):
+        print(f"error: {'; '.join(too_large.values())}", file=sys.stderr)
+        return 2
+    for lacking in too_large.values():
+        print(f"left out: {lacking}", file=sys.stderr)
+    arguments.models = arguments.models or [m for m in default_models if m not in too_large]
     processor = gpus[0] if on_gpu else facts["cpu"]
+    other = load.before()
+    busy = max(other["busy"], other["gpu_busy"] or 0)
     results = {
         "hosts": arguments.hosts, "network": arguments.network, "device": arguments.device, **facts,
-        "batch": arguments.batch, "repeats": arguments.repeats,
+        "busy_before": busy, "batch": arguments.batch, "repeats": arguments.repeats,
         "block_seconds": arguments.block_seconds, "variants": arguments.variants, "models": {},
     }  # fmt: skip
     models = "" if arguments.models == default_models else "-".join(arguments.models) + "_"
     batch = f"batch-{arguments.batch}_" if arguments.batch else ""
     name = f"step_{models}{batch}{slug(arguments.network)}_{slug(processor)}"
     file, results = continued(results, arguments.out, name, "models")
+    results["busy_before"] = max(busy, results.get("busy_before", 0))
     interrupt_at_signals()
     try:
         for model in arguments.models:
@@ -376,22 +403,30 @@ def main() -> int:
         return 130
     results["finished"] = True
     write(results, file)
-    print(table(results) + wire(results))
+    print(report(results))
     print(f"written to {file} and .md")
     return 0
 
 
 def write(results: dict[str, Any], file: Path) -> None:
     write_json(results, file)
+    write_text(file.with_suffix(".md"), report(results) + "\n")
+
+
+def report(results: dict[str, Any]) -> str:
+    """What was measured, on what, and its tables."""
     batch = f", {results['batch']} images" if results["batch"] else ""
     on_gpu = results["device"] == "cuda"
     gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
+    busy = results["busy_before"]
     head = (
         f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
         f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
-        f"{results['repeats']} interleaved blocks, one thread{batch} a rank.\n\n"
+        f"{results['repeats']} interleaved blocks, one thread{batch} a rank"
+        + ("." if results["finished"] else "; not all models are there yet.")
+        + (f" Take care: other load {busy:.0%}." if busy > load.BUSY_SHARE else "")
     )
-    write_text(file.with_suffix(".md"), head + table(results) + wire(results) + "\n")
+    return f"{head}\n\n{table(results)}{wire(results)}"
 
 
 if __name__ == "__main__":

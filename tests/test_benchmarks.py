@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import figures, hardware, launching, step
+from benchmarks import figures, files, hardware, launching, step
 from tests.conftest import run
 from tests.test_anatomy import Event
 
@@ -124,6 +125,7 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
 
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
+    command += ["--variants", OURS]  # all may be more than memory holds
     done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: ")
@@ -173,18 +175,18 @@ def test_nothing_of_a_run_stays_on_another_host(tmp_path: Path) -> None:
 def test_only_the_same_measurement_goes_on(tmp_path: Path) -> None:
     asked = {"commit": "abc", "sizes": (1, 2), "date": "2026-01-02T10", "runs": []}
     file, yesterdays = tmp_path / "x_2026-01-02.json", tmp_path / "x_2026-01-01.json"
-    path, new = hardware.continued(asked, tmp_path, "x", "runs")
+    path, new = files.continued(asked, tmp_path, "x", "runs")
     assert path == file and new["runs"] == []
     begun = {**new, "runs": [1.5], "date": "2026-01-01T10"}
-    hardware.write_json(begun, yesterdays)
+    files.write_json(begun, yesterdays)
     (tmp_path / "x_2025-12-31.json").write_text("")  # half copied
-    assert hardware.continued(asked, tmp_path, "x", "runs") == (yesterdays, begun)
+    assert files.continued(asked, tmp_path, "x", "runs") == (yesterdays, begun)
     asked["date"], another = begun["date"], tmp_path / "x_2026-01-01_2.json"
     for other in ({"commit": "def"}, {"sizes": (1, 2, 4)}, {"changes": "of the code"}):
-        path, new = hardware.continued({**asked, **other}, tmp_path, "x", "runs")
+        path, new = files.continued({**asked, **other}, tmp_path, "x", "runs")
         assert path == another and new["runs"] == []  # and nothing is written over
-    hardware.write_json({**begun, "finished": True}, yesterdays)
-    assert hardware.continued(asked, tmp_path, "x", "runs")[0] == another
+    files.write_json({**begun, "finished": True}, yesterdays)
+    assert files.continued(asked, tmp_path, "x", "runs")[0] == another
 
 
 def test_new_code_and_variables_make_another_measurement(
@@ -192,11 +194,23 @@ def test_new_code_and_variables_make_another_measurement(
 ) -> None:
     run(["git", "init", "-q", str(tmp_path)])
     (tmp_path / ".gitignore").write_text("ignored.py\n")
+    for name in ("NOTES.md", "Makefile"):
+        (tmp_path / name).write_text("as it was\n")
+    run(["git", "-C", str(tmp_path), "add", "."])
+    author = ["-c", "user.name=x", "-c", "user.email=x@localhost"]
+    run(["git", "-C", str(tmp_path), *author, "commit", "-qm", "first"])
     monkeypatch.setattr(hardware, "ROOT", tmp_path)
     before = hardware.software()
     (tmp_path / "ignored.py").write_text("x = 1\n")
     (tmp_path / "weights.bin").write_text("1")
-    assert hardware.software()["changes"] == before["changes"]
+    (tmp_path / "NOTES.md").write_text("a note of what is measured meanwhile\n")
+    assert re.fullmatch("[0-9a-f]+", before["commit"]) and before["changes"] is None
+    noted = hardware.software()
+    assert (noted["commit"], noted["changes"]) == (before["commit"], None)
+    (tmp_path / "Makefile").write_text("changed\n")
+    changed = hardware.software()
+    assert changed["commit"] == f"{before['commit']}-dirty" and changed["changes"]
+    (tmp_path / "Makefile").write_text("as it was\n")
     (tmp_path / "mine.py").write_text("x = 1\n")
     first = hardware.software()["changes"]
     (tmp_path / "mine.py").write_text("x = 2\n")
@@ -210,36 +224,89 @@ def test_new_code_and_variables_make_another_measurement(
 def test_steps_under_other_variables_do_not_go_on_in_one_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def measure(model: str, *_: Any) -> dict[str, Any]:
-        if model == "mlp":
+    calls = itertools.count(1)
+
+    def measure(*_: Any) -> dict[str, Any]:
+        if next(calls) % 2:
             return result(**{OURS: [9.0]})
         raise KeyboardInterrupt
 
     monkeypatch.setattr(step, "measure", measure)
+    monkeypatch.setattr(step, "memory", lambda: 22 * 1024)
     monkeypatch.setattr(step, "interrupt_at_signals", lambda: None)
-    models = ["--models", "mlp", "resnet18", "--repeats", "1", "--network", "10/25 Gbit"]
+    loads = iter([0.02, 0.03, 0.98])
+    monkeypatch.setattr(step.load, "before", lambda: {"busy": next(loads), "gpu_busy": None})
+    models = ["--models", "mlp", "resnet18", "small_vit"]
+    models += ["--repeats", "1", "--network", "10/25 Gbit"]
     monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *models, "--out", str(tmp_path)])
     for arenas in ("1", "2", "2"):
         monkeypatch.setenv("MALLOC_ARENA_MAX", arenas)
         assert step.main() == 130
-    files = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
-    assert [file["environment"]["MALLOC_ARENA_MAX"] for file in files] == ["1", "2"]
+    written = [json.loads(file.read_text()) for file in sorted(tmp_path.glob("*.json"))]
+    assert [file["environment"]["MALLOC_ARENA_MAX"] for file in written] == ["1", "2"]
+    assert [list(file["models"]) for file in written] == [["mlp"], ["mlp", "resnet18"]]
+    assert [file["busy_before"] for file in written] == [0.02, 0.98]
+    idle, busy = (file.read_text().splitlines()[0] for file in sorted(tmp_path.glob("*.md")))
+    assert idle.endswith("one thread a rank; not all models are there yet.")
+    assert busy.endswith("; not all models are there yet. Take care: other load 98%.")
+
+
+def test_models_that_memory_cannot_hold_are_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def main(*options: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["step", "--device", "cpu", *options, *out])
+        return step.main(), capsys.readouterr().err
+
+    begun: list[str] = []
+    out = ["--repeats", "1", "--out", str(tmp_path)]
+    monkeypatch.setattr(step, "memory", lambda: 22 * 1024)
+    monkeypatch.setattr(step, "interrupt_at_signals", lambda: None)
+    monkeypatch.setattr(step.load, "before", lambda: {"busy": 0.02, "gpu_busy": None})
+    monkeypatch.setattr(
+        step, "measure", lambda model, *_: (begun.append(model), result(**{OURS: [9.0]}))[1]
+    )
+    status, told = main()
+    fewer = 'ARGS=\'--models vgg11 --variants "Lightning DDP" "Lightning + HorovodStrategy" "no'
+    assert status == 0 and begun == ["mlp", "resnet18", "mobilenet_v2", "small_vit"]
+    assert told.startswith("left out: vgg11: 8 variants need 35.2 GiB of memory, 22.0 are there; ")
+    assert f"the same command with {fewer} communication" in told and told.count("\n") == 1
+    (report,) = tmp_path.glob("step_mlp-resnet18-mobilenet_v2-small_vit_loopback_*.md")
+    assert report.read_text().splitlines()[0].endswith("one thread a rank.")
+    begun.clear()
+    status, told = main("--models", "mlp", "vgg11")
+    assert status == 2 and told.startswith("error: vgg11: 8 variants need 35.2 GiB") and not begun
+    assert main("--models", "vgg11", "--variants", OURS)[0] == 0 and begun == ["vgg11"]
+    monkeypatch.setattr(step, "memory", lambda: 1024)
+    status, told = main()
+    assert status == 2 and told.startswith("error: mlp: ") and "the same command" not in told
 
 
 def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    code = "import pathlib, sys; from benchmarks.hardware import continued; "
+    code = "import pathlib, sys; from benchmarks.files import continued; "
     code += "continued({'date': '2026-01-02'}, pathlib.Path(sys.argv[1]), 'x'); print('goes on')"
     command = [sys.executable, "-c", code, str(tmp_path)]
-    hardware.continued({"date": "2026-01-02"}, tmp_path, "y")
+    files.continued({"date": "2026-01-02"}, tmp_path, "y")
     done = run(command)
     assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
-    os.close(hardware._LOCKED.pop(tmp_path))
+    # As if this were root, and the measurement short.
+    proof = "import sys; from benchmarks import predict_proof as proof; proof.missing = str; "
+    proof += "proof.experiment = lambda *_: sys.exit('measures'); proof.main()"
+    allreduce = ["-m", "benchmarks.allreduce", "-np", "2", "-H", "localhost:2", "--repeats", "1"]
+    for other in ([*allreduce, "--largest", "4096"], ["-c", proof]):
+        done = run([sys.executable, *other, "--out", str(tmp_path)])
+        assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes")
+    os.close(files._LOCKED.pop(tmp_path))
     assert run(command).stdout == "goes on\n"
 
 
 @pytest.mark.parametrize(
     "line",
-    ["scaling --np 1 --out", "step --out", "allreduce -np 2 -H localhost:2 --out"],
+    [
+        "scaling --np 1 --out",
+        "step --models resnet50 --out",
+        "allreduce -np 2 -H localhost:2 --out",
+    ],
 )
 def test_a_folder_that_takes_no_results_is_told_before_anything_is_measured(
     tmp_path: Path, line: str
@@ -257,10 +324,10 @@ def test_a_full_disk_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any) -
         part.touch()
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    hardware.write_json({"runs": [1]}, tmp_path / "x.json")
+    files.write_json({"runs": [1]}, tmp_path / "x.json")
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(SystemExit, match="x.json: No space left on device; what was written"):
-        hardware.write_json({"runs": [1, 2]}, tmp_path / "x.json")
+        files.write_json({"runs": [1, 2]}, tmp_path / "x.json")
     assert [file.name for file in tmp_path.iterdir()] == ["x.json"]
     assert json.loads((tmp_path / "x.json").read_text()) == {"runs": [1]}
 

@@ -26,7 +26,6 @@ from benchmarks import (
     allreduce,
     allreduce_worker,
     figures,
-    hardware,
     predict_inputs,
     predict_proof,
     published,
@@ -45,6 +44,7 @@ from benchmarks.cost_model import (
     latencies,
     predict,
 )  # fmt: skip
+from benchmarks.files import unused
 from benchmarks.predict_inputs import TCP, described, networks
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
@@ -751,7 +751,7 @@ def test_the_hosts_that_take_part_tell_what_they_are(
         assert module == "benchmarks.hardware"
         return {
             host.name: dict(zip(("cpu", "cores"), kinds[host.name]))
-            | {"memory_gib": 8, "gpus": [], "nics": {}, "boot": host.name, "load_before": 0.25}
+            | {"memory_gib": 8, "gpus": [], "nics": {}, "boot": host.name}
             for host in hosts
         }
 
@@ -810,9 +810,9 @@ def test_a_result_is_not_written_over(tmp_path: Path) -> None:
     results = {"hosts": [{"name": "a"}], "ranks": ["a", "a"], "device": None, "cpu": "Test CPU",
                "network": "loopback", "date": "2026-01-02T03:04:05"}  # fmt: skip
     name = f"{allreduce.file_name(results)}.json"
-    assert hardware.unused(tmp_path / name) == tmp_path / name
+    assert unused(tmp_path / name) == tmp_path / name
     (tmp_path / name).write_text("{}")
-    second = hardware.unused(tmp_path / name)
+    second = unused(tmp_path / name)
     assert second.name == "allreduce_2-ranks_loopback_test-cpu_2026-01-02_2.json"
 
 

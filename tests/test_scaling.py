@@ -26,6 +26,7 @@ import pytest
 
 from benchmarks import (
     check,
+    files,
     hardware,
     launching,
     load,
@@ -535,7 +536,7 @@ def test_what_was_measured_is_kept_and_not_measured_again(
 
     file, benchmark = scaling.open_file(results(), tmp_path)
     with pytest.raises(KeyboardInterrupt):
-        scaling.run(benchmark, interrupted, lambda: hardware.write_json(benchmark, file))
+        scaling.run(benchmark, interrupted, lambda: files.write_json(benchmark, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
     assert (
         "runs that are kept in" in (message := scaling._kept(benchmark, file))
@@ -550,14 +551,14 @@ def test_what_was_measured_is_kept_and_not_measured_again(
     assert again == file and len(resumed["runs"]) == 3
     assert "measured again: 1 run of the repeat that was interrupted" in capsys.readouterr().err
     rest = Source(lambda job, _: float(job.np))
-    scaling.run(resumed, rest, lambda: hardware.write_json(resumed, file))
+    scaling.run(resumed, rest, lambda: files.write_json(resumed, file))
     assert [job.np for job, _ in rest.asked] == [2, 4, 1, 4, 1, 2]
     done = {(each["np"], each["repeat"]) for each in json.loads(file.read_text())["runs"]}
     assert len(done) == 9
     # All is there, but its report: the same command writes that.
     again, resumed = scaling.open_file(results(), tmp_path)
     assert again == file and len(resumed["runs"]) == 9
-    hardware.write_json(resumed | {"finished": True}, file)
+    files.write_json(resumed | {"finished": True}, file)
     assert scaling.open_file(results(), tmp_path)[0] == other, "finished files are not overwritten"
 
 
@@ -595,7 +596,7 @@ def test_other_code_or_hardware_does_not_continue_a_file(
     tmp_path: Path, changed: dict[str, Any]
 ) -> None:
     file, benchmark = scaling.open_file(results(), tmp_path)
-    hardware.write_json(benchmark, file)
+    files.write_json(benchmark, file)
     assert scaling.open_file(results(), tmp_path)[0] == file
     other, _ = scaling.open_file(results() | changed, tmp_path)
     assert other.name == f"{file.stem}_2.json"
@@ -622,7 +623,7 @@ def both(tmp_path: Path) -> tuple[Results, Path]:
         for np in (1, 2, 4)
     ]
     benchmark["finished"] = True
-    hardware.write_json(benchmark, file)
+    files.write_json(benchmark, file)
     return benchmark, file
 
 
@@ -634,7 +635,7 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
         "| weak | horovod | 2 | 32 | 11.11 (11.00 to 11.22) | 11.00 (10.00 to 12.00) "
         "| 5,761 (5,704 to 5,818) | 0.1778 (0.1760 to 0.1795) | 1.82 (1.82 to 1.82) |" in text
     )
-    assert "in brackets their range; predicted from the smallest size and" in text
+    assert "their range; predicted (at best to at worst) from the smallest size and" in text
     assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
     with file.with_suffix(".csv").open() as lines:
         table = list(csv.DictReader(lines))
@@ -686,7 +687,7 @@ def all_reduce(folder: Path, name: str, date: str = "2026-01-01", **changed: Any
         "operations": "Gloo", "date": date, "cpu": MACHINE["cpu"], "cores": MACHINE["cores"],
     }  # fmt: skip
     file = folder / f"allreduce_{name}.json"
-    hardware.write_json(content | changed, file)
+    files.write_json(content | changed, file)
     return file
 
 

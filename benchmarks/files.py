@@ -1,0 +1,111 @@
+"""The files of results: written whole, continued, and by one measurement at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import re
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware import ROOT
+
+RESULTS = ROOT / "benchmarks" / "results"
+_LOCKED: dict[Path, int] = {}  # folders of results, open as long as this process lives
+
+
+def write_json(results: dict[str, Any], file: Path) -> None:
+    write_text(file, json.dumps(results, indent=1) + "\n")
+
+
+def write_text(file: Path, text: str) -> None:
+    """All or nothing, whenever it is interrupted; others may read it at any time."""
+    unfinished = file.with_suffix(".part")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        unfinished.write_text(text)
+        unfinished.replace(file)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise SystemExit(
+            f"error: {file}: {error.strerror}; what was written of it before is kept"
+        ) from None
+
+
+def continued(
+    results: dict[str, Any], folder: Path, name: str, *measured: str
+) -> tuple[Path, dict[str, Any]]:
+    """What the same command left when it was interrupted, and its file; else `results`, unfinished,
+    and a file that is not there yet. Until this process ends, no other one measures for the same
+    folder: it would write the same file, and both would disturb each other.
+
+    Args:
+        results: all that is known before the first measurement.
+        folder, name: of the file, whose name ends with the date.
+        measured: keys of what is measured; the others, but for the time, must be equal.
+    """
+    measure_alone(folder)
+    results = {**json.loads(json.dumps(results)), "finished": False}
+    ignored = {*measured, "date", "busy_before"}
+    for file in sorted(folder.glob(f"{name}_*.json")):
+        try:
+            previous = json.loads(file.read_text())
+        except ValueError:
+            continue  # half copied
+        if not isinstance(previous, dict):
+            continue  # of something else
+        if all(previous.get(key) == results[key] for key in results.keys() - ignored):
+            print(f"going on with {file}, of {previous['date']}", file=sys.stderr)
+            return file, previous
+    return unused(folder / f"{name}_{results['date'][:10]}.json"), results
+
+
+def measure_alone(folder: Path) -> None:
+    """Makes the folder, which must take results, before hours are measured for nothing. Until this
+    process ends, no other one measures for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise SystemExit(
+            f"error: {folder}: {error.strerror}: results are written there, mend that"
+        ) from None
+    if folder in _LOCKED:
+        return
+    _LOCKED[folder] = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(_LOCKED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SystemExit(
+            f"error: another measurement writes to {folder} now: wait for its end, as both would "
+            "disturb each other"
+        ) from None
+    except OSError:  # a file system without locks
+        pass
+
+
+def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
+    """The runs of repeats that have one of each of so many jobs. They are set against each other as
+    neighbours in time, which those of an interrupted repeat are not when it goes on later."""
+    counts = Counter(run["repeat"] for run in runs)
+    return [run for run in runs if counts[run["repeat"]] == jobs]
+
+
+def unused(file: Path) -> Path:
+    """This file, or with _2, _3, ... in its name: one that is not there yet."""
+    candidate, number = file, 1
+    while candidate.exists():
+        number += 1
+        candidate = file.with_stem(f"{file.stem}_{number}")
+    return candidate
+
+
+def slug(text: str) -> str:
+    """A part of a file's name."""
+    return re.sub(r"\W+", "-", text).strip("-").lower()

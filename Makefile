@@ -156,7 +156,7 @@ train: environment ## train: NP processes on HOSTS, changed by ARGS (make train 
 	@exec $(JOB) $(ARGS)
 
 # ARGS by the environment: a shell would read model.lr=interval(1e-4,1e-1) as its own.
-sweep: environment ## train with each of several values: make sweep ARGS="model.lr=0.1,0.01"; TRIALS=20, METRIC=, MODE=max
+sweep: environment ## train with each of several values: make sweep ARGS="model.lr=0.1,0.01"; TRIALS=20 (more go on), METRIC=, MODE=max
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@$(PYTHON) -m runs.sweep --arguments "$$ARGS" --trials "$(TRIALS)" --metric "$(METRIC)" --mode "$(MODE)" -- $(JOB)
 

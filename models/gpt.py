@@ -122,7 +122,7 @@ class GPT(LightningModule):
         weight_decay: of matrices.
         warmup_steps: in which the learning rate rises.
         decay_steps: at which it arrives at a tenth, and stays there; -1: it does not fall.
-        compile: whether torch.compile makes the network's kernels; a minute at the start, and on
+        compile: whether torch.compile makes the blocks' kernels; a minute at the start, and on
             CPUs a C++ compiler.
     """
 
@@ -143,7 +143,10 @@ class GPT(LightningModule):
         self.save_hyperparameters()
         self.network = Transformer(layers, heads, width)
         if compile:
-            self.network.compile()  # in place: names in checkpoints stay
+            # Not all in one: its gradients would come, and travel, when backward is over. In place:
+            # names in checkpoints stay.
+            for block in self.network.blocks:
+                block.compile()
         self._tokens, self._seconds = 0, 0.0  # of this rank in this epoch
         self._since: float | None = None
         self._dtype = torch.float32  # of matrix products

@@ -59,11 +59,6 @@ class Split(LightningModule):
         super().__init__()
         if devices is not None and len(devices) != 2:
             raise ValueError(f"devices={devices}: two, for two halves; the same twice is fine")
-        for device in devices or []:
-            if device.startswith("cuda") and not torch.cuda.device_count():
-                raise ValueError(
-                    f"devices={devices}: this host has no GPU; [cpu,cpu] runs anywhere"
-                )
         if min(micro_batches, depth) < 1 or width % GROUPS:
             raise ValueError(
                 f"{micro_batches=} and {depth=} are at least 1, {width=} a multiple of {GROUPS}"
@@ -78,19 +73,26 @@ class Split(LightningModule):
         self.val_accuracy = MulticlassAccuracy(classes, average="micro")
         self.test_accuracy = MulticlassAccuracy(classes, average="micro")
 
+    def setup(self, stage: str) -> None:
+        # Not in __init__: what GPUs have trained is exported and loaded without them, too.
+        devices = self.hparams["devices"] or []
+        if any(each.startswith("cuda") for each in devices) and not torch.cuda.device_count():
+            raise ValueError(f"devices={devices}: this host has no GPU; [cpu,cpu] runs anywhere")
+
     def place(self) -> None:
         """Each half to its device, after Lightning moved all of it to one; optimizers follow."""
-        if self.hparams["devices"] is not None:
-            for half, device in zip((self.first, self.second), self.hparams["devices"]):
-                half.to(device)
+        for half, device in zip((self.first, self.second), self.hparams["devices"] or []):
+            half.to(device)
 
     on_fit_start = on_test_start = on_predict_start = place
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, classes), on the device of the images."""
-        if self.hparams["devices"] is None:
+        if self.hparams["devices"] is None or torch.compiler.is_exporting():
+            # A graph that has parts fails for batches whose last part is of one image.
             return self.second(self.first(images))
-        one, other = self.hparams["devices"]
+        # Where they lie: that is the CPU after load_from_checkpoint.
+        one, other = (next(half.parameters()).device for half in (self.first, self.second))
         logits = [
             self.second(self.first(part.to(one)).to(other))
             for part in images.chunk(self.hparams["micro_batches"])

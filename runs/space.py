@@ -83,7 +83,8 @@ class Space:
         have; the first ten draws are random. Optuna's TPE sampler: https://optuna.readthedocs.io.
 
         Args:
-            tried: changes of earlier trials, and what each gave; None: nothing.
+            tried: changes of earlier trials, and what each gave; None: no number, which counts as
+                worse than any: else it would go on drawing where training fails.
             number: of the trial, from 1.
             mode: min or max.
         """
@@ -96,11 +97,13 @@ class Space:
             direction="minimize" if mode == "min" else "maximize", sampler=sampler
         )
         for changes, value in tried:
-            if value is None:
-                continue
             drawn = {key: self._read(key, changes) for key in space}
+            states = optuna.trial.TrialState
+            state = states.COMPLETE if value is not None else states.PRUNED  # worse than all
             study.add_trial(
-                optuna.trial.create_trial(params=drawn, distributions=space, value=value)
+                optuna.trial.create_trial(
+                    params=drawn, distributions=space, value=value, state=state
+                )
             )
         drawn = study.ask(space).params
         proposal = [

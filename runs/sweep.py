@@ -7,8 +7,8 @@
 
 Each trial is the command behind `--` with the trial's changes: no rank draws anything. What a trial
 is judged by is the best value of the metric over its epochs. A trial that fails is noted and the
-sweep goes on; the same command again runs what is not done yet, the failed ones too. Trials do not
-run side by side, and none is ended early for doing badly.
+sweep goes on; the same command again runs what is not done yet, the failed ones too, and with more
+TRIALS draws further ones. Trials do not run side by side, and none is ended early for doing badly.
 """
 
 from __future__ import annotations
@@ -92,11 +92,13 @@ class Sweep:
         self.command, self.metric, self.mode = command, metric, mode
         self.count = count or len(self.space.grid())
         self.drawn = count is not None
-        # What makes two sweeps the same. METRIC may be mended: it is read when a trial has ended.
-        self._key = {"command": command, "arguments": arguments, "trials": count}
+        # What makes two sweeps the same. METRIC may be mended: it is read when a trial has ended;
+        # and of those that draw, TRIALS may grow: a sweep of its own would draw the same again.
+        self._key = {"command": command, "arguments": arguments, "drawn": self.drawn}
         sweeps = _sweeps_folder([values[0] for values in self.space.values.values()])
         self.trials: list[Trial] = []
         self.resumed = self._find(sweeps)
+        self.count = max(self.count, len(self.trials))
         self.folder = self.resumed or new_folder(sweeps)
         self._lock()
         if not self.resumed and not self.drawn:
@@ -172,7 +174,7 @@ class Sweep:
             if {key: content.get(key) for key in self._key} != self._key:
                 continue
             trials = [Trial(**trial) for trial in content["tried"]]
-            if len(trials) == self.count and all(trial.state == "done" for trial in trials):
+            if len(trials) >= self.count and all(trial.state == "done" for trial in trials):
                 return None
             self.trials = trials
             return file.parent

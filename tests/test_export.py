@@ -77,6 +77,16 @@ def test_tokens_are_taken_in_any_length(tmp_path: Path) -> None:
         torch.testing.assert_close(made(tokens), model(tokens))
 
 
+def test_what_two_gpus_have_trained_is_exported_without_them(tmp_path: Path) -> None:
+    recipe = ["experiment=model_parallel", "model.devices=[cuda:0,cuda:1]"]
+    checkpoint, model = trained(tmp_path, *recipe)
+    assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 1, 8, 8)")
+    exported = torch.export.load(checkpoint.with_suffix(".pt2")).module()
+    images = torch.rand(5, 1, 8, 8)  # of its parts the last has one
+    with torch.no_grad():
+        torch.testing.assert_close(exported(images), model(images))
+
+
 class OfThree(LightningModule):
     example_input_array = torch.ones(2, 3, dtype=torch.int64)
 

@@ -208,6 +208,14 @@ def test_compiling_keeps_the_names_in_checkpoints() -> None:
     assert tiny(compile=True).state_dict().keys() == tiny().state_dict().keys()
 
 
+def test_each_block_is_compiled_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All in one, no gradient would be sent before backward is over."""
+    compiled: list[nn.Module] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    model = tiny(compile=True)
+    assert compiled == list(model.network.blocks)
+
+
 def test_files_are_packed_and_split(tmp_path: Path) -> None:
     for name, content in [
         ("b.py", "bbb"),

@@ -6,10 +6,11 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningModule, Trainer, __version__
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -157,6 +158,12 @@ class TestDCGAN:
             for part in logits.split(7):
                 score.update(part)
             assert float(score.compute()) == pytest.approx(expected, rel=1e-3)
+
+    def test_judge_makes_its_pixels_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        pool = mock.Mock(wraps=dcgan.adaptive_avg_pool2d)
+        monkeypatch.setattr(dcgan, "adaptive_avg_pool2d", pool)
+        Judge(10).fit(torch.rand(20, 3, 16, 16), torch.arange(20) % 10)
+        assert pool.call_count == 1
 
     def test_judge_knows_digits(self) -> None:
         torch.manual_seed(0)
@@ -346,6 +353,20 @@ class TestSplit:
         model.place()
         assert {parameter.device.type for parameter in model.first.parameters()} == {"cpu"}
         assert {parameter.device.type for parameter in model.second.parameters()} == {"meta"}
+
+    def test_what_gpus_have_trained_is_loaded_without_them(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        trained = Split(devices=["cuda:0", "cuda:1"], micro_batches=2)
+        checkpoint = {"hyper_parameters": dict(trained.hparams), "state_dict": trained.state_dict()}
+        checkpoint["pytorch-lightning_version"] = __version__
+        torch.save(checkpoint, tmp_path / "a.ckpt")
+        model = Split.load_from_checkpoint(tmp_path / "a.ckpt")
+        images = torch.rand(4, 1, 8, 8)
+        torch.testing.assert_close(model(images), model.second(model.first(images)))
+        with pytest.raises(ValueError, match="this host has no GPU"):  # but not trained
+            model.setup("fit")
 
 
 class Altered(Fake):

@@ -153,6 +153,16 @@ class TestWhatIsTried:
             mean = sum(int(change.removeprefix("model.width=")) for change in drawn) / 8
             assert (mean < 50) == low, drawn
 
+    def test_draws_avoid_what_gives_no_number(self) -> None:
+        space = Space(["model.width=int(interval(1,100))"], 40)
+        tried: list[tuple[list[str], float | None]] = [
+            ([f"model.width={width}"], None if width > 50 else 1.0) for width in range(1, 100, 5)
+        ]
+        for mode in ("min", "max"):
+            drawn = [space.draw(tried, number, mode)[0] for number in range(1, 21)]
+            failing = sum(int(change.removeprefix("model.width=")) > 50 for change in drawn)
+            assert failing <= 6, drawn
+
     def test_four_digits_stay_in_the_interval(self) -> None:
         space = Space(["model.lr=tag(log,interval(0.10001,0.10004))"], 2)
         assert space._distributions()["model.lr"].log
@@ -283,10 +293,29 @@ class TestWhatIsKept:
         assert resumed.run(launch) == 0 and len(launch.seen) == 3
         assert [trial.value for trial in resumed.trials] == [32.1, 64.1, 32.01, 64.01]
 
-    def test_another_number_of_draws_is_another_sweep(self, tmp_path: Path) -> None:
-        begun = sweep(tmp_path, count=3)
-        assert begun.run(Fake(stop_after=2)) == 130
-        assert sweep(tmp_path, count=4).folder != begun.folder
+    def test_more_draws_go_on_where_fewer_ended(self, tmp_path: Path) -> None:
+        """Anew, the same would be drawn once more."""
+        whole, fewer, rest = Fake(), Fake(), Fake()
+        assert sweep(tmp_path / "whole", count=4).run(whole) == 0
+        begun = sweep(tmp_path / "parts", count=2)
+        assert begun.run(fewer) == 0
+        os.close(begun.held)
+        grown = sweep(tmp_path / "parts", count=4)
+        assert grown.folder == begun.folder and grown.run(rest) == 0
+        assert fewer.seen + rest.seen == whole.seen and len(rest.seen) == 2
+        os.close(grown.held)
+        assert sweep(tmp_path / "parts").folder != begun.folder  # all combinations are another one
+
+    def test_fewer_draws_run_what_was_begun(self, tmp_path: Path) -> None:
+        begun = sweep(tmp_path, count=4)
+        assert begun.run(Fake(stop_after=3)) == 130
+        os.close(begun.held)
+        launch = Fake()
+        fewer = sweep(tmp_path, count=2)
+        assert fewer.folder == begun.folder and fewer.run(launch) == 0
+        assert len(fewer.trials) == 3 and len(launch.seen) == 1
+        os.close(fewer.held)
+        assert sweep(tmp_path, count=2).folder != begun.folder  # nothing is left to do there
 
     def test_another_command_is_another_sweep(self, tmp_path: Path) -> None:
         begun = sweep(tmp_path)

@@ -541,13 +541,25 @@ class TestEnd:
         assert process.wait(timeout=30) == 1
         assert "h1: the connection to it was lost" in (tmp_path / "log").read_text()
 
-    def test_an_agent_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("rank", "words"),
+        [
+            (0, "node1: its agent was killed by SIGKILL (out of memory? dmesg tells)"),
+            (1, "node2: the connection to it was lost"),
+        ],
+    )
+    def test_an_agent_is_killed(
+        self, hosts: list[testbed.Host], rank: int, words: str, tmp_path: Path
+    ) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)
-        agent = Path(f"/proc/{processes(SLEEP)[0]}/stat").read_text().rpartition(")")[2].split()[1]
-        os.kill(int(agent), signal.SIGKILL)
+        agent = next(
+            psutil.Process(int(pid)).ppid() for pid in processes(SLEEP)
+            if psutil.Process(int(pid)).environ()["HOROVOD_RANK"] == str(rank)
+        )  # fmt: skip
+        os.kill(agent, signal.SIGKILL)
         assert process.wait(timeout=60) == 1
-        assert "the connection to it was lost" in (tmp_path / "log").read_text()
+        assert words in (tmp_path / "log").read_text()
         assert not processes(SLEEP)
 
     def test_an_ssh_is_cut(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
@@ -897,6 +909,25 @@ class TestEnd:
         assert process.wait(timeout=30) == 3
         told = (tmp_path / "log").read_text()
         assert told.endswith("horovodrun: rank 0 on localhost ended with exit code 3\n"), told
+
+    @pytest.mark.parametrize(
+        ("end", "words"),
+        [
+            ("exit 1", ", but rank 1 on localhost ended with exit code 1: look whether there is a "
+                       "checkpoint\n"),
+            ("exit 138", "\n"),  # with one, as by runs/run.py
+            ("exit 0", "\n"),
+        ],
+    )  # fmt: skip
+    def test_a_checkpoint_that_fails_at_a_stop(self, end: str, words: str, tmp_path: Path) -> None:
+        script = f"trap '[ $HOROVOD_RANK = 0 ] && exit 138; sleep .5; {end}' USR1; echo ready; "
+        script += "while :; do sleep .1; done"
+        command = horovodrun("-H", "localhost:2", "sh", "-c", script)
+        process = started(command, tmp_path / "log", 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        told = (tmp_path / "log").read_text()
+        assert told.endswith(f"horovodrun: stopped by SIGTERM{words}"), told
 
     @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e3", "soon"])
     def test_seconds_that_are_none_are_refused(self, text: str) -> None:

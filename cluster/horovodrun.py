@@ -153,6 +153,8 @@ class Job:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             timeout: os.environ.get(timeout, str(GLOO_SECONDS + len(self.members))),
             "PYTHONUNBUFFERED": "1",
+            # As the agent reads it, whatever the locale; names of files may hold anything.
+            "PYTHONIOENCODING": "utf-8:surrogateescape",
             "HOROVOD_LAUNCHED": shlex.join(self._typed()),  # runs/run.py says how to go on
         }
         # The agent of this host inherits the rest.

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import queue
+import select
 import shlex
 import shutil
 import signal
@@ -115,6 +116,9 @@ class Writer:
                 try:
                     count = os.write(self._descriptor, data[: 1 << 16])
                     self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
+                except BlockingIOError:  # as another program has left what we both write to
+                    select.select([], [self._descriptor], [])
+                    continue
                 except OSError as error:  # who read it is gone: `| tee`, or the terminal, which
                     # tells only the first process of its session; that may be a make that waits.
                     if error.errno == errno.EIO and self._in_foreground:

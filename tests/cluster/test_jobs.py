@@ -756,6 +756,29 @@ class TestEnd:
         assert run(horovodrun("--record", str(tmp_path), *printing), **ascii_only).returncode == 0
         assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
 
+    def test_what_ranks_print_is_read_as_they_write_it(self, tmp_path: Path) -> None:
+        """Whatever the encoding of the launcher's own terminal."""
+        command = horovodrun("--record", str(tmp_path), "-H", "localhost:1", PYTHON, "-c")
+        done = run([*command, r"print('Stra\xdfe')"], PYTHONIOENCODING="latin-1")
+        assert done.returncode == 0, done.stdout
+        assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
+
+    def test_a_terminal_that_another_program_does_not_wait_for(self) -> None:
+        """What we both write to is non-blocking; nothing is lost."""
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        writer = record.Writer(writes, "utf-8")
+        writer.put("", "x" * 500_000)
+        time.sleep(0.5)
+        assert writer.waiting  # for the pipe, which is full
+        said = b""
+        while len(said) < 500_000:
+            said += os.read(reads, 1 << 16)
+        writer.close()
+        writer.thread.join()
+        os.close(reads)
+        os.close(writes)
+
     def test_a_terminal_that_is_closed_behind_make(self, tmp_path: Path) -> None:
         """Only the first process of its session hears of it, and as make does, waits for us."""
         script = (

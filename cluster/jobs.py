@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
-from cluster.record import ALIVE, FOLDER, birth, end, new_folder, write
+from cluster.record import ALIVE, FOLDER, birth, end, new_folder, place, write
 
 NOTE_SECONDS = 30  # for `launch` to write run.json, with the id of the process that it started
 STOPPED = "stopped before it ended"
@@ -53,7 +53,7 @@ def launch(arguments: argparse.Namespace) -> int:
     state = {
         "id": folder.name, "command": shlex.join(arguments.command), "ranks": len(members),
         "hosts": {member.host.name: member.host.slots for member in members}, "detached": True,
-        "launcher": os.uname().nodename, "stop_seconds": arguments.stop_seconds,
+        "launcher": place(), "stop_seconds": arguments.stop_seconds,
         "state": "waiting" if start else "starting", "pid": process.pid,
         "birth": birth(process.pid), "at": start.isoformat(" ", "minutes") if start else None,
         "began": datetime.datetime.now().isoformat(timespec="seconds"),
@@ -128,7 +128,7 @@ def runs() -> list[dict[str, Any]]:
     for file in sorted(FOLDER.glob("*/run.json")):
         try:
             state = json.loads(file.read_text())
-            here = state["launcher"] == os.uname().nodename
+            here = state["launcher"] == place()
             gone = here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]
             if gone:  # what it has noted in its last moment
                 state = json.loads(file.read_text())
@@ -247,7 +247,7 @@ def logs(arguments: argparse.Namespace) -> int:
 def stop(arguments: argparse.Namespace) -> int:
     """End a run on all its hosts; first it is asked for a checkpoint."""
     state = _named(arguments.run, alive=True)
-    if state["launcher"] != os.uname().nodename:
+    if state["launcher"] != place():
         raise Refusal(
             f"run {state['id']} was launched on {state['launcher']}: stop it there, "
             f"or, if that host is gone, rm -r {os.path.relpath(FOLDER)}/{state['id']}"

@@ -58,6 +58,13 @@ def new_folder() -> Path:
     raise AssertionError("unreachable")
 
 
+def place() -> str:
+    """Where process ids mean what they do here: this host, or a container that shares its name."""
+    space = os.readlink("/proc/self/ns/pid")
+    name = os.uname().nodename
+    return name if space == "pid:[4026531836]" else f"{name} {space}"  # the kernel's first
+
+
 def birth(pid: int) -> str | None:
     """When a process began, in clock ticks since boot: with it an id names one process for good.
 
@@ -156,7 +163,7 @@ class Record:
             "ranks": len(members),
             "detached": self._detached,
             "stop_seconds": stop_seconds,
-            "launcher": os.uname().nodename,
+            "launcher": place(),
             "pid": os.getpid(),
             "birth": birth(os.getpid()),
             "began": datetime.datetime.now().isoformat(timespec="seconds"),

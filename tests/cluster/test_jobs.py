@@ -24,7 +24,7 @@ from cluster import jobs, record, testbed
 from cluster.agent import SILENCE_SECONDS, Agent
 from cluster.horovodrun import AT_ONCE, GLOO_SECONDS, Job
 from cluster.hosts import Host, Refusal, ranks
-from cluster.record import birth, write
+from cluster.record import birth, place, write
 from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
 from tests.conftest import HOROVODRUN, ROOT, run
 
@@ -1180,7 +1180,7 @@ class TestDetached:
     def test_what_a_run_notes_in_its_last_moment_stays(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(), "birth": "1",
+        state = {"id": "x", "launcher": place(), "pid": os.getpid(), "birth": "1",
                  "state": "running", "detached": True, "began": "2026-01-01T00:00:00"}  # fmt: skip
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", state)
@@ -1197,7 +1197,7 @@ class TestDetached:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """By a `make status` beside it."""
-        state = {"id": "x", "launcher": os.uname().nodename, "pid": 1, "birth": "none",
+        state = {"id": "x", "launcher": place(), "pid": 1, "birth": "none",
                  "state": "waiting", "detached": True, "began": "2026-01-01T00:00:00"}  # fmt: skip
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", state | {"state": "lost"})
@@ -1207,7 +1207,7 @@ class TestDetached:
         assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "stopped"
 
     def test_a_run_of_another_user_or_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(),
+        state = {"id": "x", "launcher": place(), "pid": os.getpid(),
                  "birth": birth(os.getpid()), "state": "running", "detached": True}  # fmt: skip
 
         def denied(*_: int) -> None:
@@ -1219,6 +1219,24 @@ class TestDetached:
             jobs.stop(argparse.Namespace(run="x", kill=False))
         state["launcher"] = "node9"  # where the number is another process's
         with pytest.raises(Refusal, match="run x was launched on node9: stop it there"):
+            jobs.stop(argparse.Namespace(run="x", kill=False))
+
+    def test_a_run_of_another_container_is_not_lost(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """One with the name of this host, where its process has another number."""
+        monkeypatch.setattr(record, "FOLDER", tmp_path)
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        code = "from pathlib import Path; from cluster import record; "
+        code += f"record.Record(Path({str(tmp_path / 'x')!r}), [], ['true'], 8)"
+        (tmp_path / "x").mkdir()
+        there = ["unshare", "--pid", "--fork", "--mount-proc", PYTHON, "-c", code]
+        if run(there[:-2] + ["--version"]).returncode:
+            pytest.skip("unshare --pid needs root")
+        done = run(there)
+        assert done.returncode == 0, done.stdout
+        assert [state["state"] for state in jobs.runs()] == ["starting"]
+        with pytest.raises(Refusal, match=r"run x was launched on .*: stop it there"):
             jobs.stop(argparse.Namespace(run="x", kill=False))
 
     def test_what_is_refused_when_its_time_comes_is_told(
@@ -1299,7 +1317,7 @@ class TestDetached:
         """Not of one in another terminal; and what is no run is passed over."""
         monkeypatch.setattr(jobs, "FOLDER", tmp_path)
         common = {
-            "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
+            "launcher": place(), "pid": os.getpid(), "birth": birth(os.getpid()),
             "state": "running", "ranks": 2, "began": "2026-01-01T00:00:00",
         }  # fmt: skip
         for name, detached in (("1", True), ("2", False)):
@@ -1327,7 +1345,7 @@ class TestDetached:
         """All of them are shown, and the last ten of those that ended."""
         monkeypatch.setattr(jobs, "FOLDER", tmp_path)
         common = {
-            "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
+            "launcher": place(), "pid": os.getpid(), "birth": birth(os.getpid()),
             "detached": True, "began": "2026-01-01T00:00:00",
         }  # fmt: skip
         names = [f"{number:02}" for number in range(14)]

@@ -77,6 +77,19 @@ def birth(pid: int) -> str | None:
     return None if state in "ZX" else fields[18]
 
 
+def begun(
+    folder: Path, members: list[Rank], command: list[str], stop_seconds: float, pid: int
+) -> dict[str, Any]:
+    """The first state of a detached run that the process `pid` launches."""
+    return {
+        "id": folder.name, "command": shlex.join(command), "folder": os.getcwd(),
+        "hosts": {member.host.name: member.host.slots for member in members},
+        "ranks": len(members), "detached": True, "stop_seconds": stop_seconds,
+        "launcher": place(), "pid": pid, "birth": birth(pid),
+        "began": datetime.datetime.now().isoformat(timespec="seconds"), "state": "starting",
+    }  # fmt: skip
+
+
 class Writer:
     """Writes to a descriptor, in order, by a thread: who reads there may pause."""
 
@@ -155,20 +168,8 @@ class Record:
         self.folder = folder or new_folder()
         self.id = self.folder.name
         self._files: dict[int, IO[str]] = {}
-        self._state: dict[str, Any] = {
-            "id": self.id,
-            "command": shlex.join(command),
-            "folder": os.getcwd(),
-            "hosts": {host.name: host.slots for host in (m.host for m in members)},
-            "ranks": len(members),
-            "detached": self._detached,
-            "stop_seconds": stop_seconds,
-            "launcher": place(),
-            "pid": os.getpid(),
-            "birth": birth(os.getpid()),
-            "began": datetime.datetime.now().isoformat(timespec="seconds"),
-        }
-        self._state["state"] = "starting"
+        self._state = begun(self.folder, members, command, stop_seconds, os.getpid())
+        self._state["detached"] = self._detached
         try:
             write(self.folder, self._state)
         except OSError as error:

@@ -1311,6 +1311,21 @@ class TestDetached:
         monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it runs"))
         assert jobs.main() == 2 and "nothing is noted of this run" in capsys.readouterr().err
 
+    def test_what_is_noted_of_a_run_before_its_launcher_runs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same as the launcher itself notes."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(jobs, "quick", lambda _: None)
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=os.getpid()))
+        monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:2,node2:1", "true"])
+        assert jobs.main() == 0
+        (file,) = tmp_path.glob("logs/launches/*/run.json")
+        launched = json.loads(file.read_text())
+        record.Record(file.parent, ranks([Host("node1", 2), Host("node2", 1)]), ["true"], 8.0)
+        noted = json.loads(file.read_text())
+        assert noted | {"began": launched["began"]} == launched
+
     def test_logs_are_of_the_newest_whose_output_is_kept(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -49,9 +49,10 @@ else
   # nvidia-smi lists the parts of a GPU (MIG) below it, of which a process sees one.
   VISIBLE = listed=$${CUDA_VISIBLE_DEVICES-$$(seq -s, 99)}; echo "$$listed" | tr , '\n' | grep -c '^[^-]'
 ifndef NP
-  NP := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep ^GPU | head -n $$($(VISIBLE)) | wc -l)),1,2)
+  # Asked once, and not by who looks or stops: it takes seconds, or for ever where a driver hangs.
+  NP = $(eval NP := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep ^GPU | head -n $$($(VISIBLE)) | wc -l)),1,2))$(NP)
 endif
-  HOSTS := localhost:$(NP)
+  HOSTS = localhost:$(NP)
 endif
 endif
 

@@ -25,7 +25,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -128,9 +127,9 @@ class Agent:
             gpus = [gpu for gpu in range(count) if Path(f"/dev/nvidia{gpu}").exists()]
         for gpu in gpus:
             name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{place_of(str(gpu))}"
-            # Not through a link that somebody else has put there.
+            # Not TMPDIR, which others may not have; not through a link that somebody has put there.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            file = os.fdopen(os.open(Path(tempfile.gettempdir()) / name, flags, 0o600), "r+")
+            file = os.fdopen(os.open(Path("/tmp") / name, flags, 0o600), "r+")
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -429,7 +428,10 @@ def interface_towards(address: str) -> str:
         raise ValueError(f"no route to the launch host, {address}: {error.strerror}") from None
     names = [name for _, name in socket.if_nameindex() if address_of(name) == own]
     if not names:
-        raise ValueError(f"no network interface has the address {own}: give nic in HOSTFILE")
+        raise ValueError(
+            f"{own}, by which it reaches {address}, is the first address of no network interface: "
+            "give nic in HOSTFILE"
+        )
     return names[0]
 
 

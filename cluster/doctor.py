@@ -152,6 +152,9 @@ class Probe:
 
     def _why_silent(self, limit: float) -> tuple[str, str]:
         """What kept it from its answer, and what mends that."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.communicate(timeout=2)
+        end(self.process)  # what an ssh that has ended left behind may hold its stderr
         host, errors = self.host, self.process.communicate()[1]
         status = self.process.returncode
         if status == -signal.SIGKILL:  # ours
@@ -205,9 +208,14 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
 def _here(quick: bool) -> dict[str, Any]:
     """The same facts of this host, which the others are compared with."""
     request = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE, request], capture_output=True, text=True, input=""
-    )
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", PROBE, request],
+            capture_output=True, text=True, input="", timeout=ANSWER_SECONDS,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        why = f"this host says nothing of itself for {ANSWER_SECONDS} s: try nvidia-smi"
+        raise Refusal(why) from None
     if result.returncode:
         raise Refusal(f"this host cannot be looked at: {result.stderr.strip().splitlines()[-1]}")
     facts = json.loads(result.stdout.splitlines()[-1])
@@ -389,6 +397,8 @@ def main() -> int:
         output = json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
         output = f"{table(findings)}\n{'fit' if fit else 'not fit: mend what is marked FAIL'}"
+    if sys.stdout is not None:  # not closed, as by `>&-`
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         print(output, flush=True)
     except BrokenPipeError:  # make doctor | head

@@ -54,6 +54,8 @@ STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-
 END_SECONDS = 3  # from SIGTERM to SIGKILL
 # From outside: a rank that has lost others raises an error or aborts, and ends by none of these.
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+# Of a rank that was asked for a checkpoint: of runs/run.py, without a handler, as another ended.
+ASKED = (128 + signal.SIGUSR1, -signal.SIGUSR1, 128 + signal.SIGINT, -signal.SIGINT, os.EX_TEMPFAIL)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = signal.SIGUSR2  # behind one of them, from programs: nobody ignores it
 
@@ -79,6 +81,7 @@ class Job:
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
         self._cause: tuple[int, str] | None = None  # how telling, and what
+        self._unsaved = ""  # the first that failed when asked for a checkpoint
         self._left = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None
         self._status = 0
@@ -150,6 +153,8 @@ class Job:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             timeout: os.environ.get(timeout, str(GLOO_SECONDS + len(self.members))),
             "PYTHONUNBUFFERED": "1",
+            # As the agent reads it, whatever the locale; names of files may hold anything.
+            "PYTHONIOENCODING": "utf-8:surrogateescape",
             "HOROVOD_LAUNCHED": shlex.join(self._typed()),  # runs/run.py says how to go on
         }
         # The agent of this host inherits the rest.
@@ -228,7 +233,9 @@ class Job:
         elif "gone" in event:
             lost = {member.rank for member in connection.members} & self._running
             self._running -= lost
-            if lost:
+            if lost and host.is_here and event["gone"] < 0:  # else it is the end of an ssh
+                self._fail(3, f"{host.name}: its agent {_told(event['gone'])}", 1)
+            elif lost:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
 
@@ -253,6 +260,8 @@ class Job:
         that failed as it was gone."""
         if not self._ends():
             self._deadlines["end"] = time.monotonic() + GRACE_SECONDS
+        if self._signals and "kill" not in self._deadlines and code not in ASKED:
+            self._unsaved = self._unsaved or cause
         if self._deadlines.get("kill") is None and (self._cause is None or weight > self._cause[0]):
             self._cause = (weight, cause)
             self._status = 128 - code if code < 0 else code
@@ -308,6 +317,8 @@ class Job:
             weight, reason = self._cause
             if self._left and weight < 2:  # in a collective they waited for it
                 reason += f"; {self._left} ended without an error"
+            if self._unsaved:
+                reason += f", but {self._unsaved}: look whether there is a checkpoint"
             self.record.tell(reason)
         state = "done" if self._cause is None else "stopped" if self._signals else "failed"
         self.record.update(state=state, reason=reason, exit=self._status)

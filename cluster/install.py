@@ -14,6 +14,7 @@ brings it. For Python 3.10 to 3.13 on Linux x86-64; standard library only.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import platform
 import re
 import sys
@@ -131,7 +132,8 @@ def install_packages(
         verify(python, probe(python), mpi)
     except InstallError:
         # Not to be taken for done by the next call, nor by the next environment.
-        wheel.unlink()
+        with contextlib.suppress(OSError):  # another's, which this user may only read
+            wheel.unlink()
         run_logged(None, [python, "-m", "pip", "uninstall", "-y", "horovod"])
         raise
 

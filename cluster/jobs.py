@@ -15,7 +15,6 @@ import contextlib
 import datetime
 import json
 import os
-import shlex
 import shutil
 import signal
 import subprocess
@@ -27,7 +26,7 @@ from typing import Any, NoReturn
 from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
-from cluster.record import ALIVE, FOLDER, birth, end, new_folder, write
+from cluster.record import ALIVE, FOLDER, begun, birth, end, new_folder, place, write
 
 NOTE_SECONDS = 30  # for `launch` to write run.json, with the id of the process that it started
 STOPPED = "stopped before it ended"
@@ -50,14 +49,9 @@ def launch(arguments: argparse.Namespace) -> int:
         process = subprocess.Popen(
             run, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
         )
-    state = {
-        "id": folder.name, "command": shlex.join(arguments.command), "ranks": len(members),
-        "hosts": {member.host.name: member.host.slots for member in members}, "detached": True,
-        "launcher": os.uname().nodename, "stop_seconds": arguments.stop_seconds,
-        "state": "waiting" if start else "starting", "pid": process.pid,
-        "birth": birth(process.pid), "at": start.isoformat(" ", "minutes") if start else None,
-        "began": datetime.datetime.now().isoformat(timespec="seconds"),
-    }  # fmt: skip
+    state = begun(folder, members, arguments.command, arguments.stop_seconds, process.pid)
+    if start:
+        state |= {"state": "waiting", "at": start.isoformat(" ", "minutes")}
     try:
         write(folder, state)
     except OSError:  # a full disk
@@ -128,7 +122,7 @@ def runs() -> list[dict[str, Any]]:
     for file in sorted(FOLDER.glob("*/run.json")):
         try:
             state = json.loads(file.read_text())
-            here = state["launcher"] == os.uname().nodename
+            here = state["launcher"] == place()
             gone = here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]
             if gone:  # what it has noted in its last moment
                 state = json.loads(file.read_text())
@@ -247,7 +241,7 @@ def logs(arguments: argparse.Namespace) -> int:
 def stop(arguments: argparse.Namespace) -> int:
     """End a run on all its hosts; first it is asked for a checkpoint."""
     state = _named(arguments.run, alive=True)
-    if state["launcher"] != os.uname().nodename:
+    if state["launcher"] != place():
         raise Refusal(
             f"run {state['id']} was launched on {state['launcher']}: stop it there, "
             f"or, if that host is gone, rm -r {os.path.relpath(FOLDER)}/{state['id']}"

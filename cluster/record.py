@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import queue
+import select
 import shlex
 import shutil
 import signal
@@ -57,6 +58,13 @@ def new_folder() -> Path:
     raise AssertionError("unreachable")
 
 
+def place() -> str:
+    """Where process ids mean what they do here: this host, or a container that shares its name."""
+    space = os.readlink("/proc/self/ns/pid")
+    name = os.uname().nodename
+    return name if space == "pid:[4026531836]" else f"{name} {space}"  # the kernel's first
+
+
 def birth(pid: int) -> str | None:
     """When a process began, in clock ticks since boot: with it an id names one process for good.
 
@@ -67,6 +75,19 @@ def birth(pid: int) -> str | None:
     except OSError:
         return None
     return None if state in "ZX" else fields[18]
+
+
+def begun(
+    folder: Path, members: list[Rank], command: list[str], stop_seconds: float, pid: int
+) -> dict[str, Any]:
+    """The first state of a detached run that the process `pid` launches."""
+    return {
+        "id": folder.name, "command": shlex.join(command), "folder": os.getcwd(),
+        "hosts": {member.host.name: member.host.slots for member in members},
+        "ranks": len(members), "detached": True, "stop_seconds": stop_seconds,
+        "launcher": place(), "pid": pid, "birth": birth(pid),
+        "began": datetime.datetime.now().isoformat(timespec="seconds"), "state": "starting",
+    }  # fmt: skip
 
 
 class Writer:
@@ -115,6 +136,9 @@ class Writer:
                 try:
                     count = os.write(self._descriptor, data[: 1 << 16])
                     self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
+                except BlockingIOError:  # as another program has left what we both write to
+                    select.select([], [self._descriptor], [])
+                    continue
                 except OSError as error:  # who read it is gone: `| tee`, or the terminal, which
                     # tells only the first process of its session; that may be a make that waits.
                     if error.errno == errno.EIO and self._in_foreground:
@@ -144,20 +168,8 @@ class Record:
         self.folder = folder or new_folder()
         self.id = self.folder.name
         self._files: dict[int, IO[str]] = {}
-        self._state: dict[str, Any] = {
-            "id": self.id,
-            "command": shlex.join(command),
-            "folder": os.getcwd(),
-            "hosts": {host.name: host.slots for host in (m.host for m in members)},
-            "ranks": len(members),
-            "detached": self._detached,
-            "stop_seconds": stop_seconds,
-            "launcher": os.uname().nodename,
-            "pid": os.getpid(),
-            "birth": birth(os.getpid()),
-            "began": datetime.datetime.now().isoformat(timespec="seconds"),
-        }
-        self._state["state"] = "starting"
+        self._state = begun(self.folder, members, command, stop_seconds, os.getpid())
+        self._state["detached"] = self._detached
         try:
             write(self.folder, self._state)
         except OSError as error:

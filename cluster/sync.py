@@ -167,6 +167,7 @@ def _git(*words: str) -> str:
     """
     # Also of another user's checkout, as in a container; and not of a hook's repository.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
+    environment["LC_ALL"] = "C"  # else its messages are translated
     try:
         done = subprocess.run(
             ["git", "-c", "safe.directory=*", *words],
@@ -263,6 +264,9 @@ def _run(command: list[str], host: Host, seconds: float | None = None, stdin: st
             cause = rf"^(?:rsync.*(?:failed: |No space)|mkdir: |{holds}).*$"
             causes = re.findall(cause, done.stderr, re.MULTILINE)
             why = causes[0].strip() if causes else why
+            if "is your shell clean" in done.stderr:
+                why = "its login shell prints, as by an echo in .bashrc, what rsync cannot read: "
+                why += f"ssh {host.destination} true must print nothing"
             if re.match(holds, why):
                 why += ": it is a folder there, with what .syncignore or .gitignore protects"
             if done.returncode == 11 and not causes:  # the receiver's words may get lost on the way

@@ -574,6 +574,20 @@ MUTATIONS = [
         "reader_who_pauses", "cluster/test_jobs", "cluster",
     ),
     Mutation(
+        "a stop whose checkpoint failed is like others", "horovodrun.py",
+        "if self._unsaved:", "if False:", "fails_at_a_stop", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "a run of another container with this host's name is lost", "record.py",
+        'return name if space == "pid:[4026531836]" else', "return name if space else",
+        "another_container", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
+        "what a terminal does not take at once is lost", "record.py",
+        "except BlockingIOError:", "except ZeroDivisionError:",
+        "does_not_wait_for", "cluster/test_jobs", "cluster",
+    ),
+    Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
         "self.unprepared.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
     ),

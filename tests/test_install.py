@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import subprocess
@@ -228,6 +229,28 @@ class TestMissing:
         monkeypatch.setattr(environment, "LOG", tmp_path / "log")
         with pytest.raises(InstallError, match=r"Python\.h .*apt-get install python3.99-dev"):
             wheel.fetch_headers(tmp_path, info(include=str(tmp_path), python="3.99.1"))
+
+    def test_a_wheel_that_fails_is_uninstalled_where_it_is_anothers(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It may only be read there; why it fails is told."""
+
+        class ReadOnly(type(Path())):  # type: ignore[misc]
+            def unlink(self, missing_ok: bool = False) -> None:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
+
+        def fails(*_: Any) -> None:
+            raise InstallError("an all-reduce between 2 processes failed")
+
+        ran: list[list[str]] = []
+        monkeypatch.setattr(install, "find_wheel", lambda *_: ReadOnly("/shared/horovod.whl"))
+        monkeypatch.setattr(install, "run_logged", lambda _, command: ran.append(command))
+        monkeypatch.setattr(install, "probe", lambda _: info())
+        monkeypatch.setattr(install, "verify", fails)
+        pins = {"torch": "2.11.0", "horovod": "0.28.1"}
+        with pytest.raises(InstallError, match="an all-reduce between 2 processes failed"):
+            install.install_packages("python", info(), pins, [], mpi=False)
+        assert ran[-1][-3:] == ["uninstall", "-y", "horovod"]
 
     def test_python(self) -> None:
         with pytest.raises(InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):

@@ -596,6 +596,9 @@ class TestMistakes:
         done = run([*command, "make", "-n", "hello"])
         assert f" -np {ranks} -H localhost:{ranks} " in done.stdout, done.stdout
         assert (tmp_path / "log").read_text().split() == ["asked"]  # it can take a second
+        for goal in ("stop", "help"):  # or hang
+            assert run([*command, "make", "-n", goal]).returncode == 0
+        assert (tmp_path / "log").read_text().split() == ["asked"]
 
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         make = ["make", "train", f"PYTHON={sys.executable}"]

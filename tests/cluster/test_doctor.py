@@ -454,6 +454,34 @@ def test_what_hangs_with_an_ssh_is_not_waited_for(
     assert not (tmp_path / "waited").exists()
 
 
+def test_what_an_ssh_leaves_behind_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may hold its stderr."""
+    refused = "echo 'ssh: connect to host h1 port 22: Connection refused' >&2; exit 255"
+    fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) >/dev/null & {refused}")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    probe = doctor.Probe(Host("h1", 1), "127.0.0.1", quick=True)
+    assert probe.trouble and probe.trouble.text == "no sshd listens there", probe.trouble
+    assert not (tmp_path / "waited").exists()
+
+
+def test_a_host_that_cannot_look_at_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a driver hangs."""
+    monkeypatch.setattr(doctor, "PROBE", "import time; time.sleep(20); print('{\"code\": {}}')")
+    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 1)
+    with pytest.raises(Refusal, match="this host says nothing of itself for 1 s"):
+        doctor._here(quick=True)
+
+
+def test_a_locale_without_its_letters() -> None:
+    code = "from cluster import doctor; from cluster.findings import Finding; "
+    code += "doctor.examine = lambda _: [Finding('ok', 'all-reduce', 'h1', 'latency 90 µs')]; "
+    code += "doctor.main()"
+    done = run([PYTHON, "-c", code, "-H", "localhost:1"], PYTHONIOENCODING="ascii")
+    assert done.returncode == 0 and "latency 90 ?s" in done.stdout, done.stdout
+
+
 def test_many_hosts_are_not_tried_in_all_pairs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

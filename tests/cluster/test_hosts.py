@@ -399,7 +399,8 @@ def test_one_host_under_two_names_is_refused() -> None:
 
 
 def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its number or its UUID it is the same one; a part of one (MIG) is one too."""
+    """By its number or its UUID it is the same one; a part of one (MIG) is one too. Whatever the
+    TMPDIR of a job is."""
     for bus, uuid in (("0000:c1:00.0", "GPU-b2"), ("0000:41:00.0", "GPU-a1")):
         (tmp_path / bus).mkdir()
         (tmp_path / bus / "information").write_text(f"Model: \t A\nGPU UUID: \t {uuid}\n")
@@ -409,15 +410,18 @@ def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.Mo
     ):  # fmt: skip
         assert agent.place_of(name, tmp_path) == place
     monkeypatch.setattr(agent.Path, "glob", lambda path, pattern: [path])  # there are some
-    monkeypatch.setattr(agent, "place_of", lambda gpu: f"of {gpu}")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(agent, "place_of", lambda gpu: f"of {gpu} of {os.getpid()}")  # no real one
     for visible, names in (("1,GPU-b2,MIG-a1", ["1", "GPU-b2"]), ("-1", []), ("", [])):
         first = agent.Agent()
         first._take_gpus({"run": "x", "gpus": None, "ranks": [0, 1]}, visible)
         assert len(first._locks) == len(names)
-        for name in names:
-            with pytest.raises(ValueError, match=f"GPU {name} is in use by run x"):
-                agent.Agent()._take_gpus({"run": "y", "gpus": None, "ranks": [0]}, name)
+        with monkeypatch.context() as other:
+            other.setattr(tempfile, "tempdir", str(tmp_path))
+            for name in names:
+                with pytest.raises(ValueError, match=f"GPU {name} is in use by run x"):
+                    agent.Agent()._take_gpus({"run": "y", "gpus": None, "ranks": [0]}, name)
+        for file in first._locks:
+            Path(f"/proc/self/fd/{file.fileno()}").resolve().unlink()
 
 
 def test_a_checkout_may_be_reached_by_a_link(
@@ -430,6 +434,15 @@ def test_a_checkout_may_be_reached_by_a_link(
     assert make("doctor") == "make doctor"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert make("doctor") == f"make doctor PYTHON={sys.executable}"
+
+
+def test_a_second_address_of_an_interface_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each the first is looked at."""
+    monkeypatch.setattr(agent, "own_address", lambda towards: "10.1.0.2")
+    monkeypatch.setattr(agent, "address_of", lambda interface: "10.0.0.2")
+    told = r"^10.1.0.2, by which it reaches 10.1.0.1, is the first address of no network interface"
+    with pytest.raises(ValueError, match=told):
+        agent.interface_towards("10.1.0.1")
 
 
 def test_a_host_without_a_route_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

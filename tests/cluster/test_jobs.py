@@ -24,7 +24,7 @@ from cluster import jobs, record, testbed
 from cluster.agent import SILENCE_SECONDS, Agent
 from cluster.horovodrun import AT_ONCE, GLOO_SECONDS, Job
 from cluster.hosts import Host, Refusal, ranks
-from cluster.record import birth, write
+from cluster.record import birth, place, write
 from tests.cluster.conftest import GREETING, NICS, PYTHON, fake_ssh, made
 from tests.conftest import HOROVODRUN, ROOT, run
 
@@ -541,13 +541,25 @@ class TestEnd:
         assert process.wait(timeout=30) == 1
         assert "h1: the connection to it was lost" in (tmp_path / "log").read_text()
 
-    def test_an_agent_is_killed(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
+    @pytest.mark.parametrize(
+        ("rank", "words"),
+        [
+            (0, "node1: its agent was killed by SIGKILL (out of memory? dmesg tells)"),
+            (1, "node2: the connection to it was lost"),
+        ],
+    )
+    def test_an_agent_is_killed(
+        self, hosts: list[testbed.Host], rank: int, words: str, tmp_path: Path
+    ) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)
-        agent = Path(f"/proc/{processes(SLEEP)[0]}/stat").read_text().rpartition(")")[2].split()[1]
-        os.kill(int(agent), signal.SIGKILL)
+        agent = next(
+            psutil.Process(int(pid)).ppid() for pid in processes(SLEEP)
+            if psutil.Process(int(pid)).environ()["HOROVOD_RANK"] == str(rank)
+        )  # fmt: skip
+        os.kill(agent, signal.SIGKILL)
         assert process.wait(timeout=60) == 1
-        assert "the connection to it was lost" in (tmp_path / "log").read_text()
+        assert words in (tmp_path / "log").read_text()
         assert not processes(SLEEP)
 
     def test_an_ssh_is_cut(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
@@ -744,6 +756,29 @@ class TestEnd:
         assert run(horovodrun("--record", str(tmp_path), *printing), **ascii_only).returncode == 0
         assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
 
+    def test_what_ranks_print_is_read_as_they_write_it(self, tmp_path: Path) -> None:
+        """Whatever the encoding of the launcher's own terminal."""
+        command = horovodrun("--record", str(tmp_path), "-H", "localhost:1", PYTHON, "-c")
+        done = run([*command, r"print('Stra\xdfe')"], PYTHONIOENCODING="latin-1")
+        assert done.returncode == 0, done.stdout
+        assert (tmp_path / "rank-0.log").read_text(encoding="utf-8") == "Straße\n"
+
+    def test_a_terminal_that_another_program_does_not_wait_for(self) -> None:
+        """What we both write to is non-blocking; nothing is lost."""
+        reads, writes = os.pipe()
+        os.set_blocking(writes, False)
+        writer = record.Writer(writes, "utf-8")
+        writer.put("", "x" * 500_000)
+        time.sleep(0.5)
+        assert writer.waiting  # for the pipe, which is full
+        said = b""
+        while len(said) < 500_000:
+            said += os.read(reads, 1 << 16)
+        writer.close()
+        writer.thread.join()
+        os.close(reads)
+        os.close(writes)
+
     def test_a_terminal_that_is_closed_behind_make(self, tmp_path: Path) -> None:
         """Only the first process of its session hears of it, and as make does, waits for us."""
         script = (
@@ -897,6 +932,25 @@ class TestEnd:
         assert process.wait(timeout=30) == 3
         told = (tmp_path / "log").read_text()
         assert told.endswith("horovodrun: rank 0 on localhost ended with exit code 3\n"), told
+
+    @pytest.mark.parametrize(
+        ("end", "words"),
+        [
+            ("exit 1", ", but rank 1 on localhost ended with exit code 1: look whether there is a "
+                       "checkpoint\n"),
+            ("exit 138", "\n"),  # with one, as by runs/run.py
+            ("exit 0", "\n"),
+        ],
+    )  # fmt: skip
+    def test_a_checkpoint_that_fails_at_a_stop(self, end: str, words: str, tmp_path: Path) -> None:
+        script = f"trap '[ $HOROVOD_RANK = 0 ] && exit 138; sleep .5; {end}' USR1; echo ready; "
+        script += "while :; do sleep .1; done"
+        command = horovodrun("-H", "localhost:2", "sh", "-c", script)
+        process = started(command, tmp_path / "log", 2)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 143
+        told = (tmp_path / "log").read_text()
+        assert told.endswith(f"horovodrun: stopped by SIGTERM{words}"), told
 
     @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e3", "soon"])
     def test_seconds_that_are_none_are_refused(self, text: str) -> None:
@@ -1126,7 +1180,7 @@ class TestDetached:
     def test_what_a_run_notes_in_its_last_moment_stays(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(), "birth": "1",
+        state = {"id": "x", "launcher": place(), "pid": os.getpid(), "birth": "1",
                  "state": "running", "detached": True, "began": "2026-01-01T00:00:00"}  # fmt: skip
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", state)
@@ -1143,7 +1197,7 @@ class TestDetached:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """By a `make status` beside it."""
-        state = {"id": "x", "launcher": os.uname().nodename, "pid": 1, "birth": "none",
+        state = {"id": "x", "launcher": place(), "pid": 1, "birth": "none",
                  "state": "waiting", "detached": True, "began": "2026-01-01T00:00:00"}  # fmt: skip
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", state | {"state": "lost"})
@@ -1153,7 +1207,7 @@ class TestDetached:
         assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "stopped"
 
     def test_a_run_of_another_user_or_host(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        state = {"id": "x", "launcher": os.uname().nodename, "pid": os.getpid(),
+        state = {"id": "x", "launcher": place(), "pid": os.getpid(),
                  "birth": birth(os.getpid()), "state": "running", "detached": True}  # fmt: skip
 
         def denied(*_: int) -> None:
@@ -1165,6 +1219,24 @@ class TestDetached:
             jobs.stop(argparse.Namespace(run="x", kill=False))
         state["launcher"] = "node9"  # where the number is another process's
         with pytest.raises(Refusal, match="run x was launched on node9: stop it there"):
+            jobs.stop(argparse.Namespace(run="x", kill=False))
+
+    def test_a_run_of_another_container_is_not_lost(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """One with the name of this host, where its process has another number."""
+        monkeypatch.setattr(record, "FOLDER", tmp_path)
+        monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+        code = "from pathlib import Path; from cluster import record; "
+        code += f"record.Record(Path({str(tmp_path / 'x')!r}), [], ['true'], 8)"
+        (tmp_path / "x").mkdir()
+        there = ["unshare", "--pid", "--fork", "--mount-proc", PYTHON, "-c", code]
+        if run(there[:-2] + ["--version"]).returncode:
+            pytest.skip("unshare --pid needs root")
+        done = run(there)
+        assert done.returncode == 0, done.stdout
+        assert [state["state"] for state in jobs.runs()] == ["starting"]
+        with pytest.raises(Refusal, match=r"run x was launched on .*: stop it there"):
             jobs.stop(argparse.Namespace(run="x", kill=False))
 
     def test_what_is_refused_when_its_time_comes_is_told(
@@ -1239,13 +1311,28 @@ class TestDetached:
         monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("it runs"))
         assert jobs.main() == 2 and "nothing is noted of this run" in capsys.readouterr().err
 
+    def test_what_is_noted_of_a_run_before_its_launcher_runs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The same as the launcher itself notes."""
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(jobs, "quick", lambda _: None)
+        monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=os.getpid()))
+        monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:2,node2:1", "true"])
+        assert jobs.main() == 0
+        (file,) = tmp_path.glob("logs/launches/*/run.json")
+        launched = json.loads(file.read_text())
+        record.Record(file.parent, ranks([Host("node1", 2), Host("node2", 1)]), ["true"], 8.0)
+        noted = json.loads(file.read_text())
+        assert noted | {"began": launched["began"]} == launched
+
     def test_logs_are_of_the_newest_whose_output_is_kept(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         """Not of one in another terminal; and what is no run is passed over."""
         monkeypatch.setattr(jobs, "FOLDER", tmp_path)
         common = {
-            "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
+            "launcher": place(), "pid": os.getpid(), "birth": birth(os.getpid()),
             "state": "running", "ranks": 2, "began": "2026-01-01T00:00:00",
         }  # fmt: skip
         for name, detached in (("1", True), ("2", False)):
@@ -1273,7 +1360,7 @@ class TestDetached:
         """All of them are shown, and the last ten of those that ended."""
         monkeypatch.setattr(jobs, "FOLDER", tmp_path)
         common = {
-            "launcher": os.uname().nodename, "pid": os.getpid(), "birth": birth(os.getpid()),
+            "launcher": place(), "pid": os.getpid(), "birth": birth(os.getpid()),
             "detached": True, "began": "2026-01-01T00:00:00",
         }  # fmt: skip
         names = [f"{number:02}" for number in range(14)]

@@ -184,6 +184,16 @@ def test_a_repository_that_git_cannot_read(tmp_path: Path, monkeypatch: pytest.M
         sync._known_to_git("--cached")
 
 
+def test_a_git_of_another_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says is looked at."""
+    told = "[ $LC_ALL = C ] && echo 'fatal: not a git repository' || echo 'Schwerwiegend: Kein'"
+    (tmp_path / "git").write_text(f"#!/bin/sh\n({told}) >&2; exit 128\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    assert sync._known_to_git("--cached") == set()
+
+
 def test_what_git_tracks_is_copied_whatever_is_ignored(
     on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:
@@ -252,6 +262,15 @@ def test_why_it_failed_is_told_where_rsync_does_not(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(Refusal, match="h1: cannot write there, as where a disk is full: ssh h1 df"):
         sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
+
+
+def test_a_greeting_that_disturbs_rsync_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, "echo Welcome to node1; exec cat >/dev/null")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(Refusal, match="h1: its login shell prints, .* ssh h1 true must print"):
+        sync._rsync(Host("h1", 1), ROOT, [], dry_run=True)
 
 
 @pytest.mark.parametrize(

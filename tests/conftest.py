@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from cluster.signals import interrupt_at_signals
 
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # each is shown a single one
     for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):
         os.environ.pop(name, None)
+    settings.register_profile("no deadline", deadline=None)  # an example may wait for the host
+    settings.load_profile("no deadline")
 
 
 @cache

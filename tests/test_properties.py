@@ -117,7 +117,6 @@ class TestBuckets:
         buckets.remove()
 
     @given(draw.lists(draw.lists(draw.booleans(), min_size=6, max_size=6), min_size=1, max_size=6))
-    @settings(deadline=None)
     def test_any_parameters_can_be_toggled(self, steps: list[list[bool]]) -> None:
         """With one rank the gradients are what backward alone gives, and of none that is frozen."""
         model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(6))

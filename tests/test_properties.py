@@ -145,6 +145,7 @@ def gathers(most_bytes: int) -> int:
     count = 0
     collectives.MOST_BYTES, usual = most_bytes, collectives.MOST_BYTES
 
+    # In ranks there is no pytest that would load the profile of conftest.py.
     @settings(max_examples=100, derandomize=True, database=None, deadline=None)
     @given(
         draw.sampled_from(DTYPES), SHAPES,

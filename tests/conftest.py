@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import settings
 
 from cluster.signals import interrupt_at_signals
 
@@ -41,6 +42,8 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # each is shown a single one
     for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):
         os.environ.pop(name, None)
+    settings.register_profile("no deadline", deadline=None)  # an example may wait for the host
+    settings.load_profile("no deadline")
 
 
 @cache
@@ -63,8 +66,13 @@ def run(
     try:
         output, _ = process.communicate(timeout=timeout)
     except BaseException:
-        os.killpg(process.pid, signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGTERM)
+        try:
+            output, _ = process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
         print(output)
         raise
     return subprocess.CompletedProcess(command, process.returncode, output)

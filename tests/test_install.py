@@ -18,8 +18,7 @@ import torch
 
 from cluster import environment, install, patches, wheel
 from cluster.environment import InstallError
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.conftest import ROOT
 
 
 def info(**changes: Any) -> dict[str, Any]:

@@ -117,7 +117,6 @@ class TestBuckets:
         buckets.remove()
 
     @given(draw.lists(draw.lists(draw.booleans(), min_size=6, max_size=6), min_size=1, max_size=6))
-    @settings(deadline=None)
     def test_any_parameters_can_be_toggled(self, steps: list[list[bool]]) -> None:
         """With one rank the gradients are what backward alone gives, and of none that is frozen."""
         model = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(6))
@@ -146,6 +145,7 @@ def gathers(most_bytes: int) -> int:
     count = 0
     collectives.MOST_BYTES, usual = most_bytes, collectives.MOST_BYTES
 
+    # In ranks there is no pytest that would load the profile of conftest.py.
     @settings(max_examples=100, derandomize=True, database=None, deadline=None)
     @given(
         draw.sampled_from(DTYPES), SHAPES,

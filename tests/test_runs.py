@@ -406,12 +406,18 @@ class Scores(LightningModule):
         return batch / 2
 
 
+class Logits(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch.unsqueeze(1).expand(-1, 2)
+
+
 @pytest.mark.parametrize(
     ("model", "head"),
     [
         (Labels, ["file,prediction,class", "9.png,1,dog", "0.png,0,cat", "1.png,1,dog"]),
         (Scores, ["file,prediction", "9.png,4.5", "0.png,0.0", "1.png,0.5"]),
         (Doubles, ["file", "9.png", "0.png", "1.png"]),
+        (Logits, ["file", "9.png", "0.png", "1.png"]),
     ],
 )
 def test_files_have_their_names_beside_the_predictions(

@@ -31,6 +31,7 @@ from torchmetrics import MeanMetric, MetricCollection, SumMetric
 from strategies import HorovodStrategy, buckets, ddp, environment
 from strategies.buckets import GradientBuckets
 from strategies.collectives import on_own_gpu
+from strategies.cores import usable_cores
 from strategies.drift import _first_apart
 from strategies.metrics import metrics_of, synchronize_metrics
 from strategies.reductions import adasum
@@ -77,6 +78,52 @@ def test_processes_of_another_launcher_are_refused(
         environment.initialize()
     monkeypatch.setenv("HOROVOD_SIZE", "1")  # of horovodrun within them
     environment.initialize()
+
+
+@pytest.mark.parametrize(
+    ("options", "sent"), [({}, 1.5), ({"compression": "fp16"}, 0.75), ({"op": "adasum"}, 2)]
+)
+def test_what_a_rank_of_four_sends(options: dict[str, Any], sent: float) -> None:
+    strategy: Any = HorovodStrategy(**options)
+    strategy.world = SimpleNamespace(size=4)
+    assert strategy.sent_bytes(1) == sent
+
+
+def test_adasum_on_three_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = SimpleNamespace(size=3)
+    monkeypatch.setattr("strategies.horovod.initialize", lambda *_, **__: world)
+    with pytest.raises(MisconfigurationException, match="a power of two of them, not 3"):
+        HorovodStrategy(op="adasum")
+
+
+def threads_of_a_rank() -> int:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("OMP_NUM_THREADS", raising=False)
+        torch.set_num_threads(7)  # what another strategy of this process chose does not count
+        HorovodStrategy()
+    return torch.get_num_threads()
+
+
+def test_the_ranks_of_a_host_share_its_cores(launch: Callable) -> None:
+    assert launch(threads_of_a_rank, 2) == [max(1, usable_cores() // 2)] * 2
+
+
+def test_a_training_on_cpus_keeps_freed_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless the user has chosen otherwise."""
+    for name in [name for name in os.environ if name.startswith("MALLOC_")]:
+        monkeypatch.delenv(name)
+    chosen: dict[int, int] = {}
+    glibc = SimpleNamespace(mallopt=chosen.__setitem__)
+    monkeypatch.setattr(environment, "ctypes", SimpleNamespace(CDLL=lambda _: glibc))
+    strategy = HorovodStrategy()
+    strategy.accelerator = CPUAccelerator()
+    strategy.parallel_devices = [torch.device("cpu")]
+    strategy.setup_environment()
+    assert chosen == {environment.M_MMAP_THRESHOLD: 2**25, environment.M_TRIM_THRESHOLD: 2**31 - 1}
+    chosen.clear()
+    monkeypatch.setenv("MALLOC_ARENA_MAX", "2")
+    strategy.setup_environment()
+    assert not chosen
 
 
 class Warm(Net):
@@ -402,13 +449,7 @@ class TestDevices:
         run.fit(Net(), batches)
         assert batches.pin_memory and not run.train_dataloader.pin_memory
 
-    def test_and_is_told_when_there_is_none(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        strategy = self.strategy(monkeypatch, 2, 2)
-        monkeypatch.setattr(hvd, "local_size", lambda: 3)
-        with pytest.raises(MisconfigurationException, match="3 ranks on .*, which has 2 GPUs"):
-            _ = strategy.root_device
-
-    def test_and_why_it_cannot_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_why_it_cannot_be_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Lightning and torch count GPUs that CUDA then cannot use."""
 
         def set_device(device: torch.device) -> None:

@@ -389,6 +389,64 @@ def test_cores_and_files_that_a_job_of_300_ranks_takes(
         assert [finding.level for finding in found].count("ok") == 3
 
 
+@pytest.mark.parametrize(
+    ("slots", "free", "used_by", "told"),
+    [
+        (2, 90, [], ("ok", "2 x NVIDIA T4, driver 580.1")),
+        (3, 90, [], ("FAIL", "3 slots and 2 GPUs: a process needs its own")),
+        (2, 89, [], ("warn", "GPU 1 has 89 of 100 MiB free")),
+        (1, 89, [], ("ok", "1 x NVIDIA T4, driver 580.1")),  # of the first GPU
+        (2, 90, [{"pid": 7, "gpu": 1, "uid": 5}], ("warn", "has processes of others: 7 of user 5")),
+    ],
+)
+def test_gpus_that_a_host_lends(
+    slots: int, free: int, used_by: list[dict[str, int]], told: tuple[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu = {"name": "NVIDIA T4", "driver": "580.1", "total": 100}
+    devices = [{**gpu, "index": 0, "free": 100}, {**gpu, "index": 1, "free": free}]
+    facts = {"gpus": {"devices": devices, "processes": used_by, "error": ""}}
+    (finding,) = findings.gpus(Host("node1", slots), facts)
+    assert finding.level == told[0] and told[1] in finding.text
+
+
+@pytest.mark.parametrize(
+    ("disk", "memory", "told"),
+    [
+        (1024, 1000, ["ok", "ok"]),
+        (1023, 1000, ["FAIL", "ok"]),
+        (1024, 999, ["ok", "FAIL"]),
+    ],
+)
+def test_disk_and_memory_that_two_ranks_take(disk: int, memory: int, told: list[str]) -> None:
+    facts = {"disk": {str(ROOT): disk}, "memory": memory, "gpus": {"devices": []}}
+    facts |= {"cores": 2, "files": 9999, "infiniband": False, "memlock": -1}
+    found = findings.room(Host("node1", 2), facts, 2)
+    assert [(finding.check, finding.level) for finding in found[:2]] == [
+        ("disk", told[0]), ("memory", told[1]),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("nic", "towards", "alone", "told"),
+    [
+        (None, "eth0", False, ("ok", "eth0 10.0.0.1")),
+        ("eth0", None, False, ("ok", "eth0 10.0.0.1")),
+        (None, None, False, ("FAIL", "no interface leads to this host; there are")),
+        ("ib7", "eth0", False, ("FAIL", "no interface ib7 with an address; there are")),
+        ("lo", "eth0", False, ("FAIL", "other hosts do not reach its lo; there are")),
+        ("lo", "eth0", True, ("ok", "lo 127.0.0.1")),
+    ],
+)
+def test_the_interface_to_other_hosts(
+    nic: str | None, towards: str | None, alone: bool, told: tuple[str, str]
+) -> None:
+    facts = {"interfaces": {"lo": "127.0.0.1", "eth0": "10.0.0.1"}, "towards": towards}
+    (finding,) = findings.interface(Host("node1", 1, nic=nic), facts, alone)
+    assert finding.level == told[0] and finding.text.startswith(told[1])
+
+
 def test_gpus_that_cuda_cannot_use_do_not_count() -> None:
     """Of an old driver torch.cuda.device_count() says how many it has."""
     old = "import torch; torch.cuda._device_count_nvml = lambda: 8"

@@ -69,6 +69,11 @@ class TestFile:
         assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == ["1", "7", None]
         assert [place.get("A") for place in places] == [None, None, "1"]
 
+    def test_a_variable_of_the_file_comes_before_ours(self, tmp_path: Path) -> None:
+        lent = "{slots: 1, gpus: [1], env: {CUDA_VISIBLE_DEVICES: 5}}"
+        (member,) = ranks(read(self.file(tmp_path, f"hosts: {{node1: {lent}}}")))
+        assert member.environment(1)["CUDA_VISIBLE_DEVICES"] == "5"
+
     def test_variables_are_as_they_are_written(self, tmp_path: Path) -> None:
         env = "{A: on, B: , C: 010, E: 1_000, F: 12:30, G: 'x y', H: 1.50}"
         (host,) = read(self.file(tmp_path, f"hosts: {{node1: {{slots: 1, env: {env}}}}}"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import errno
 import json
@@ -34,7 +35,8 @@ TELL = (
     "'local_size': hvd.local_size(), 'cross_size': hvd.cross_size(), 'cwd': os.getcwd(), "
     "'host': os.uname().nodename, 'environment': dict(os.environ)}))"
 )
-SLEEP = "import time; print('ready', flush=True); time.sleep(600)"
+# With our id: two suites on one machine must not take each other's ranks for their own.
+SLEEP = f"import time; print('ready', flush=True); time.sleep(600)  # of {os.getpid()}"
 HOSTS_24 = ",".join(f"h{number}" for number in range(1, 25))
 STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (10, 15)]; " + SLEEP
 
@@ -43,17 +45,21 @@ STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (10, 15)];
 def nothing_left() -> Iterator[None]:
     yield
     deadline = time.monotonic() + 5
-    while found := processes(SLEEP):
-        assert time.monotonic() < deadline, found
+    while found := sleepers():
+        if time.monotonic() > deadline:
+            for pid in found:  # else each test behind this one would be blamed for them
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            pytest.fail(f"left behind: {found}")
         time.sleep(0.1)
 
 
-def processes(text: str) -> list[str]:
-    """The ranks that run `text`, on all hosts: they are processes of this machine."""
+def sleepers() -> list[str]:
+    """The ranks that run SLEEP, on all hosts: they are processes of this machine."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         line = command_line(entry)
-        if line[1:2] == ["-c"] and line[2] in (text, STUBBORN):
+        if line[1:2] == ["-c"] and line[2] in (SLEEP, STUBBORN):
             found.append(entry.parent.name)
     return found
 
@@ -183,7 +189,7 @@ class TestStart:
                     assert token not in entry.read_bytes().decode(errors="replace")
                 except (FileNotFoundError, ProcessLookupError):
                     continue
-            ranks = processes(SLEEP)
+            ranks = sleepers()
             assert len(ranks) == 2
             for pid in ranks:
                 assert token not in Path(f"/proc/{pid}/environ").read_bytes().decode()
@@ -198,7 +204,7 @@ class TestStart:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)
         try:
-            environ = Path(f"/proc/{processes(SLEEP)[0]}/environ").read_bytes().decode()
+            environ = Path(f"/proc/{sleepers()[0]}/environ").read_bytes().decode()
             place = dict(word.partition("=")[::2] for word in environ.split("\0"))
             port = place["HOROVOD_GLOO_RENDEZVOUS_PORT"]
             put = (
@@ -397,7 +403,7 @@ class TestEnd:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)
         killed = next(
-            pid for pid in processes(SLEEP)
+            pid for pid in sleepers()
             if "HOROVOD_RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes().decode()
         )  # fmt: skip
         os.kill(int(killed), signal.SIGKILL)
@@ -418,7 +424,7 @@ class TestEnd:
             begun = time.monotonic()
             assert process.wait(timeout=60) == 1
             assert "node2 has not been heard for" in (tmp_path / "log").read_text()
-            while processes(SLEEP):  # those on node2 are ended by its own agent
+            while sleepers():  # those on node2 are ended by its own agent
                 assert time.monotonic() - begun < 60
                 time.sleep(0.2)
 
@@ -554,13 +560,13 @@ class TestEnd:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
         process = started(command, tmp_path / "log", 2)
         agent = next(
-            psutil.Process(int(pid)).ppid() for pid in processes(SLEEP)
+            psutil.Process(int(pid)).ppid() for pid in sleepers()
             if psutil.Process(int(pid)).environ()["HOROVOD_RANK"] == str(rank)
         )  # fmt: skip
         os.kill(agent, signal.SIGKILL)
         assert process.wait(timeout=60) == 1
         assert words in (tmp_path / "log").read_text()
-        assert not processes(SLEEP)
+        assert not sleepers()
 
     def test_an_ssh_is_cut(self, hosts: list[testbed.Host], tmp_path: Path) -> None:
         command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
@@ -980,7 +986,7 @@ class TestEnd:
         process.kill()
         process.wait(timeout=10)
         deadline = time.monotonic() + 15
-        while processes(SLEEP):
+        while sleepers():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert list(project.glob("logs/launches/*"))
@@ -1011,7 +1017,7 @@ class TestDetached:
 
     def ready(self, on: On, host: testbed.Host, cwd: Path, ranks: int) -> None:
         deadline = time.monotonic() + 60
-        while len(processes(SLEEP)) < ranks:
+        while len(sleepers()) < ranks:
             assert time.monotonic() < deadline
             time.sleep(0.1)
 
@@ -1267,6 +1273,7 @@ class TestDetached:
         became: list[list[str]] = []
         monkeypatch.setattr(jobs, "quick", other)
         monkeypatch.setattr(os, "execv", lambda _, line: became.append(line))
+        monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGTERM stays the suite's own
         write(tmp_path, {"state": "waiting"})
         asked = {"record": tmp_path, "np": None, "hosts": "node1,node2", "hostfile": ""}
         asked |= {"stop_seconds": 8, "command": ["true"], "at": "2001-01-01 02:00"}
@@ -1383,7 +1390,7 @@ class TestDetached:
         self.ready(on, hosts[0], project, 2)
         os.kill(self.state(on, hosts[0], project, run_id)["pid"], signal.SIGKILL)
         deadline = time.monotonic() + 15
-        while processes(SLEEP):
+        while sleepers():
             assert time.monotonic() < deadline
             time.sleep(0.1)
         assert self.state(on, hosts[0], project, run_id)["state"] == "lost"

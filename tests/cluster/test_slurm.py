@@ -205,6 +205,9 @@ def test_srun_alone_is_refused(slurm: tuple[testbed.Host, dict], project: Path) 
     done = run(host.command("srun", "-n2", f"--chdir={project}", *job), **environment)
     assert done.returncode != 0
     assert "error: srun started 2 processes, each of which would train alone" in done.stdout
+    # srun leaves rank 1 alone, which says the same later, with its name behind it.
+    told = [line for line in done.stdout.splitlines() if line.startswith("error: ")]
+    assert sum("(rank 1 on node1)" not in line for line in told) == 1, done.stdout
     assert "epoch" not in done.stdout and not [*project.glob("logs/**/runs/*")]
 
 

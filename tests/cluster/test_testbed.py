@@ -6,26 +6,17 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster import testbed
+from tests.cluster.conftest import PYTHON
 from tests.conftest import HOROVODRUN, ROOT, run
 
 if problem := testbed.missing():
     pytest.skip(f"no test hosts: {problem}", allow_module_level=True)
-
-PYTHON = sys.executable
-
-
-@pytest.fixture(scope="module")
-def hosts() -> Iterator[list[testbed.Host]]:
-    with testbed.Testbed(2) as made:
-        yield made
 
 
 def left(prefix: str) -> list[str]:
@@ -102,14 +93,11 @@ class TestHosts:
         assert subprocess.run(sleeping, capture_output=True).returncode == 1
 
 
-@pytest.mark.parametrize(
-    "strategy", [pytest.param("horovod", marks=pytest.mark.slow), "ddp"]
-)  # slow: test_jobs.py has the same with eight ranks
-def test_the_template_trains_across_hosts(
-    hosts: list[testbed.Host], strategy: str, tmp_path: Path
+def test_the_template_trains_across_hosts_under_ddp(
+    hosts: list[testbed.Host], tmp_path: Path
 ) -> None:
-    """One rank a host; each knows itself as the first of its host."""
-    overrides = [f"strategy={strategy}", "trainer.max_epochs=2", f"log_dir={tmp_path}"]
+    """One rank a host, each the first of its host. Horovod has test_jobs.py."""
+    overrides = ["strategy=ddp", "trainer.max_epochs=2", f"log_dir={tmp_path}"]
     command = [HOROVODRUN, "-np", "2", "-H", "node1:1,node2:1", PYTHON, "template.py"]
     done = run(hosts[0].command(*command, *overrides))
     assert done.returncode == 0, done.stdout

@@ -162,7 +162,7 @@ MUTATIONS = [
     Mutation(
         "a second request to stop ends the run at once", "horovodrun.py",
         "if number == AT_ONCE or (self._signals > 1 and number == signal.SIGINT):",
-        "if self._signals > 1:", "another_stop", "cluster/test_jobs", "cluster",
+        "if self._signals > 1:", "another_stop", "cluster/test_detached", "cluster",
     ),
     Mutation(
         "buffers stay apart though asked for", "horovod.py",
@@ -500,7 +500,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks have as few files as a login starts with", "agent.py",
-        "        allow_files()\n", "", "files_as_may_be_open", "cluster/test_jobs", "cluster",
+        "        allow_files()\n", "", "files_as_may_be_open", "cluster/test_starting", "cluster",
     ),
     Mutation(
         "a path is split at its blanks on other hosts", "sync.py",
@@ -508,7 +508,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what a rank leaves behind is read to its end", "agent.py",
-        "while left >= 0 and", "while", "ends_that_are_rare", "cluster/test_jobs", "cluster",
+        "while left >= 0 and", "while", "ends_that_are_rare", "cluster/test_ending", "cluster",
     ),
     Mutation(
         "tokens are forwarded", "forwarding.py",
@@ -523,32 +523,32 @@ MUTATIONS = [
     Mutation(
         "an agent outlives its launcher", "agent.py",
         "            self._end_all(3)\n            os._exit(1)", "            time.sleep(600)",
-        "host_is_cut_off", "cluster/test_jobs", "cluster",
+        "host_is_cut_off", "cluster/test_ending", "cluster",
     ),
     Mutation(
         "ranks outlive their agent", "agent.py",
         "PRCTL(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)", "pass",
-        "agent_is_killed", "cluster/test_jobs", "cluster",
+        "agent_is_killed", "cluster/test_ending", "cluster",
     ),
     Mutation(
         "nobody listens for signs of life", "horovodrun.py",
         "if silent > self._silence and", "if False and",
-        "host_is_cut_off", "cluster/test_jobs", "cluster",
+        "host_is_cut_off", "cluster/test_ending", "cluster",
     ),
     Mutation(
         "a launcher that was suspended takes all hosts for dead", "horovodrun.py",
         "if now - self._stepped > STOPPED_SECONDS:", "if False:",
-        "is_suspended", "cluster/test_jobs", "cluster",
+        "is_suspended", "cluster/test_ending", "cluster",
     ),
     Mutation(
         "an agent that is asked to end just ends", "agent.py",
         "signal.signal(signal.SIGTERM, self._ask_to_stop)", "pass",
-        "asks_for_a_checkpoint", "cluster/test_jobs", "cluster",
+        "asks_for_a_checkpoint", "cluster/test_stopping", "cluster",
     ),
     Mutation(
         "what another launcher has left goes to other hosts", "horovodrun.py",
         "forwarded(dict(os.environ)) | ours", "ours | forwarded(dict(os.environ))",
-        "what_the_launcher_says", "cluster/test_jobs", "cluster",
+        "what_the_launcher_says", "cluster/test_starting", "cluster",
     ),
     Mutation(
         "the GPUs of a host are not tried together", "doctor.py",
@@ -561,31 +561,32 @@ MUTATIONS = [
     ),
     Mutation(
         "nobody is asked for a checkpoint", "horovodrun.py",
-        'connection.send(signal="SIGUSR1")', "pass", "nobody_reads", "cluster/test_jobs", "cluster",
+        'connection.send(signal="SIGUSR1")', "pass", "nobody_reads",
+        "cluster/test_stopping", "cluster",
     ),
     Mutation(
         "a reader who pauses keeps ranks from their checkpoint", "horovodrun.py",
         "self.record.hurries = self._ends()", "pass",
-        "reader_who_pauses", "cluster/test_jobs", "cluster",
+        "reader_who_pauses", "cluster/test_printing", "cluster",
     ),
     Mutation(
         "what a reader who pauses has not read fills the memory", "horovodrun.py",
         "if connection.holds != behind:", "if False:",
-        "reader_who_pauses", "cluster/test_jobs", "cluster",
+        "reader_who_pauses", "cluster/test_printing", "cluster",
     ),
     Mutation(
         "a stop whose checkpoint failed is like others", "horovodrun.py",
-        "if self._unsaved:", "if False:", "fails_at_a_stop", "cluster/test_jobs", "cluster",
+        "if self._unsaved:", "if False:", "fails_at_a_stop", "cluster/test_stopping", "cluster",
     ),
     Mutation(
         "a run of another container with this host's name is lost", "record.py",
         'return name if space == "pid:[4026531836]" else', "return name if space else",
-        "another_container", "cluster/test_jobs", "cluster",
+        "another_container", "cluster/test_record", "cluster",
     ),
     Mutation(
         "what a terminal does not take at once is lost", "record.py",
         "except BlockingIOError:", "except ZeroDivisionError:",
-        "does_not_wait_for", "cluster/test_jobs", "cluster",
+        "does_not_wait_for", "cluster/test_printing", "cluster",
     ),
     Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
@@ -642,7 +643,7 @@ MUTATIONS = [
     Mutation(
         "a stop writes nothing", "stopping.py",
         "trainer.save_checkpoint(self.checkpoint)", "pass",
-        "stop_leaves", "cluster/test_jobs", "runs",
+        "stop_leaves", "cluster/test_detached", "runs",
     ),
     Mutation(
         "each rank tells the error of all", "refusal.py",
@@ -662,15 +663,16 @@ MUTATIONS = [
     Mutation(
         "a stop in the last evaluation is passed over", "stopping.py",
         "self._stop_if_asked(trainer, 0)", "pass",
-        "last_evaluation", "test_runs", "runs",
+        "last_evaluation", "runs/test_stopping", "runs",
     ),
     Mutation(
         "what was best before a resume is forgotten", "resuming.py",
-        'state["dirpath"] = self.dirpath', "pass", "best_of_before", "test_runs", "runs",
+        'state["dirpath"] = self.dirpath', "pass", "best_of_before", "runs/test_resuming", "runs",
     ),
     Mutation(
         "averaged weights are not those that are tested", "resuming.py",
-        '"current_model_state" in checkpoint and', "False and", "averaged_weights", "test_runs",
+        '"current_model_state" in checkpoint and', "False and", "averaged_weights",
+        "runs/test_monitoring",
         "runs",
     ),
     Mutation(

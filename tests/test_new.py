@@ -64,7 +64,7 @@ def test_it_works(copy: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_its_tests_pass(copy: Path) -> None:
     tests = ["tests/test_config.py", "tests/test_conf.py", "tests/test_readme.py"]
-    tests += ["tests/test_scaling.py"]
+    tests += ["tests/test_scaling_report.py"]
     cheap = "test_config or begins_with or can_be_made or exist or short or links or newest"
     done = run([sys.executable, "-m", "pytest", *tests, "-k", cheap], cwd=copy)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout

@@ -96,7 +96,7 @@ class TestHosts:
 def test_the_template_trains_across_hosts_under_ddp(
     hosts: list[testbed.Host], tmp_path: Path
 ) -> None:
-    """One rank a host, each the first of its host. Horovod has test_jobs.py."""
+    """One rank a host, each the first of its host. Horovod has test_starting.py."""
     overrides = ["strategy=ddp", "trainer.max_epochs=2", f"log_dir={tmp_path}"]
     command = [HOROVODRUN, "-np", "2", "-H", "node1:1,node2:1", PYTHON, "template.py"]
     done = run(hosts[0].command(*command, *overrides))

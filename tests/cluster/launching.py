@@ -1,0 +1,71 @@
+"""Jobs of tests: what starts them, what their ranks say, and that none is left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.conftest import PYTHON
+from tests.conftest import ROOT
+
+# With our id: two suites on one machine must not take each other's ranks for their own.
+SLEEP = f"import time; print('ready', flush=True); time.sleep(600)  # of {os.getpid()}"
+
+
+STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (10, 15)]; " + SLEEP
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 5
+    while found := sleepers():
+        if time.monotonic() > deadline:
+            for pid in found:  # else each test behind this one would be blamed for them
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            pytest.fail(f"left behind: {found}")
+        time.sleep(0.1)
+
+
+def sleepers() -> list[str]:
+    """The ranks that run SLEEP, on all hosts: they are processes of this machine."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        line = command_line(entry)
+        if line[1:2] == ["-c"] and line[2] in (SLEEP, STUBBORN):
+            found.append(entry.parent.name)
+    return found
+
+
+def command_line(entry: Path) -> list[str]:
+    """Of a command line; none of a process that has ended."""
+    try:
+        return entry.read_bytes().decode(errors="replace").split("\0")[:-1]
+    except OSError:
+        return []
+
+
+def horovodrun(*arguments: str) -> list[str]:
+    return [PYTHON, "-m", "cluster.horovodrun", *arguments]
+
+
+def started(command: list[str], log: Path, ranks: int, **environment: str) -> subprocess.Popen:
+    """The launcher, once all ranks of SLEEP run."""
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+    deadline = time.monotonic() + 60
+    while log.read_text().count("ready") < ranks:
+        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+    return process

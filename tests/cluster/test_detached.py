@@ -1,0 +1,220 @@
+"""make launch, status, logs and stop, on hosts."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from cluster import jobs, testbed
+from cluster.record import birth
+from tests.cluster.conftest import PYTHON
+from tests.cluster.launching import SLEEP, horovodrun, nothing_left, sleepers  # noqa: F401
+from tests.conftest import run
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for the signal (proc(5))."""
+    status = dict(
+        line.split(":\t") for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return bool(int(status["SigCgt"], 16) >> (number - 1) & 1)
+
+
+On = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def state_of(on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
+    listed = json.loads(on(host, "cluster.jobs", "status", "--json", cwd=cwd).stdout)
+    return next(state for state in listed if state["id"] == run_id)
+
+
+def launched(on: On, host: testbed.Host, cwd: Path, *arguments: str) -> str:
+    done = on(host, "cluster.jobs", "launch", *arguments, cwd=cwd)
+    assert done.returncode == 0, done.stdout
+    return done.stdout.split()[1].rstrip(",")
+
+
+def ended(on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
+    deadline = time.monotonic() + 90
+    while (state := state_of(on, host, cwd, run_id))["state"] in ("starting", "running"):
+        assert time.monotonic() < deadline, state
+        time.sleep(0.3)
+    return state
+
+
+def until_ready(on: On, host: testbed.Host, cwd: Path, ranks: int) -> None:
+    deadline = time.monotonic() + 60
+    while len(sleepers()) < ranks:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_run_from_start_to_end(
+    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    train = [PYTHON, "template.py", "trainer.max_epochs=2"]
+    run_id = launched(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
+    state = ended(on, hosts[0], project, run_id)
+    assert state["state"] == "done", on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
+    assert state["ended"] >= state["began"]
+    printed = on(hosts[0], "cluster.jobs", "logs", "--follow", cwd=project).stdout
+    assert "ranks   2: 1 on node1, 1 on node2" in printed and "test/acc" in printed
+    listed = on(hosts[0], "cluster.jobs", "status", cwd=project).stdout
+    assert run_id in listed and "done" in listed and "node1:1,node2:1" in listed
+    assert on(hosts[0], "cluster.jobs", "stop", cwd=project).returncode == 2
+
+
+def test_a_failure_is_told(on: On, hosts: list[testbed.Host], project: Path) -> None:
+    fail = (
+        "import os, sys, time; rank = int(os.environ['HOROVOD_RANK']); print('bye'); "
+        "time.sleep(60 * (1 - rank)); sys.exit(3)"
+    )
+    run_id = launched(on, hosts[0], project, "-H", "node1:1,node2:1", PYTHON, "-c", fail)
+    state = ended(on, hosts[0], project, run_id)
+    assert (state["state"], state["exit"]) == ("failed", 3)
+    assert state["reason"] == "rank 1 on node2 ended with exit code 3"
+    listed = on(hosts[0], "cluster.jobs", "status", cwd=project).stdout
+    assert "sys.exit(3)" in listed and "(rank 1 on node2 ended with exit code 3)" in listed
+    assert "bye" in on(hosts[0], "cluster.jobs", "logs", "--rank", "1", cwd=project).stdout
+    wrong = on(hosts[0], "cluster.jobs", "logs", "--rank", "2", cwd=project)
+    assert wrong.returncode == 2 and "the run has ranks 0 to 1" in wrong.stdout
+
+
+def test_stop_leaves_a_checkpoint(
+    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    train = [PYTHON, "template.py", "trainer.max_epochs=100000", f"log_dir={tmp_path}"]
+    train.append("callbacks.early_stopping.patience=100000")
+    run_id = launched(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
+    deadline = time.monotonic() + 60
+    while "epoch 2" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout:
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
+    assert stopped.returncode == 0, stopped.stdout
+    assert state_of(on, hosts[0], project, run_id)["state"] == "stopped"
+    (checkpoint,) = tmp_path.glob("*/runs/*/checkpoints/stopped.ckpt")
+    again = [PYTHON, "template.py", f"ckpt_path={checkpoint}", "trainer.max_epochs=10"]
+    done = run(["env", "-C", str(project), *again, f"log_dir={tmp_path / 'again'}"])
+    assert done.returncode == 0, done.stdout
+
+
+def test_another_stop_asks_for_the_same(on: On, hosts: list[testbed.Host], project: Path) -> None:
+    """As of who has interrupted the first, or of two people; KILL=1 does not wait."""
+    script = "trap 'sleep 8; echo saved; exit' USR1; trap '' TERM; echo hi; "
+    script += "while :; do sleep .1; done"
+    for kill in ([], ["--kill"]):
+        job = ["--stop-seconds", "60", "-H", "node1:1", "sh", "-c", script]
+        launched(on, hosts[0], project, *job)
+        while "hi" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout.splitlines():
+            time.sleep(0.2)
+        first = [PYTHON, "-m", "cluster.jobs", "stop"]
+        stopping = subprocess.Popen(
+            hosts[0].command("env", "-C", str(project), *first),
+            stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert stopping.stdout is not None
+        assert "up to 60 s for a checkpoint" in stopping.stdout.readline()
+        time.sleep(1)
+        assert on(hosts[0], "cluster.jobs", "stop", *kill, cwd=project).returncode == 0
+        assert stopping.wait(timeout=20) == 0
+        logs = on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
+        assert ("saved" in logs) == (not kill), logs
+
+
+def test_gpus_in_use_are_refused(
+    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text("hosts: {node2: {slots: 1, gpus: [5]}}")
+    sleep = ["--hostfile", str(file), PYTHON, "-c", SLEEP]
+    first = on(hosts[0], "cluster.jobs", "launch", *sleep, cwd=project)
+    assert first.returncode == 2 and "GPU 5 of the host file is not there" in first.stdout
+    # Without those checks, as later: the time comes when another run has the GPU.
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)),
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    until_ready(on, hosts[0], project, 1)
+    (running,) = json.loads(on(hosts[0], "cluster.jobs", "status", "--json", cwd=project).stdout)
+    second = run(hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)))
+    assert second.returncode == 2
+    assert f"node2: GPU 5 is in use by run {running['id']}" in second.stdout
+    killed = on(hosts[0], "cluster.jobs", "stop", "--kill", cwd=project)
+    assert killed.returncode == 0, killed.stdout
+    assert process.wait(timeout=15) == 143
+
+
+def test_later(on: On, hosts: list[testbed.Host], project: Path) -> None:
+    line = ["-H", "node1:1", "true"]
+    run_id = launched(on, hosts[0], project, "--at", "2999-01-01 02:00", *line)
+    assert state_of(on, hosts[0], project, run_id)["state"] == "waiting"
+    stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
+    assert stopped.returncode == 0
+    state = state_of(on, hosts[0], project, run_id)
+    assert state["state"] == "stopped" and birth(state["pid"]) is None
+    assert state["ended"] >= state["began"]
+    zone = datetime.timezone(datetime.timedelta(hours=9))
+    there = datetime.datetime(2999, 1, 1, 2, tzinfo=zone)
+    assert jobs._start("2999-01-01T02:00+09:00") == there.astimezone().replace(tzinfo=None)
+    for at, words in (("25:00", "write a time as 02:00"), ("2001-01-01 02:00", "is past")):
+        done = on(hosts[0], "cluster.jobs", "launch", "--at", at, *line, cwd=project)
+        assert done.returncode == 2 and words in done.stdout
+
+
+def test_one_that_waits_notes_itself_that_it_was_stopped(
+    on: On, hosts: list[testbed.Host], project: Path
+) -> None:
+    """Else `make status` beside `make stop` may take it for lost."""
+    late = ["--at", "2999-01-01 02:00", "-H", "node1:1", "true"]
+    run_id = launched(on, hosts[0], project, *late)
+    pid = state_of(on, hosts[0], project, run_id)["pid"]
+    deadline = time.monotonic() + 30
+    while not catches(pid, signal.SIGTERM):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGTERM)
+    while birth(pid) is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert state_of(on, hosts[0], project, run_id)["state"] == "stopped"
+
+
+def test_what_is_refused_when_its_time_comes_is_told(
+    on: On, hosts: list[testbed.Host], project: Path
+) -> None:
+    done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1", cwd=project)
+    assert done.returncode == 2 and "the command is missing" in done.stdout
+    file = project / "hosts.yaml"
+    file.write_text("hosts: {node1: 1}")
+    soon = (datetime.datetime.now() + datetime.timedelta(seconds=8)).isoformat()
+    where = ["--at", soon, "--hostfile", str(file)]
+    run_id = launched(on, hosts[0], project, *where, "true")
+    file.unlink()
+    deadline = time.monotonic() + 60
+    while (state := state_of(on, hosts[0], project, run_id))["state"] == "waiting":
+        assert time.monotonic() < deadline
+        time.sleep(0.5)
+    assert state["state"] == "failed" and "No such file" in state["reason"], state
+
+
+def test_a_killed_launcher_is_told(on: On, hosts: list[testbed.Host], project: Path) -> None:
+    line = ["-H", "node1:1,node2:1", PYTHON, "-c", SLEEP]
+    run_id = launched(on, hosts[0], project, *line)
+    until_ready(on, hosts[0], project, 2)
+    os.kill(state_of(on, hosts[0], project, run_id)["pid"], signal.SIGKILL)
+    deadline = time.monotonic() + 15
+    while sleepers():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert state_of(on, hosts[0], project, run_id)["state"] == "lost"
+    # So it stands in its record too, for hosts that share it and do not know the launcher.
+    kept = json.loads((project / "logs" / "launches" / run_id / "run.json").read_text())
+    assert kept["state"] == "lost" and kept["began"] <= kept["ended"]

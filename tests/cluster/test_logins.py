@@ -1,0 +1,118 @@
+"""Logins by ssh: how many at a time, and what one that hangs, fails or talks does to a job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from cluster.horovodrun import AT_ONCE
+from tests.cluster.conftest import GREETING, PYTHON, fake_ssh
+from tests.cluster.launching import horovodrun
+from tests.conftest import ROOT, run
+
+HOSTS_24 = ",".join(f"h{number}" for number in range(1, 25))
+
+
+def test_few_hosts_are_connected_to_at_the_same_time(tmp_path: Path) -> None:
+    """sshd drops connections beyond 10 that have not logged in (MaxStartups)."""
+    counted = f"cd {tmp_path}; touch ssh.$$; ls ssh.* | wc -l >> counts; sleep 0.3; rm ssh.$$"
+    # The first that ends would end the job.
+    all_came = "until [ $(wc -l < counts) = 24 ]; do sleep 0.1; done"
+    fake_ssh(tmp_path, f"{counted}; echo hello; {all_came}; exit 255")
+    done = run(horovodrun("-H", HOSTS_24, "true"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    assert done.returncode == 1, done.stdout
+    counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
+    assert len(counts) == 24 and 1 < max(counts) <= 8, counts
+
+
+def test_the_order_is_the_first_that_a_host_hears() -> None:
+    """However long it takes to write it, while others get their signs of life."""
+    slow = (
+        "import sys, time, cluster.horovodrun as h; h.LIFE_SECONDS = 0.01; "
+        "was = h.Job._environment; "
+        "h.Job._environment = lambda *of: (time.sleep(0.5), was(*of))[1]; sys.exit(h.main())"
+    )
+    done = run([PYTHON, "-c", slow, "-H", "localhost:1", "echo", "hi"])
+    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:hi\n")
+
+
+def test_a_host_that_takes_no_order_keeps_nobody(tmp_path: Path) -> None:
+    """One that hangs in its login; the order does not fit into a pipe as it is made."""
+    fake_ssh(tmp_path, f"touch {tmp_path}/asked; exec sleep 600")
+    process = subprocess.Popen(
+        horovodrun("-H", "h1:1", "true", *12 * ["x" * 100_000]),
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+    )  # fmt: skip
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "asked").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        time.sleep(1)
+        process.terminate()
+        process.send_signal(AT_ONCE)
+        told = process.communicate(timeout=60)[0]
+    finally:
+        process.kill()
+        process.communicate()
+    assert "h1 does not answer" in told and process.returncode > 128, told
+
+
+def test_no_host_is_connected_to_once_it_ends(tmp_path: Path) -> None:
+    """By Ctrl-C while the first hosts hang in their logins, or by a host that fails."""
+    for failing, status in (("exec sleep 600", 130), ("sleep 1; exit 97", 1)):
+        fake_ssh(tmp_path, f"echo >> {tmp_path}/asked; {failing}")
+        process = subprocess.Popen(
+            horovodrun("-H", HOSTS_24, "true"),
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        )  # fmt: skip
+        deadline = time.monotonic() + 30
+        asked = tmp_path / "asked"
+        while not asked.exists() or asked.read_text().count("\n") < 8:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        for _ in range(2 if status == 130 else 0):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == status, said
+        assert asked.read_text().count("\n") < 24, said
+        asked.unlink()
+
+
+def test_a_login_shell_that_says_something(tmp_path: Path) -> None:
+    fake_ssh(tmp_path, GREETING + ' eval "$last"')
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run(horovodrun("-H", "h1", "echo", "here"), PATH=path)
+    assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n")
+
+
+def test_hosts_that_refuse_us_end_it(tmp_path: Path) -> None:
+    """At once, each of them: before our threads have started to listen."""
+    fake_ssh(tmp_path, "echo 'ssh: connect to host: Connection refused' >&2; exit 255")
+    names = ",".join(f"h{number}" for number in range(1, 17))
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    done = run(horovodrun("-H", names, "true"), timeout=60, PATH=path)
+    assert done.returncode == 1 and "no sshd listens there" in done.stdout, done.stdout
+    assert len(done.stdout.splitlines()) == 1, done.stdout
+
+
+def test_a_connection_that_is_lost_is_not_what_the_login_shell_said(tmp_path: Path) -> None:
+    fake_ssh(tmp_path, 'echo "mkdir: /opt/x: Permission denied" >&2; eval "$last"')
+    with open(tmp_path / "log", "w") as log:
+        process = subprocess.Popen(
+            horovodrun("-H", "h1:1", "sh", "-c", "echo ready; exec sleep 1000"),
+            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=ROOT,
+            stdout=log, stderr=log,
+        )  # fmt: skip
+    while "ready" not in (tmp_path / "log").read_text():
+        assert process.poll() is None, (tmp_path / "log").read_text()
+        time.sleep(0.1)
+    subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=True)
+    assert process.wait(timeout=30) == 1
+    assert "h1: the connection to it was lost" in (tmp_path / "log").read_text()

@@ -1,0 +1,250 @@
+"""A job across hosts starts, and each rank sees what it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from cluster import testbed
+from cluster.horovodrun import Job
+from cluster.hosts import Host, ranks
+from tests.cluster.conftest import NICS, PYTHON, made
+from tests.cluster.launching import SLEEP, horovodrun, nothing_left, sleepers, started  # noqa: F401
+from tests.conftest import HOROVODRUN, ROOT, run
+
+TELL = (
+    "import os, json, horovod.torch as hvd; hvd.init(); "
+    "print(json.dumps({'rank': hvd.rank(), 'size': hvd.size(), 'local_rank': hvd.local_rank(), "
+    "'local_size': hvd.local_size(), 'cross_size': hvd.cross_size(), 'cwd': os.getcwd(), "
+    "'host': os.uname().nodename, 'environment': dict(os.environ)}))"
+)
+
+
+def told(output: str) -> list[dict]:
+    """What the ranks that ran TELL say, by rank."""
+    lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]
+    return sorted((json.loads(line) for line in lines), key=lambda rank: rank["rank"])
+
+
+@pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_headline_command(hosts: list[testbed.Host], tmp_path: Path, slots: int) -> None:
+    """By plain horovodrun and by ours: the same numbers."""
+    job = [PYTHON, "template.py", "trainer.max_epochs=1", "data.batch_size=16"]
+    losses = []
+    for name, launcher in (("plain", [HOROVODRUN]), ("ours", horovodrun())):
+        folder = tmp_path / name
+        where = ["-np", str(2 * slots), "-H", f"node1:{slots},node2:{slots}"]
+        done = run(hosts[0].command(*launcher, *where, *job, f"log_dir={folder}"))
+        assert done.returncode == 0, done.stdout
+        (file,) = folder.glob("*/runs/*/summary.json")
+        summary = json.loads(file.read_text())
+        assert (summary["world_size"], summary["strategy"]) == (2 * slots, "horovod")
+        assert summary["hosts"] == {"node1": slots, "node2": slots}
+        losses.append(summary["metrics"]["test/loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
+def test_hosts_whose_interfaces_have_other_names(
+    odd_hosts: list[testbed.Host], strategy: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        f"hosts:\n  node1: {{slots: 1, nic: {NICS[0]}}}\n  node2: {{slots: 1, nic: {NICS[1]}}}"
+    )
+    job = [PYTHON, "template.py", "trainer.max_epochs=2", f"strategy={strategy}"]
+    command = horovodrun("--hostfile", str(file), *job, f"log_dir={tmp_path}")
+    done = run(odd_hosts[0].command(*command))
+    assert done.returncode == 0, done.stdout
+    assert f"ranks   2: 1 on node1, 1 on node2; strategy {strategy}" in done.stdout
+
+
+def test_each_rank_has_its_own(odd_hosts: list[testbed.Host], tmp_path: Path) -> None:
+    """GPU, interface, variables and place, before Horovod is initialized."""
+    file = tmp_path / "hosts.yaml"
+    file.write_text(
+        "hosts:\n  node1: {slots: 2, gpus: [1, 2], env: {COLOR: red}}\n"
+        f"  node2: {{slots: 2, gpus: [7, 1], nic: {NICS[1]}}}\n"
+    )
+    command = horovodrun("-np", "4", "--hostfile", str(file), PYTHON, "-c", TELL)
+    done = run(odd_hosts[0].command(*command), NCCL_DEBUG="WARN")
+    assert done.returncode == 0, done.stdout
+    ranks = told(done.stdout)
+    assert [rank["size"] for rank in ranks] == [4] * 4
+    assert [rank["local_rank"] for rank in ranks] == [0, 1, 0, 1]
+    assert [rank["host"] for rank in ranks] == ["node1", "node1", "node2", "node2"]
+    variables = [rank["environment"] for rank in ranks]
+    assert [of["CUDA_VISIBLE_DEVICES"] for of in variables] == ["1", "2", "7", "1"]
+    assert [of.get("COLOR") for of in variables] == ["red", "red", None, None]
+    assert {of["NCCL_DEBUG"] for of in variables} == {"WARN"}
+    nics = [NICS[0], NICS[0], NICS[1], NICS[1]]
+    for name in ("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"):
+        assert [of[name] for of in variables] == nics
+    assert [of["NCCL_SOCKET_IFNAME"] for of in variables] == [f"={nic}" for nic in nics]
+    assert {of["CUDA_DEVICE_ORDER"] for of in variables} == {"PCI_BUS_ID"}
+    assert {rank["cwd"] for rank in ranks} == {str(ROOT)}
+
+
+def test_as_many_files_as_may_be_open(hosts: list[testbed.Host]) -> None:
+    """Each rank has a connection to all others; a login has few files, and may have more."""
+    code = "import resource, horovod.torch as hvd; hvd.init(); print('may open', hvd.size(), "
+    code += "resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 18)"
+    sshd, files = hosts[1].sshd.pid, resource.RLIMIT_NOFILE
+    limits = resource.prlimit(sshd, files)
+    resource.prlimit(sshd, files, (18, limits[1]))
+    try:
+        command = horovodrun("-H", "node1:1,node2:3", PYTHON, "-c", code)
+        done = run(hosts[0].command("prlimit", "--nofile=18:", *command))
+    finally:
+        resource.prlimit(sshd, files, limits)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("may open 4 True") == 4
+
+
+def test_no_secret_leaves(hosts: list[testbed.Host], tmp_path: Path) -> None:
+    """A token of the launcher is in no command line on any host, in no file, in no rank."""
+    token = f"dummy-token-{os.getpid()}"
+    command = hosts[0].command(*horovodrun("-H", "node2:2", PYTHON, "-c", SLEEP))
+    process = started(command, tmp_path / "log", 2, MY_TOKEN=token, WANDB_API_KEY=token)
+    try:
+        for entry in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                assert token not in entry.read_bytes().decode(errors="replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+        ranks = sleepers()
+        assert len(ranks) == 2
+        for pid in ranks:
+            assert token not in Path(f"/proc/{pid}/environ").read_bytes().decode()
+        for file in [*(ROOT / "logs" / "launches").rglob("*"), tmp_path / "log"]:
+            assert not file.is_file() or token not in file.read_text()
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def test_the_rendezvous_is_the_jobs(hosts: list[testbed.Host], tmp_path: Path) -> None:
+    """On the interface towards the hosts only; a PUT without the secret is refused."""
+    command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
+    process = started(command, tmp_path / "log", 2)
+    try:
+        environ = Path(f"/proc/{sleepers()[0]}/environ").read_bytes().decode()
+        place = dict(word.partition("=")[::2] for word in environ.split("\0"))
+        port = place["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+        put = (
+            "import sys, http.client as h; c = h.HTTPConnection(*sys.argv[1:], timeout=5); "
+            "c.request('PUT', '/global/0', b'canary'); print(c.getresponse().status)"
+        )
+        outside = run(hosts[1].command(PYTHON, "-c", put, "10.77.0.1", port))
+        assert outside.stdout.strip() == "403"
+        elsewhere = run(hosts[0].command(PYTHON, "-c", put, "127.0.0.1", port))
+        assert "ConnectionRefusedError" in elsewhere.stdout
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+    assert "refused a request of 10.77.0.2" in (tmp_path / "log").read_text()
+
+
+def test_a_missing_folder_ends_the_job(project: Path, tmp_path: Path) -> None:
+    for hosts in made(2):
+        (tmp_path / "nothing").mkdir()
+        hosts[1].shows(tmp_path / "nothing", project.parent)
+        command = ["env", "-C", str(project), *horovodrun("-H", "node1,node2", "touch", "ran")]
+        done = run(hosts[0].command(*command))
+        assert done.returncode == 1
+        assert f"node2: there is no folder {project}: make sync HOSTS=node2" in done.stdout
+        assert not (Path.home() / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["-np", "5", "-H", "node1:2,node2:2", "true"], "NP=5 processes on 4 slots"),
+        (["-H", "node1:2,node1:2", "true"], "node1 is there twice"),
+        (["-H", "node9:2", "true"], "node9: no such host"),
+        (["-H", "node1:1,localhost:1", "true"], "localhost is node1: name it once, as node1:2"),
+        (["-H", "10.77.0.2,node2", "true"], "node2 is 10.77.0.2: name it once, as 10.77.0.2:2"),
+        (["-H", "node1", "--hostfile", "hosts.yaml", "true"], "give one of them"),
+    ],
+)
+def test_mistakes_are_one_line(hosts: list[testbed.Host], arguments: list[str], words: str) -> None:
+    done = run(hosts[0].command(*horovodrun(*arguments)))
+    assert done.returncode == 2 and words in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_what_else_ssh_is_configured_to(tmp_path: Path) -> None:
+    """A shared connection, a command and a tunnel of the user's own; jobs do not end together.
+
+    The first ssh would be the master, and the second go through it.
+    """
+    for hosts in made(2):
+        config = tmp_path / "config"
+        config.write_text(
+            run(hosts[0].command("cat", "/etc/ssh/ssh_config")).stdout
+            + f"  ControlMaster auto\n  ControlPath {tmp_path}/%n\n  RemoteCommand true\n"
+            + "  LocalForward 127.0.0.1:22220 127.0.0.1:22\n  ExitOnForwardFailure yes\n"
+        )
+        hosts[0].shows(config, Path("/etc/ssh/ssh_config"))
+        line = hosts[0].command(*horovodrun("-H", "node2", PYTHON, "-c", SLEEP))
+        first, second = (started(line, tmp_path / name, 1) for name in ("first", "second"))
+        first.terminate()
+        assert first.wait(timeout=30) == 143
+        time.sleep(1)
+        assert second.poll() is None, (tmp_path / "second").read_text()
+        second.terminate()
+        assert second.wait(timeout=30) == 143
+
+
+def test_the_folder_of_logs_stays(project: Path) -> None:
+    """Slurm opens its output there when a job begins, which may be later."""
+    (project / "logs").mkdir()
+    done = run([PYTHON, "-m", "cluster.horovodrun", "true"], cwd=project)
+    assert done.returncode == 0 and (project / "logs").is_dir(), done.stdout
+    assert not list(project.glob("logs/launches/*"))
+
+
+def test_logs_that_lead_nowhere_are_refused(project: Path) -> None:
+    """As a link to a scratch disk that is not there."""
+    (project / "logs").symlink_to("/nowhere/at/all")
+    for module in ("cluster.horovodrun", "cluster.jobs"):
+        line = [PYTHON, "-m", module, *["launch"] * (module == "cluster.jobs"), "true"]
+        done = run(line, cwd=project, timeout=20)
+        assert done.returncode == 2, done.stdout
+        assert done.stdout == "error: logs is a link to /nowhere/at/all: make that folder\n"
+
+
+def test_a_program_that_is_not_there(hosts: list[testbed.Host]) -> None:
+    done = run(hosts[0].command(*horovodrun("-H", "node1,node2", "nosuchprogram")))
+    assert done.returncode == 2 and "nosuchprogram: No such file" in done.stdout
+
+
+def test_what_the_launcher_says_of_horovod_goes_to_all_hosts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not what another launcher has left in the environment."""
+    monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
+    monkeypatch.setenv("NCCL_DEBUG", "INFO")
+    hosts = [Host("localhost", 1), Host("192.0.2.1", 1)]
+    job = Job(ranks(hosts), ["true"], SimpleNamespace(id="x"), 1.0)  # type: ignore[arg-type]
+    environments = [job._environment(host) for host in hosts]
+    assert [each["HOROVOD_CONTROLLER"] for each in environments] == ["gloo", "gloo"]
+    assert environments[1]["NCCL_DEBUG"] == "INFO"  # the agent here inherits it
+
+
+def test_an_interface_that_is_only_in_the_environment() -> None:
+    done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", TELL), HOROVOD_GLOO_IFACE="none0")
+    assert "localhost: HOROVOD_GLOO_IFACE=none0 in the environment: there are lo" in done.stdout
+    assert done.returncode != 0 and "SIGABRT" not in done.stdout
+
+
+@pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e3", "soon"])
+def test_seconds_that_are_none_are_refused(text: str) -> None:
+    done = run(horovodrun(f"--stop-seconds={text}", "true"))
+    assert done.returncode == 2 and f"STOP_SECONDS={text}: give seconds" in done.stdout

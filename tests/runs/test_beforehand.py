@@ -1,0 +1,162 @@
+"""What is refused before the first batch: shares, samplers, hyperparameters."""
+
+from __future__ import annotations
+
+import contextlib
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.callbacks import (
+    ModelCheckpoint,
+)
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers.utilities import _log_hyperparams
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+)
+
+from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, refuse_shares
+from runs.refusal import Refusal
+from runs.report import Report
+from tests.runs.trainings import Fails, Numbers, OneAtATime, Times
+
+
+class Validates(Numbers):
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(4))  # type: ignore[arg-type]
+
+
+def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
+    def refused(samples: int, batch: int, ranks: int) -> str:
+        trainer: Any = SimpleNamespace(world_size=ranks, limit_val_batches=1, limit_test_batches=1)
+        loader: DataLoader = DataLoader(range(samples), batch)  # type: ignore[arg-type]
+        try:
+            refuse_shares(trainer, Validates(), loader, test=True, choice="own")
+        except Refusal as refusal:
+            return str(refusal)
+        return ""
+
+    assert not refused(samples=4, batch=1, ranks=4)
+    assert not refused(samples=13, batch=4, ranks=4)  # the rank that has fewest begins anew
+    assert refused(samples=12, batch=4, ranks=4).startswith("data.batch_size=4: a rank's share is")
+    assert refused(samples=3, batch=1, ranks=4).startswith("data=own: 3 samples for 4 ranks; use")
+    validates = "data=own: 4 samples to validate on 5 ranks; use fewer ranks"
+    assert refused(samples=9, batch=1, ranks=5).startswith(validates)
+
+
+class OwnShare(IterableDataset):
+    def __len__(self) -> int:
+        return 3
+
+    def __iter__(self) -> Any:
+        return iter(torch.arange(3))
+
+
+def test_a_stream_may_tell_the_length_of_its_share() -> None:
+    trainer: Any = SimpleNamespace(world_size=4, limit_val_batches=0, limit_test_batches=0)
+    loader: DataLoader = DataLoader(OwnShare(), batch_size=2)
+    refuse_shares(trainer, Validates(), loader, test=False, choice="own")
+
+
+def test_batches_of_a_sampler_of_ones_own_have_no_size_to_refuse() -> None:
+    trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=0)
+    batches = BatchSampler(range(8), 4, drop_last=False)
+    loader: DataLoader = DataLoader(range(8), batch_sampler=batches)  # type: ignore[arg-type]
+    refuse_shares(trainer, Validates(), loader, test=False, choice="own")
+
+
+def test_a_plain_batch_sampler_that_lightning_would_take_apart_is_refused() -> None:
+    def check(loader: DataLoader, split: bool = True) -> None:
+        connector = SimpleNamespace(_requires_distributed_sampler=lambda _: split)
+        trainer: Any = SimpleNamespace(_data_connector=connector)
+        refuse_batch_sampler(trainer, loader, "own")
+
+    data: Any = range(8)
+    plain: DataLoader = DataLoader(data, batch_sampler=BatchSampler(data, 4, False))
+    with pytest.raises(Refusal, match="data=own: Lightning would make batches of one sample"):
+        check(plain)
+    check(plain, split=False)
+    check(DataLoader(data, batch_size=4))
+    check(DataLoader(data, batch_sampler=OwnBatches(data, 4, False)))
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+@pytest.mark.parametrize("whose", ["model", "data"])
+def test_objects_that_no_checkpoint_gives_back_are_refused(whose: str) -> None:
+    parts: dict[str, Any] = {"model": LightningModule(), "data": LightningDataModule()}
+    parts[whose].save_hyperparameters({"transform": partial(torch.add, 1)})
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
+    refuse_model(trainer, **parts, test=False, choice="own")  # keeps none
+    trainer.checkpoint_callbacks = [ModelCheckpoint()]
+    held = f"{type(parts[whose]).__name__}: .* hold transform \\(partial\\) and"
+    with pytest.raises(Refusal, match=held):
+        refuse_model(trainer, **parts, test=False, choice="own")
+
+
+def test_a_look_at_what_will_be_tested_leaves_the_training_set() -> None:
+    trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=1.0)
+    data = OneAtATime()
+    data.setup("fit")
+    refuse_shares(trainer, data, data.train_dataloader(), test=True, choice="own")
+    assert torch.equal(data.numbers, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "refused"),
+    [({"size": 1}, {"size": 1}, False), ({"size": 1}, {"other": 2}, False),
+     ({"size": 1}, {"size": 2}, True), ({"size": 1}, {"size": True}, True)],
+)  # fmt: skip
+def test_what_loggers_would_refuse_is_refused_before(
+    ours: dict[str, Any], theirs: dict[str, Any], refused: bool, tmp_path: Path
+) -> None:
+    model, data = Times(), LightningDataModule()
+    model.save_hyperparameters(ours)
+    data.save_hyperparameters(theirs)
+    trainer = Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    trainer.datamodule = data  # type: ignore[attr-defined]
+    outcomes: list[str] = []
+    for refuse in (_log_hyperparams, lambda trainer: refuse_clashes(trainer, model, data)):
+        with contextlib.suppress(RuntimeError, Refusal):
+            refuse(trainer)
+            outcomes.append("nothing")
+    assert outcomes == ([] if refused else ["nothing"] * 2)
+
+
+class NothingHeldOut(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(8), batch_size=2)
+
+    def val_dataloader(self) -> DataLoader:
+        return DataLoader(range(1), batch_size=2)
+
+    test_dataloader = val_dataloader
+
+
+def test_too_little_to_validate_or_test_is_told_before_training() -> None:
+    trainer = SimpleNamespace(
+        profiler=SimpleNamespace(dirpath=None), datamodule=NothingHeldOut(), world_size=2,
+        checkpoint_callbacks=[], limit_val_batches=1.0, limit_test_batches=1.0,
+        loggers=[],
+    )  # fmt: skip
+    report = Report(OmegaConf.create({"test": True}), {"data": "mine", "model": "mine"})
+    model = Fails("test")  # which has a test
+    with pytest.raises(Refusal, match="data=mine: 1 samples to validate on 2 ranks"):
+        report.setup(trainer, model, "fit")
+    trainer.limit_val_batches = 0
+    with pytest.raises(Refusal, match="data=mine: 1 samples to test on 2 ranks.* or test=false"):
+        report.setup(trainer, model, "fit")
+    trainer.limit_test_batches = 0
+    report.setup(trainer, model, "fit")
+    assert report.train_samples == 8

@@ -1,0 +1,197 @@
+"""Errors that the user can mend are told in a line; all others keep their traceback."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from horovod.common.exceptions import HorovodInternalError
+from omegaconf import OmegaConf
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.loops.optimization import automatic
+from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.nn.functional import cross_entropy
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    Sampler,
+    SequentialSampler,
+)
+
+from runs.mistakes import NO_LOSS, mistake, no_metric
+from runs.refusal import Refusal
+from runs.report import Report
+from runs.run import Run
+from tests.runs.trainings import IsValidated
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
+    text = "my images/003.png cannot be read: cannot identify image file"
+    of_worker = f"Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback:\n{text}"
+    assert mistake(RuntimeError(text), started) == text
+    worker = of_worker.replace(text, f"RuntimeError: {text}").replace("back:", "back (most):")
+    assert mistake(RuntimeError(worker), started) == text
+
+
+def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=50,
+        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+    )  # fmt: skip
+    ones: Any = DataLoader(torch.ones(13))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="val_check_interval") as caught:
+        trainer.fit(IsValidated(), ones, ones)
+    told = mistake(caught.value, started=True)
+    assert told and told.startswith("trainer.val_check_interval=50: a rank has 13 batches an epoch")
+
+
+def test_srun_gets_the_way_that_this_repository_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "srun started 2 processes, each of which would train alone as rank 0: start them with"
+    assert mistake(MisconfigurationException(text), started=False) == text
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    told = mistake(MisconfigurationException(text), started=False)
+    assert told and "alone: sbatch cluster/slurm/horovod.sbatch" in told
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS")
+    torchrun = MisconfigurationException(text.replace("srun", "torchrun"))
+    told = mistake(torchrun, started=False)
+    assert told and told.startswith("torchrun is for strategy=ddp, with trainer.devices=")
+
+
+class ForgetsItsHyperparameters(LightningModule):
+    def __init__(self, lr: float) -> None:
+        super().__init__()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
+
+
+def test_what_one_forgets_in_a_module_is_told() -> None:
+    with pytest.raises(KeyError) as caught:
+        ForgetsItsHyperparameters(0.1).configure_optimizers()
+    told = mistake(caught.value, started=False)
+    assert told and told.startswith(f"{__file__}, line ")
+    assert "the hyperparameters have no 'lr': call self.save_hyperparameters()" in told
+    with pytest.raises(KeyError) as other:
+        {}["lr"]
+    assert mistake(other.value, started=True) is None
+    with pytest.raises(RuntimeError) as cut:
+        torch.ones(1).sum().backward()
+    told = mistake(cut.value, started=True)
+    assert told and told.startswith("the loss has no gradient: leave out what cuts it off")
+    assert NO_LOSS in inspect.getsource(automatic)  # Lightning's, where it raises it
+    told = mistake(RuntimeError(f"Skipping the `training_step` {NO_LOSS}."), started=True)
+    assert told and told.startswith("training_step returned None: it has to return the loss")
+
+
+def test_a_loss_of_training_is_no_guess_for_one_of_validation() -> None:
+    lacks = "nothing is logged by this name; there are: "
+    told = no_metric("val/loss", ["train/loss"], {})
+    assert told == (
+        f'val/loss: {lacks}train/loss; self.log("val/loss", ..., sync_dist=True) in '
+        "validation_step does"
+    )
+    told = no_metric("val_loss", ["train/loss", "val/loss"], {})
+    assert told == f"val_loss: {lacks}train/loss, val/loss (did you mean val/loss?)"
+    told = no_metric("train_loss", ["train/loss"], {})
+    assert told == f"train_loss: {lacks}train/loss (did you mean train/loss?)"
+
+
+def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
+    with pytest.raises(IndexError) as caught:
+        cross_entropy(torch.zeros(1, 10), torch.tensor([11]))
+    told = mistake(caught.value, started=True)
+    assert told and told.startswith("a label is 11, for which the model has no output")
+    assert mistake(IndexError("list index out of range"), started=True) is None
+
+
+def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
+    with pytest.raises(ValueError, match="process group") as caught:
+        DistributedSampler(range(3))  # type: ignore[arg-type]
+    message = mistake(caught.value, started=False)
+    assert message and "DistributedSampler(data) asks torch.distributed for the ranks" in message
+    other = mistake(RuntimeError(str(caught.value)), started=False)
+    assert other is None
+
+
+def test_a_logger_without_its_service_is_told_in_one_line() -> None:
+    class UsageError(Exception):
+        pass
+
+    UsageError.__module__ = "wandb.errors.errors"  # as without `wandb login`
+    error = UsageError("No API key configured.\n Use `wandb login`")
+    assert mistake(error, started=False) == (
+        "logger=wandb: No API key configured. Use `wandb login`"
+    )
+    assert mistake(error, started=True) is None
+
+
+def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
+    for error in (ValueError("batch sizes differ"), FileNotFoundError("no such picture")):
+        assert mistake(error, started=True) is None  # its traceback says where
+        assert mistake(error, started=False) == f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
+    text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+    text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'
+    message = mistake(OSError(text), started=False)
+    assert message == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def test_the_traceback_of_a_mistake_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
+    run.report = Report(run.config, {})
+    mistake = Refusal("no such thing")
+    with pytest.raises(SystemExit, match="2"):
+        run.__exit__(Refusal, mistake, None)
+    assert capsys.readouterr().err == "error: no such thing\n"
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    run.__exit__(Refusal, mistake, None)  # which Python raises then
+    assert not capsys.readouterr().err
+
+
+def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed() -> None:
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
+    run.report = Report(run.config, {})
+    gloo = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:43750"
+    for error, status in (
+        (HorovodInternalError("peer closed"), os.EX_TEMPFAIL),
+        (HorovodInternalError("CUDA out of memory"), None),
+        (RuntimeError(gloo), os.EX_TEMPFAIL),
+        (RuntimeError("mine"), None),
+    ):
+        code = None
+        try:
+            run.__exit__(type(error), error, None)
+        except SystemExit as end:
+            code = end.code
+        assert code == status
+
+
+class Pairs(Sampler):
+    def __init__(self) -> None: ...
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [2, 3]])
+
+    def __len__(self) -> int:
+        return 2
+
+
+def test_a_batch_sampler_that_lightning_cannot_split_is_told() -> None:
+    loader: DataLoader = DataLoader(range(4), batch_sampler=Pairs())  # type: ignore[arg-type]
+    with pytest.raises(TypeError) as caught:
+        _get_dataloader_init_args_and_kwargs(loader, SequentialSampler(range(4)))
+    message = mistake(caught.value, started=False)
+    assert message and message.startswith("a batch_sampler is split over the ranks only if it is a")

@@ -1,0 +1,136 @@
+"""What watches a metric that nothing logs says so; averaged weights are those that are tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import (
+    EMAWeightAveraging,
+    StochasticWeightAveraging,
+)
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+)
+
+from runs import resuming
+from runs.config import CONF
+from runs.mistakes import mistake
+from runs.progress import Progress
+from runs.run import Run
+from runs.stopping import StopOnSignal
+from tests.runs.trainings import Loses, Times, train
+
+
+class TimesIsTested(Times):
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("test/weight", self.weight)
+
+
+def test_averaged_weights_are_tested(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[EMAWeightAveraging(decay=0.5), resuming.EvaluatesAverages()], max_epochs=1,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    ones, model = DataLoader(torch.ones(2)), TimesIsTested()  # type: ignore[arg-type]
+    trainer.fit(model, ones)  # steps to 0.9, where averaging begins, and to 0.8
+    trainer.test(model, ones, ckpt_path="best", verbose=False)
+    assert float(trainer.callback_metrics["test/weight"]) == pytest.approx(0.85)
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(model, ones, ckpt_path=trainer.checkpoint_callback.best_model_path)
+    assert float(model.weight.detach()) == pytest.approx(0.6875)  # goes on from 0.8
+
+
+@pytest.mark.parametrize(("stops", "tested"), [(False, "averaged.ckpt"), (True, None)])
+def test_the_average_of_swa_is_tested_once_it_is_made(
+    stops: bool, tested: str | None, tmp_path: Path
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    ones, model = DataLoader(torch.ones(2)), TimesIsTested()  # type: ignore[arg-type]
+    if stops:
+        model.on_train_epoch_end = lambda: setattr(trainer, "should_stop", True)  # type: ignore
+    trainer.fit(model, ones)
+    weight, file = float(model.weight.detach()), resuming.save_average(trainer)
+    assert (Path(file).name if file else None) == tested
+    if file:
+        trainer.test(model, ones, ckpt_path=file, verbose=False)
+        assert float(trainer.callback_metrics["test/weight"]) == weight
+        trainer.test(model, ones, ckpt_path="best", verbose=False)
+        assert float(trainer.callback_metrics["test/weight"]) < weight  # that of the last step
+
+
+def test_a_run_tests_the_average_rather_than_the_best(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
+        default_root_dir=tmp_path,
+    )  # fmt: skip
+    trainer.fit(TimesIsTested(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    run = Run.__new__(Run)
+    run.config = OmegaConf.create({"train": True})
+    assert Path(str(run.checkpoint(trainer))).name == "averaged.ckpt"
+
+
+def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) -> None:
+    """Else the average of SWA has no folder to go to, and the best is not tested."""
+    for keeps in ([], [resuming.ModelCheckpoint(tmp_path)]):
+        swa = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=4,
+            callbacks=[StopOnSignal("stopped.ckpt"), Progress(), swa, *keeps],
+        )  # fmt: skip
+        trainer.fit(Times(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+        assert trainer.checkpoint_callback is not None
+        assert resuming.keeping(trainer) is (keeps[0] if keeps else None)
+        assert bool(resuming.save_average(trainer)) == bool(keeps)
+
+
+def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:
+    stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing"):
+        train(tmp_path, stop)
+
+
+@pytest.mark.parametrize("first", ["early_stopping", "best_checkpoint"])
+def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
+    first: str, tmp_path: Path
+) -> None:
+    """Else each would end a run of its own, an epoch later."""
+    stop = resuming.EarlyStopping("val/los", check_on_train_epoch_end=False)
+    best = resuming.ModelCheckpoint(tmp_path, monitor="val/los")
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[stop, best] if first == "early_stopping" else [best], max_epochs=1,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises((RuntimeError, MisconfigurationException)) as error:
+        trainer.fit(Loses(3), ones, ones)
+    config = OmegaConf.load(CONF / "callbacks" / "default.yaml")
+    config.early_stopping.monitor = config.best_checkpoint.monitor = "val/los"
+    assert mistake(error.value, started=True, callbacks=config) == (
+        "callbacks.early_stopping.monitor=val/los callbacks.best_checkpoint.monitor=val/los: "
+        "nothing is logged by this name; there are: val/loss (did you mean val/loss?)"
+    )
+
+
+@pytest.mark.filterwarnings("error:nothing is validated")
+def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path) -> None:
+    stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[stop], max_epochs=2,
+        check_val_every_n_epoch=2,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(Loses(2, 1), ones, ones)
+    assert stop.best_score == 1

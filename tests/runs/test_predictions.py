@@ -1,0 +1,331 @@
+"""predict=true: what is written, in which order, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    Subset,
+)
+
+from runs.mistakes import BY_POSITION, mistake
+from runs.predictions import Predictions
+from runs.refusal import Refusal
+from strategies import HorovodStrategy
+from tests.runs.trainings import (
+    Numbers,
+    OneAtATime,
+    Stream,
+    Sums,
+    TrainsAndPredicts,
+    TrainsAndTests,
+)
+
+
+class Forward(LightningModule):
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch
+
+
+class Doubles(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"twice": 2 * batch, "both": (batch, -batch.unsqueeze(1))}
+
+
+class LeavesOneOut(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"twice": 2 * batch, "steps": batch[1:]}
+
+
+class Names(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"twice": 2 * batch, "names": [f"ü {number}" for number in batch.tolist()]}
+
+
+class NamesThree(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return ["a", "b", "c"]
+
+
+class NamesOnce(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"names": "cat"}
+
+
+def predict(model: LightningModule, data: LightningDataModule, folder: Path) -> Predictions:
+    predictions = Predictions()
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=folder, callbacks=[predictions],
+        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.predict(model, data, return_predictions=False)
+    return predictions
+
+
+def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) -> None:
+    written = predict(Doubles(), Numbers(), tmp_path)
+    predictions, numbers = torch.load(tmp_path / "predictions.pt"), torch.arange(7)
+    assert written.samples == 7 and list(predictions) == ["twice", "both"]
+    assert torch.equal(predictions["twice"], 2 * numbers)
+    assert torch.equal(predictions["both"][1], -numbers.unsqueeze(1))
+
+
+def predicted_by(model: LightningModule, folder: str) -> Any:
+    trainer = Trainer(
+        accelerator="cpu", strategy=HorovodStrategy(), logger=False, default_root_dir=folder,
+        callbacks=[Predictions()], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.predict(model, Numbers(), return_predictions=False)
+    trainer.strategy.barrier()
+    return torch.load(Path(folder) / "predictions.pt")
+
+
+def names_of_ranks(folder: str) -> Any:
+    return predicted_by(Names(), folder)
+
+
+def test_predictions_may_be_texts(launch: Callable, tmp_path: Path) -> None:
+    for predicted in launch(names_of_ranks, 2, folder=str(tmp_path)):
+        assert predicted["names"] == [f"ü {number}" for number in range(7)]
+        assert torch.equal(predicted["twice"], 2 * torch.arange(7))
+
+
+class Ragged(LightningModule):
+    """Samples as wide as the largest of their batch is high."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"wide": batch.unsqueeze(1).expand(-1, int(batch.max()) + 1), "twice": 2 * batch}
+
+
+def widths_of_ranks(folder: str) -> Any:
+    return predicted_by(Ragged(), folder)
+
+
+def test_predictions_may_be_of_several_shapes(launch: Callable, tmp_path: Path) -> None:
+    widths = {1: [3, 3, 3, 6, 6, 6, 7], 2: [5, 6, 5, 6, 5, 6, 7]}  # rank 0 has 0, 2, 4 and 6
+    for ranks, expected in widths.items():
+        (folder := tmp_path / str(ranks)).mkdir()
+        for predicted in launch(widths_of_ranks, ranks, folder=str(folder)):
+            assert [row.tolist() for row in predicted["wide"]] == [
+                [number] * width for number, width in enumerate(expected)
+            ]
+            assert torch.equal(predicted["twice"], 2 * torch.arange(7))
+
+
+class Shuffled(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(7), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+
+
+def test_predictions_are_in_the_order_of_the_data_set(tmp_path: Path) -> None:
+    predict(Doubles(), Shuffled(), tmp_path)
+    assert torch.load(tmp_path / "predictions.pt")["twice"].tolist() == [0, 2, 4, 6, 8, 10, 12]
+
+
+class OfFiles(LightningDataModule):
+    """Seven of ten files, of two classes."""
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(Subset(Files(), [9, 0, 1, 2, 3, 4, 5]), batch_size=3, shuffle=True)
+
+
+class Files(Dataset):
+    def __init__(self) -> None:
+        self.class_to_idx = {"cat": 0, "dog": 1}
+        self.samples = [(f"{number}.png", 0) for number in range(10)]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor(index)
+
+
+class Labels(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch % 2
+
+
+class Scores(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch / 2
+
+
+class Logits(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return batch.unsqueeze(1).expand(-1, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "head"),
+    [
+        (Labels, ["file,prediction,class", "9.png,1,dog", "0.png,0,cat", "1.png,1,dog"]),
+        (Scores, ["file,prediction", "9.png,4.5", "0.png,0.0", "1.png,0.5"]),
+        (Doubles, ["file", "9.png", "0.png", "1.png"]),
+        (Logits, ["file", "9.png", "0.png", "1.png"]),
+    ],
+)
+def test_files_have_their_names_beside_the_predictions(
+    model: type[LightningModule], head: list[str], tmp_path: Path
+) -> None:
+    assert predict(model(), OfFiles(), tmp_path).names_files
+    rows = (tmp_path / "predictions.csv").read_text().splitlines()
+    assert rows[:4] == head and len(rows) == 8
+    (tmp_path / "predictions.csv").unlink()
+    assert not predict(Doubles(), Numbers(), tmp_path).names_files
+    assert not (tmp_path / "predictions.csv").exists()
+
+
+class Changes(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return {"score": batch / 2} if batch_idx == 2 else {"label": batch}
+
+
+class Several(Numbers):
+    def predict_dataloader(self) -> Any:
+        return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]  # type: ignore[arg-type]
+
+
+class Streams(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(Stream(), batch_size=3)
+
+
+class StreamsItsTest(LightningDataModule):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(Stream(), batch_size=3)
+
+
+class OneByOne(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(7), batch_size=None)  # type: ignore[arg-type]
+
+
+class Endless(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(Squares(), batch_size=3, sampler=range(7))
+
+
+class Squares(Dataset):
+    def __getitem__(self, index: int) -> int:
+        return index**2
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Doubles, Several, "there are several loaders"),
+        (Doubles, Streams, "one DataLoader"),
+        (Sums, Numbers, r"predict_step returned shape \(\) for a batch of 3 samples"),
+        (Changes, Numbers, r"returned {'label': 'int64'} for a batch and {'score': 'float32'} for"),
+        (LeavesOneOut, Numbers, r"predict_step returned shape \(2,\) for a batch of 3 samples"),
+        (NamesOnce, Numbers, "predict_step returned 'cat' for a batch of 3 samples"),
+        (NamesThree, Numbers, r"returned \['a', 'b', 'c'\] for a batch of 1 samples"),
+    ],
+)
+def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
+        predict(model(), data(), tmp_path)
+    assert not (tmp_path / "predictions.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "message"),
+    [
+        (Forward, Numbers, "Forward has no predict_step"),
+        (Doubles, LightningDataModule, "has neither predict_dataloader nor test_dataloader"),
+        (Doubles, Streams, "one DataLoader with a data set of known length is needed"),
+        (Doubles, StreamsItsTest, "one DataLoader with a data set of known length is needed"),
+        (Doubles, Numbers, "7 samples to predict on 8 ranks; use fewer ranks, or more data"),
+        (Doubles, Several, "there are several loaders to predict: return one, as of a Concat"),
+        (Doubles, OneByOne, "one DataLoader with a data set of known length is needed"),
+        (Doubles, Endless, "one DataLoader with a data set of known length is needed"),
+    ],
+)
+def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
+    for stage in ("fit", "test"):  # also where nothing is trained
+        trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
+        with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
+            Predictions().setup(trainer, model(), stage)
+
+
+def test_a_sample_for_each_rank_is_enough_to_predict() -> None:
+    trainer: Any = SimpleNamespace(datamodule=Numbers(), world_size=7, limit_predict_batches=1.0)
+    Predictions().setup(trainer, Doubles(), "fit")
+
+
+class ByPosition(Numbers):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(self.numbers, 3)  # type: ignore[arg-type]
+
+
+def test_predictions_of_a_loader_that_lightning_cannot_make_are_refused_before_training() -> None:
+    trainer: Any = SimpleNamespace(datamodule=ByPosition(), world_size=2, limit_predict_batches=1.0)
+    with pytest.raises(MisconfigurationException, match=BY_POSITION):
+        Predictions().setup(trainer, Doubles(), "fit")
+
+
+def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
+        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    model, data = TrainsAndPredicts(), TrainsAndTests()
+    trainer.fit(model, data)
+    trainer.predict(model, data, return_predictions=False)
+    assert torch.load(tmp_path / "predictions.pt").tolist() == [0, 2, 4, 6, 8, 10, 12]
+
+
+class WithoutNames(Numbers):
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(torch.arange(7), 3)  # type: ignore[arg-type]
+
+
+def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException) as error:
+        predict(Doubles(), WithoutNames(), tmp_path)
+    message = mistake(error.value, started=True)
+    assert message and "write DataLoader(data, batch_size=...)" in message
+
+
+def test_a_look_at_what_will_be_predicted_leaves_the_training_set(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
+        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    trainer.fit(TrainsAndPredicts(), OneAtATime())
+    assert trainer.global_step == 4
+
+
+class PreparesForEach(TrainsAndTests):
+    """What it predicts is there after setup("predict") alone."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        if stage == "predict":
+            self.wanted = torch.arange(3)
+
+    def predict_dataloader(self) -> DataLoader:
+        return DataLoader(self.wanted)  # type: ignore[arg-type]
+
+
+def test_what_is_predicted_is_looked_at_when_it_is_set_up(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
+        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    model, data = TrainsAndPredicts(), PreparesForEach()
+    trainer.fit(model, data)
+    trainer.predict(model, data, return_predictions=False)
+    assert torch.load(tmp_path / "predictions.pt").tolist() == [0, 2, 4]

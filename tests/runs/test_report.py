@@ -1,0 +1,326 @@
+"""What a run tells of its speed, its data and what it did not do; in one process."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import (
+    ModelCheckpoint,
+)
+from pytorch_lightning.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+)
+
+from benchmarks import hardware
+from runs.anatomy import Anatomy
+from runs.predictions import Predictions
+from runs.ranks import gather_texts
+from runs.refusal import Refusal
+from runs.report import Report, _lr
+from runs.versions import commit
+from strategies import HorovodStrategy
+from tests.runs.trainings import Fails, IsValidated, Stream, Times, TimesTwo, TrainsAndTests, train
+
+
+@pytest.mark.parametrize("stage", ["validation", "test", "predict"])
+def test_what_was_done_before_a_failure_is_told(
+    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": {}, "ckpt_path": None, "train": True, "test": True, "run_dir": str(tmp_path)}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, default_root_dir=tmp_path, max_epochs=1,
+        callbacks=[report, Predictions()], enable_progress_bar=False, enable_checkpointing=False,
+    )  # fmt: skip
+    model, data = Fails(stage), TrainsAndTests()
+    data.val_dataloader = data.train_dataloader
+    with pytest.raises(Refusal, match=stage):
+        trainer.fit(model, data)
+        trainer.test(model, data, verbose=False)
+        trainer.predict(model, data, return_predictions=False)
+    file = tmp_path / "summary.json"
+    assert file.is_file() == (stage != "validation")
+    tested = stage == "predict"
+    assert ("test    test/loss 3\n" in capsys.readouterr().out) == tested
+    if file.is_file():
+        summary = json.loads(file.read_text())
+        assert summary["steps"] == 4 and summary["predictions"] is None
+        assert (summary["train_samples"], summary["drop_last"]) == (4, True)
+        assert summary["metrics"] == ({"test/loss": 3} if tested else {})
+
+
+def test_the_commit_in_a_summary_tells_of_files_that_differ(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runs.versions.ROOT", tmp_path)
+    file, me = tmp_path / "a.py", ["-c", "user.name=me", "-c", "user.email=me@here"]
+    file.touch()
+    for words in (["init", "-q"], ["add", "."], [*me, "commit", "-q", "-m", "first"]):
+        subprocess.run(["git", "-C", str(tmp_path), *words], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), *me, "tag", "-m", "of mine", "v1"], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", str(commit()))
+    file.write_text("changed")
+    assert re.fullmatch("[0-9a-f]{40}-dirty", str(commit()))
+    if os.geteuid() == 0:  # of another user, as in a container
+        for path in (tmp_path, tmp_path / ".git"):
+            os.chown(path, 12345, 12345)
+        assert re.fullmatch("[0-9a-f]{40}-dirty", str(commit()))
+        monkeypatch.setattr(hardware, "ROOT", tmp_path)
+        assert hardware._git("rev-parse", "HEAD")
+
+
+def texts_of_ranks(texts: list[list[str]]) -> list[list[str]]:
+    strategy = HorovodStrategy()
+    strategy.parallel_devices = [torch.device("cpu")]
+    return [gather_texts(strategy, each[strategy.global_rank]) for each in texts]
+
+
+def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:
+    texts = [["a host", "ü\nlonger"], ["", "one"], ["", ""]]
+    assert launch(texts_of_ranks, 2, texts=texts) == [texts, texts]
+
+
+@pytest.mark.parametrize(
+    ("loaders", "others", "told"),
+    [
+        (DataLoader(Stream()), 0, "Stream"),
+        (DataLoader(Stream()), 1, ""),
+        ({"a": DataLoader(Stream()), "b": [DataLoader(Stream())]}, 0, "Stream"),
+        (DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), 0, "list"),  # type: ignore[arg-type]
+        (DataLoader(range(4), sampler=RandomSampler(range(4))), 0, "BatchSampler"),  # type: ignore[arg-type]
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), 0, None),  # type: ignore[arg-type]
+        (
+            DataLoader(
+                range(4),  # type: ignore[arg-type]
+                batch_sampler=BatchSampler(DistributedSampler(range(4), 2, 0), 2, False),  # type: ignore[arg-type]
+            ),
+            0,
+            None,
+        ),
+        (range(4), 0, None),
+    ],
+)
+def test_ranks_that_train_on_the_same_batches_are_told(
+    loaders: Any, others: int, told: str | None,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Of what Lightning has not split over them; a second rank's batch is `others` larger."""
+    texts: list[str] = []
+    monkeypatch.setattr("runs.ranks.gather_texts", lambda _, text: texts.append(text) or texts)
+    trainer = SimpleNamespace(
+        world_size=2, is_global_zero=True, strategy=None, train_dataloader=loaders
+    )
+    for number in (0, others):
+        capsys.readouterr()
+        report = Report(OmegaConf.create({}), {"data": "mine"})
+        for _ in range(2):  # only the first batch is looked at
+            report.on_train_batch_end(trainer, None, None, [number + torch.arange(2), "a"], 0)
+    assert len(texts) == (0 if told is None else 2)
+    printed = capsys.readouterr().out
+    assert bool(printed) == bool(told)
+    assert (
+        not told
+        or f"warning data=mine: all 2 ranks were given the same first batch: {told} has" in printed
+    )
+
+
+def test_a_run_resumed_within_an_epoch_tells_its_own_time(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = ModelCheckpoint(tmp_path, "last", every_n_train_steps=8)
+    train(tmp_path / "first", saved)
+    capsys.readouterr()
+    began = time.monotonic()
+    report = train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
+    passed = time.monotonic() - began
+    assert report.samples == 4 and 0 < report.seconds < passed
+    (seconds,) = re.findall(r"epoch 1/1  ([\d.]+) s", capsys.readouterr().out)
+    assert float(seconds) <= passed + 0.1
+    with open(tmp_path / "second" / "metrics.csv") as file:
+        (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
+    assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+class TakesTime(Times):
+    """A second for a batch of training, a hundred for one of validation."""
+
+    now = 0.0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.now += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.now += 100
+
+
+def test_speed_is_of_training_alone_also_beside_validations_within_an_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ones = TakesTime(), DataLoader(torch.ones(5))  # type: ignore[arg-type]
+    monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: model.now))
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), val_check_interval=2, max_epochs=2,
+        callbacks=[report], enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False,
+    )  # fmt: skip
+    trainer.fit(model, ones, ones)
+    assert (report.samples, report.seconds) == (10, 10)
+
+
+@pytest.mark.parametrize(
+    "optimizers, accumulate, told",
+    [(1, 1, "20.0 ms: "), (1, 2, "30.0 ms a batch: "), (2, 1, "30.0 ms a batch: ")],
+)
+def test_where_a_batch_is_no_step_the_mean_of_batches_is_told(
+    optimizers: int, accumulate: int, told: str, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = {"data": {}, "ckpt_path": None, "run_dir": str(tmp_path), "train": True}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    anatomy = Anatomy(warmup=0)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[report, anatomy], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, max_epochs=2,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    model = Times() if optimizers == 1 else TimesTwo()
+    trainer.fit(model, DataLoader(torch.ones(6)))  # type: ignore[arg-type]
+    assert anatomy.found is not None
+    anatomy.found["step_ms"] |= {"median": 20.0, "mean": 30.0}
+    report.finish(trainer, None)
+    assert f"\nstep    {told}" in capsys.readouterr().out
+
+
+def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, logged = iter([0.0, 2.0]), list[Any]()
+    monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((metrics, step)))
+    loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=5))
+    trainer: Any = SimpleNamespace(world_size=4, loggers=[logger], fit_loop=loop)
+    report, nobody = Report(OmegaConf.create({}), {}), Any
+    report.on_train_epoch_start(trainer, nobody)
+    report.samples += 10  # of this rank
+    report.on_train_epoch_end(trainer, nobody)
+    assert logged == [({"samples_per_second": 20}, 4)]
+
+
+def test_a_run_that_is_done_says_that_it_trains_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "first", ModelCheckpoint(tmp_path, "last"))
+    assert "nothing was trained" not in capsys.readouterr().out
+    train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
+    output = capsys.readouterr().out
+    assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in output
+    assert "a larger trainer.max_epochs, or max_steps or max_time where that ended it" in output
+    train(tmp_path / "third", max_epochs=0, model=IsValidated)  # as it does, to begin with
+    output = capsys.readouterr().out
+    assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in output
+
+
+class TenBatches(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.ones(10, 2))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"val_check_interval": 13, "max_epochs": 2}, True),
+        ({"val_check_interval": 13, "max_epochs": 1}, False),  # nobody knows: it ended before
+        ({"val_check_interval": 10, "max_epochs": 2}, False),
+        ({"max_steps": 5}, False),
+        ({"val_check_interval": 13, "check_val_every_n_epoch": None, "max_epochs": 2}, False),
+    ],
+)
+def test_a_validation_that_never_came_is_told(
+    options: dict[str, Any], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[report], enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, **options,
+    )  # fmt: skip
+    batches = DataLoader(TenBatches(), batch_size=None)
+    trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)))  # type: ignore[arg-type]
+    line = "nothing was validated: no epoch has as many batches as trainer.val_check_interval=13;"
+    assert (line in capsys.readouterr().out) == told
+
+
+class OfTwoLoaders(Times):
+    def validation_step(self, batch: Tensor, batch_idx: int, dataloader_idx: int) -> None:
+        self.log("val/loss", batch.mean())
+        self.log(f"val/of_{dataloader_idx}", batch.mean(), add_dataloader_idx=False)
+
+
+@pytest.mark.parametrize(
+    ("monitor", "warned"),
+    [("val/loss/dataloader_idx_1", ""), ("val/of_1", ""),
+     ("val/loss", " (did you mean val/loss/dataloader_idx_0?)")],
+)  # fmt: skip
+def test_what_several_loaders_log_is_known_before_training(
+    monitor: str, warned: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = OmegaConf.create({"callbacks": {"best": {"monitor": monitor}}})
+    hook = Callback()
+    hook.on_sanity_check_end = Report(config, {}).on_sanity_check_end  # type: ignore[method-assign]
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=1, callbacks=hook,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(OfTwoLoaders(), ones, [ones, ones])
+    output = capsys.readouterr().out
+    names = "val/loss/dataloader_idx_0, val/of_0, val/loss/dataloader_idx_1, val/of_1"
+    first = f"warning callbacks.best.monitor={monitor}: nothing is logged by this name; there are: "
+    assert output == (
+        f"{first}{names}{warned}; as it is, the run ends with an epoch\n" * bool(warned)
+    )
+
+
+def test_a_rate_that_a_schedule_warms_up_is_told_as_it_is_written() -> None:
+    module = Times()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    module.trainer = SimpleNamespace(optimizers=[optimizer])  # type: ignore[assignment]
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+    assert optimizer.param_groups[0]["lr"] < 0.001 and _lr(module) == "0.01"
+
+
+@pytest.mark.parametrize("profiler, told", [("none", True), ("simple", True), ("pytorch", False)])
+def test_steps_that_a_profiler_made_longer_have_no_limit(
+    profiler: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    anatomy = Anatomy()
+    anatomy.found = {"shares": {"forward": 1.0}, "step_ms": {"median": 5.0}, "verdict": "compute"}
+    trainer = SimpleNamespace(
+        is_global_zero=True, callbacks=[anatomy], world_size=1, strategy=None,
+        accumulate_grad_batches=1, profiler=SimpleNamespace(dirpath=None),
+    )  # fmt: skip
+    choices = {"model": "m", "data": "d", "strategy": "single", "profiler": profiler}
+    config = OmegaConf.create({"data": {}, "train": True, "run_dir": str(tmp_path)})
+    Report(config, choices).finish(trainer, None)
+    assert ("limit   compute\n" in capsys.readouterr().out) == told
+    assert json.loads((tmp_path / "summary.json").read_text())["anatomy"] == anatomy.found

@@ -1,0 +1,225 @@
+"""A resumed run has the epochs, rates, best and patience of one that was never stopped."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import (
+    ModelCheckpoint,
+)
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+)
+
+from runs import resuming
+from runs.refusal import Refusal
+from tests.runs.trainings import Loses, Times
+
+
+class Logs(Times):
+    """What comes when: batches, validations, epochs' beginnings and ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Any] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.events.append((self.current_epoch, batch_idx, batch.tolist()))
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.events.append(f"validation at {self.global_step}")
+
+    def on_train_epoch_start(self) -> None:
+        self.events.append(f"begin {self.current_epoch}")
+
+    def on_train_epoch_end(self) -> None:
+        self.events.append(f"end {self.current_epoch}")
+
+
+def events(folder: Path, ckpt_path: str | None = None, **options: Any) -> list[Any]:
+    model, saved = Logs(), ModelCheckpoint(folder, "last", save_on_train_epoch_end=True)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, callbacks=[saved, resuming.EndsEpochsOnce()], **options,
+    )  # fmt: skip
+    batches: Any = DataLoader(torch.arange(8.0), 2)  # type: ignore[arg-type]
+    held_out: Any = DataLoader(torch.ones(1))  # type: ignore[arg-type]
+    trainer.fit(model, batches, held_out, ckpt_path=ckpt_path)
+    return model.events
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"val_check_interval": 2}, {"accumulate_grad_batches": 3}, {"limit_val_batches": 0}],
+)
+def test_with_a_number_of_steps_an_epochs_end_comes_once(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    whole = events(tmp_path / "whole", max_steps=6, **options)
+    first = events(tmp_path / "first", max_epochs=1, **options)
+    last = str(tmp_path / "first" / "last.ckpt")
+    assert first + events(tmp_path / "rest", last, max_steps=6, **options) == whole
+
+
+class Wavers(Times):
+    """Its losses go up and down, so that a rate is lowered in some epochs."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", float(self.current_epoch % 3))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+        schedule = {"scheduler": plateau, "monitor": "val/loss"}
+        return {"optimizer": optimizer, "lr_scheduler": schedule}
+
+
+def rates(folder: Path, ckpt_path: Path | None = None, **options: Any) -> list[float]:
+    """That of each step."""
+    seen: list[float] = []
+
+    class Looks(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    end = ModelCheckpoint(folder, "end", save_on_train_epoch_end=True)
+    within = ModelCheckpoint(folder, "step={step}", every_n_train_steps=6, save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False,
+        callbacks=[end, within, Looks(), resuming.EndsEpochsOnce(), resuming.StepsPlateausFirst()],
+        **options,
+    )  # fmt: skip
+    ones: Any = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    trainer.fit(Wavers(), ones, ones, ckpt_path=ckpt_path)
+    return seen
+
+
+@pytest.mark.parametrize("whole", [{"max_epochs": 6}, {"max_steps": 24}])
+def test_a_resumed_run_has_the_rates_of_a_plateau(whole: dict[str, int], tmp_path: Path) -> None:
+    expected = rates(tmp_path / "whole", **whole)
+    assert len(expected) == 24 and expected[0] == 1 and len(set(expected)) == 5
+    for epochs, name, steps in ((2, "end", 8), (3, "end", 12), (2, "step=step=6", 6)):
+        folder = tmp_path / f"{epochs} {name}"
+        first = rates(folder, max_epochs=epochs)
+        assert first == expected[: 4 * epochs]
+        rest = rates(folder / "rest", folder / f"{name}.ckpt", **whole)
+        assert rest == expected[steps:], (epochs, name)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
+    wanted: bool, tmp_path: Path
+) -> None:
+    """What steps plateaus is of the kind of those that keep them, and is none."""
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[resuming.StepsPlateausFirst()], default_root_dir=tmp_path, max_epochs=1,
+        enable_checkpointing=wanted,
+    )  # fmt: skip
+    ones: Any = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    trainer.fit(Wavers(), ones, ones)
+    assert len(list(tmp_path.rglob("*.ckpt"))) == wanted
+
+
+def train_to_the_best(
+    folder: Path, *losses: float, patience: int = 9, ckpt_path: Path | None = None
+) -> tuple[Path, int]:
+    """The file of the best, and how many epochs there were; leaves last.ckpt."""
+    best = resuming.ModelCheckpoint(folder, "{epoch}", monitor="val/loss")
+    stop = resuming.EarlyStopping("val/loss", patience=patience)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, callbacks=[stop, best], max_epochs=len(losses),
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    trainer.fit(Loses(*losses), ones, ones, ckpt_path=ckpt_path)
+    trainer.save_checkpoint(folder / "last.ckpt")
+    return Path(best.best_model_path), trainer.current_epoch
+
+
+def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    last = first / "last.ckpt"
+    assert train_to_the_best(first, 3, 1)[0] == first / "epoch=1.ckpt"
+    worse = train_to_the_best(second, 3, 1, 2, ckpt_path=last)[0]
+    assert worse == first / "epoch=1.ckpt" and worse.is_file()
+    better = train_to_the_best(third, 3, 1, 2, 0, ckpt_path=second / "last.ckpt")[0]
+    assert better == third / "epoch=3.ckpt" and better.is_file() and worse.is_file()
+    last = first.rename(tmp_path / "moved") / "last.ckpt"
+    worse = train_to_the_best(tmp_path / "5", 3, 1, 2, ckpt_path=last)[0]
+    assert worse == last.with_name("epoch=1.ckpt")
+    worse.unlink()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False,
+            callbacks=resuming.ModelCheckpoint(tmp_path / "5", "{epoch}", monitor="val/loss"),
+        ).validate(Loses(3, 1), DataLoader(torch.ones(2)), ckpt_path=last)  # type: ignore[arg-type]  # fmt: skip
+    assert not any("best" in str(each.message) for each in told)  # no epochs follow
+    with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
+        assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+class Settings(Times):
+    """An optimizer and a scheduler with settings that checkpoints keep."""
+
+    def __init__(self, kind: type[torch.optim.Optimizer], epochs: int, **settings: Any) -> None:
+        super().__init__()
+        self.kind, self.epochs, self.settings = kind, epochs, settings
+        self.told: list[str] = []
+
+    def on_fit_start(self) -> None:
+        self.asked = resuming.settings(self.trainer)
+
+    def on_train_start(self) -> None:
+        self.told.append(resuming.kept_settings(self.trainer, self.asked))
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.kind(self.parameters(), lr=0.1, **self.settings)
+        return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)]
+
+
+def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
+    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+
+    def fit(model: Settings, ckpt_path: Path | None) -> Settings:
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=False, max_epochs=1 if ckpt_path is None else 2,
+        )  # fmt: skip
+        trainer.fit(model, ones, ckpt_path=ckpt_path)
+        if ckpt_path is None:
+            trainer.save_checkpoint(tmp_path / "last.ckpt")
+        return model
+
+    last, adamw = tmp_path / "last.ckpt", torch.optim.AdamW
+    assert fit(Settings(adamw, 3, weight_decay=0.01), None).told == [""]
+    assert fit(Settings(adamw, 3, weight_decay=0.01), last).told == [""]
+    assert fit(Settings(adamw, 6, weight_decay=0.5), last).told == [
+        "AdamW.weight_decay 0.01 (not 0.5), CosineAnnealingLR.T_max 3 (not 6)"
+    ]
+    with pytest.raises(Refusal, match="another optimizer than SGD: it has no momentum, dampening"):
+        fit(Settings(torch.optim.SGD, 3, momentum=0.9), last)
+
+
+def test_a_checkpoint_of_a_torch_without_a_newer_argument_is_gone_on_from() -> None:
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(()))])
+    for name in ("fused", "differentiable"):  # as if it had been loaded from such a file
+        del optimizer.param_groups[0][name]
+    trainer: Any = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[])
+    assert resuming.kept_settings(trainer, resuming.settings(trainer)) == ""
+
+
+def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None:
+    assert train_to_the_best(tmp_path / "first", 1, 2)[1] == 2
+    resumed = {"patience": 2, "ckpt_path": tmp_path / "first" / "last.ckpt"}
+    assert train_to_the_best(tmp_path / "second", 1, 2, 3, 4, 5, **resumed)[1] == 3

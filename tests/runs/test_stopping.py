@@ -1,0 +1,229 @@
+"""A stop waits for what a checkpoint can hold, writes one, and puts signals back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import (
+    ModelCheckpoint,
+)
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+)
+
+from runs.stopping import SIGNAL, StopOnSignal, Stopped
+from tests.runs.trainings import Times, train
+
+
+class StopsAt(Times):
+    """Is asked to stop in one of its batches, counted from 0 over epochs."""
+
+    def __init__(self, batch: int) -> None:
+        super().__init__()
+        self.batch, self.batches, self.validations = batch, 0, 0
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if self.batches == self.batch:
+            os.kill(os.getpid(), SIGNAL)
+        self.batches += 1
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.validations += 1
+
+
+@pytest.mark.parametrize(
+    "accumulate, asked, batches, steps", [(1, 4, 5, 5), (4, 4, 8, 2), (1, 9, 10, 10), (4, 8, 10, 3)]
+)
+def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    accumulate: int, asked: int, batches: int, steps: int,
+) -> None:  # fmt: skip
+    """10 batches and a validation an epoch; then a resume, to the end of the second."""
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    before = signal.getsignal(SIGNAL)
+    ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))  # type: ignore[arg-type]
+
+    def trainer(*callbacks: Callback) -> Trainer:
+        return Trainer(
+            accelerator="cpu", logger=False, enable_checkpointing=bool(callbacks), max_epochs=2,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            accumulate_grad_batches=accumulate, callbacks=list(callbacks),
+        )  # fmt: skip
+
+    stopped, resumed = StopsAt(asked), StopsAt(-1)
+    try:
+        with pytest.raises(Stopped):
+            trainer(StopOnSignal(str(tmp_path / "s.ckpt"))).fit(stopped, ones, one)
+    finally:
+        signal.signal(SIGNAL, before)
+    assert (stopped.batches, stopped.validations) == (batches, batches // 10)
+    assert torch.load(tmp_path / "s.ckpt")["global_step"] == steps
+    run = trainer()
+    run.fit(resumed, ones, one, ckpt_path=tmp_path / "s.ckpt")
+    assert resumed.batches == 20 - batches and run.global_step == 2 * -(-10 // accumulate)
+    assert stopped.validations + resumed.validations == 2
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """The signal handlers of this process, put back."""
+    numbers = (SIGNAL, signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = 0.0, []
+
+    def reduce(mine: Tensor, reduce_op: str) -> Tensor:
+        assert reduce_op == "max"  # of the signals' numbers, and of the seconds a batch
+        asked.append(now)
+        return mine
+
+    strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
+    loop = SimpleNamespace(
+        _should_accumulate=lambda: False,
+        epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=False)),
+    )
+    trainer: Any = SimpleNamespace(strategy=strategy, fit_loop=loop)
+    monkeypatch.setattr("runs.stopping.time.monotonic", lambda: now)
+    module: Any = None
+    stop = StopOnSignal("stopped.ckpt")
+    stop.on_fit_start(trainer, module)
+    for seconds in [0.125] * 20 + [0.5] * 10:
+        now += seconds
+        stop.on_train_batch_end(trainer)
+    # After the first batch, then each 8th as they take an eighth of a second, then each 2nd.
+    assert asked == [0.125, 1.125, 2.125, 5.0, 6.0, 7.0]
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")  # type: ignore[arg-type]
+    stop.on_fit_start(nobody, nobody)
+    os.kill(os.getpid(), signal.SIGINT)
+    assert stop.asked == signal.SIGINT
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_signals_are_as_they_were_when_training_has_ended() -> None:
+    stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a job in the background
+    before = signal.getsignal(SIGNAL)
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")  # type: ignore[arg-type]
+    stop.on_fit_start(nobody, nobody)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    assert signal.getsignal(SIGNAL) != before
+    stop.teardown(nobody, nobody, "fit")
+    assert signal.getsignal(SIGNAL) == before
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_stop_ends_a_test_as_ctrl_c_does() -> None:
+    stop, nobody = StopOnSignal("stopped.ckpt"), Any
+    before = signal.getsignal(SIGNAL)
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "test")  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        os.kill(os.getpid(), SIGNAL)
+    stop.teardown(nobody, nobody, "test")
+    assert signal.getsignal(SIGNAL) == before
+
+
+class SignalsEarly(Callback):
+    def on_fit_start(self, *_: Any) -> None:
+        os.kill(os.getpid(), SIGNAL)
+
+
+@pytest.mark.usefixtures("handlers")
+def test_a_stop_before_the_first_batch_has_a_checkpoint_too(tmp_path: Path) -> None:
+    """A rank that is not as far as another has one, and does not end by the signal."""
+    missed: list[int] = []
+    signal.signal(SIGNAL, lambda number, _: missed.append(number))
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[SignalsEarly(), StopOnSignal(str(tmp_path / "s.ckpt"))], max_epochs=2,
+    )  # fmt: skip
+    with pytest.raises(Stopped):
+        trainer.fit(Times(), DataLoader(torch.ones(3)))  # type: ignore[arg-type]
+    assert not missed and torch.load(tmp_path / "s.ckpt")["global_step"] == 1
+
+
+class StopsInTheFirst(Times):
+    """Is asked to stop in the validation of the first epoch, which is the best."""
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if self.current_epoch == 0:
+            os.kill(os.getpid(), SIGNAL)
+        self.log("val/loss", float(self.current_epoch))
+
+    def on_train_epoch_end(self) -> None:
+        self.log("end/loss", float(self.current_epoch))
+
+
+@pytest.mark.parametrize("monitor", ["val/loss", "end/loss"])
+def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
+    monitor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    before, ones = signal.getsignal(SIGNAL), DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    best = ModelCheckpoint(tmp_path, "best", monitor=monitor)
+    run = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=3, num_sanity_val_steps=0,
+        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt")), best],
+    )  # fmt: skip
+    try:
+        with pytest.raises(Stopped):
+            run.fit(StopsInTheFirst(), ones, ones)
+    finally:
+        signal.signal(SIGNAL, before)
+    assert best.best_model_path == str(tmp_path / "best.ckpt") and run.current_epoch == 0
+    (state,) = [
+        s for s in torch.load(tmp_path / "s.ckpt")["callbacks"].values() if "best_k_models" in s
+    ]
+    assert list(state["best_k_models"]) == [best.best_model_path]
+
+
+def test_after_training_sigterm_is_what_it_was_before(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    train(tmp_path, StopOnSignal(str(tmp_path / "s.ckpt")))
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+class StopsInEvaluation(Times):
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        if not self.trainer.sanity_checking:
+            os.kill(os.getpid(), SIGNAL)
+
+
+def test_a_stop_in_the_last_evaluation_leaves_a_checkpoint(tmp_path: Path) -> None:
+    before = signal.getsignal(SIGNAL)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, max_epochs=1,
+        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    try:
+        with pytest.raises(Stopped):
+            trainer.fit(StopsInEvaluation(), ones, ones)
+    finally:
+        signal.signal(SIGNAL, before)  # the Trainer leaves it where training ends by an error
+    assert torch.load(tmp_path / "s.ckpt")["global_step"] == 4

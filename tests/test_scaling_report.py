@@ -1,0 +1,238 @@
+"""Tables, plots, the prediction and the README's block, of made-up results."""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import (
+    files,
+    scaling,
+    scaling_plot,
+    scaling_report,
+)
+from benchmarks.efficiency import (
+    Results,
+    rows,
+)
+from benchmarks.scaling_predicted import lacks_all_reduces, predicted
+from runs.bottleneck import PHASES
+from tests.conftest import ROOT, run
+from tests.scaling_source import MACHINE, Source, by_size, measured, results
+
+CASES = ("seconds", "seconds_p10", "seconds_p90")
+
+
+def both(tmp_path: Path) -> tuple[Results, Path]:
+    times = {1: 10.0, 2: 11.0, 4: 14.0}
+    benchmark = results(mode="both", modes=["weak", "strong"], strategies=["horovod", "ddp"])
+    benchmark["oversubscribed"] = [4]
+    source = Source(lambda job, repeat: times[job.np] * (1 + 0.01 * repeat), samples=1024)
+    file, benchmark = scaling.open_file(measured(source, benchmark), tmp_path)
+    benchmark["predicted"] = [
+        {
+            "mode": "weak",
+            "strategy": "horovod",
+            "np": np,
+            "step_ms": 11,
+            "low_ms": 10,
+            "high_ms": 12,
+        }
+        for np in (1, 2, 4)
+    ]
+    benchmark["finished"] = True
+    files.write_json(benchmark, file)
+    return benchmark, file
+
+
+def test_tables_and_plots_are_written(tmp_path: Path) -> None:
+    benchmark, file = both(tmp_path)
+    assert "scaling_toy_test-cpu-4-cores_2026-01-02" in scaling_report.write(benchmark, file)
+    text = file.with_suffix(".md").read_text()
+    assert (
+        "| weak | horovod | 2 | 32 | 11.11 (11.00 to 11.22) | 11.00 (10.00 to 12.00) "
+        "| 5,761 (5,704 to 5,818) | 0.1778 (0.1760 to 0.1795) | 1.82 (1.82 to 1.82) |" in text
+    )
+    assert "their range; predicted (at best to at worst) from the smallest size and" in text
+    assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
+    with file.with_suffix(".csv").open() as lines:
+        table = list(csv.DictReader(lines))
+    assert len(table) == 12 and table[1]["mode"] == "weak" and float(table[1]["step_ms_min"]) == 11
+    assert table[2]["speedup_median"] == "" and float(table[2]["over_alone_median"]) == 1
+    assert file.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    drawn = file.with_suffix(".svg").read_text()
+    scaling_report.write(benchmark, file)
+    assert file.with_suffix(".svg").read_text() == drawn
+
+
+@pytest.mark.parametrize("sizes", [[1, 2, 4], list(range(1, 13)), [2**i for i in range(12)]])
+def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Any] = []
+    monkeypatch.setattr(scaling_plot, "save", lambda figure, name: drawn.append(figure))
+    benchmark = measured(Source(lambda job, _: 10.0), results(sizes=sizes, repeats=1))
+    scaling_plot.draw(
+        benchmark, "Intel(R) Xeon(R) Platinum 8480+ CPU @ 2.00GHz, 56 cores " * 2, Path()
+    )
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    title = figure._suptitle.get_window_extent()
+    assert figure.bbox.x0 <= title.x0 and title.x1 <= figure.bbox.x1
+    left, right = figure.axes
+    for axis, ends in ((left.xaxis, "x0 x1"), (right.xaxis, "x0 x1"), (left.yaxis, "y0 y1")):
+        boxes = [tick.label1.get_window_extent() for tick in axis.get_major_ticks()]
+        assert len(boxes) >= 3
+        near, far = ends.split()
+        assert all(getattr(a, far) <= getattr(b, near) for a, b in pairwise(boxes))
+
+
+def test_slow_jobs_have_as_many_digits_as_fast_ones() -> None:
+    benchmark = measured(Source(lambda job, _: 12345.6 * job.np), results(batch_size=4, sizes=[2]))
+    (row,) = rows(benchmark)
+    row.predicted_ms = [24691.2] * 3
+    shown = {name: show(row) for name, show in scaling_report.COLUMNS.items()}
+    assert shown["ms a step"] == shown["predicted"] == "24,691"
+    assert shown["samples/s"] == "0.3240"
+
+
+def all_reduce(folder: Path, name: str, date: str = "2026-01-01", **changed: Any) -> Path:
+    """2 ranks, 100 MB/s, and 1 ms that no bytes explain: 4 times the latency."""
+    sizes = []
+    for size in (2**12, 2**20, 2**24):
+        seconds = 1e-3 + size / 1e8
+        sizes.append({"bytes": size} | dict.fromkeys(CASES, seconds))
+    content = {
+        "sizes": sizes, "hosts": [{"name": "localhost", "slots": 4}], "ranks": ["a", "a"],
+        "operations": "Gloo", "date": date, "cpu": MACHINE["cpu"], "cores": MACHINE["cores"],
+    }  # fmt: skip
+    file = folder / f"allreduce_{name}.json"
+    files.write_json(content | changed, file)
+    return file
+
+
+def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path: Path) -> None:
+    """A step of 10 ms that ends with an all-reduce of 1 MB: 10 and 15 ms on 2 and 4 ranks for its
+    bytes; 1 and 2 ms for latencies, of which half of the 1 ms are taken for one."""
+    benchmark = measured(Source(lambda job, _: 10.0), results(sizes=[1, 2, 4, 8]))
+    benchmark["oversubscribed"] = [8]
+    for each in benchmark["runs"]:
+        each["phases_ms"] = {"forward": 4.0, "backward": 4.0, "data": 0.0, "all_reduce": 0.0}
+        each["phases_ms"] |= {"optimizer": 1.0, "rest": 1.0, "straggler": 0.0}
+        sent = 2 * (each["np"] - 1) / each["np"] * 1e6
+        wire = {"payload_bytes": 1e6, "bytes": sent, "calls": 1.0}
+        each["wire"] = wire if each["np"] > 1 else None
+    right = all_reduce(tmp_path, "right")
+    wrong = [
+        all_reduce(tmp_path, "older", "2025-01-01", sizes=[]),
+        all_reduce(tmp_path, "elsewhere", "2026-02-01", cpu="another"),
+        all_reduce(tmp_path, "others", "2026-02-01", hosts=[{"name": "b", "slots": 2}]),
+        all_reduce(tmp_path, "mpi", "2026-02-01", operations="MPI"),
+        all_reduce(tmp_path, "one", "2026-02-01", sizes=[{"bytes": 8, "seconds": [1e-3]}]),
+    ]
+    curve, sources = predicted(benchmark, [*wrong, right])
+    assert sources == [right.name]
+    assert [each["np"] for each in curve] == [1, 2, 4]
+    assert [each["step_ms"] for each in curve] == pytest.approx([10, 21, 27])
+    assert curve[2]["low_ms"] < 27 < curve[2]["high_ms"]
+    assert by_size(benchmark | {"predicted": curve})[4].predicted_ms[0] == pytest.approx(27)
+    assert predicted(benchmark, wrong[1:]) == ([], [])
+    host = benchmark["hosts"]["localhost"]
+    for node, expected in (("a", True), ("b", False)):  # another host that is a localhost to itself
+        of_node = benchmark | {"hosts": {"localhost": host | {"node": node}}}
+        assert bool(predicted(of_node, [right])[0]) == expected
+    settings = benchmark["settings"]
+    named = benchmark | {"settings": settings | {"network": "10gbit"}}
+    slow = all_reduce(tmp_path, "slow", network="100mbit")
+    assert not predicted(named, [slow])[0] and predicted(benchmark, [slow])[0]
+    for unnamed in ("loopback", "network", "10gbit"):
+        assert predicted(named, [all_reduce(tmp_path, "same", network=unnamed)])[0]
+    assert lacks_all_reduces(benchmark, wrong[1:]) and not lacks_all_reduces(benchmark, [right])
+    benchmark["config"]["trainer"] = {"accumulate_grad_batches": 2}  # no all-reduce would help
+    assert not lacks_all_reduces(benchmark, [])
+    del benchmark["config"]["trainer"]
+    for exchanges in (2, 1):  # as of a GAN
+        for each in benchmark["runs"]:
+            each["wire"] = each["wire"] and each["wire"] | {"exchanges": exchanges}
+        assert lacks_all_reduces(benchmark, []) == bool(predicted(benchmark, [right])[0])
+        assert lacks_all_reduces(benchmark, []) == (exchanges == 1)
+    for other in (
+        {"sizes": [1]},
+        {"sizes": [1, 8]},
+        {"modes": ["strong"]},
+        {"strategies": ["ddp"]},
+    ):
+        assert not lacks_all_reduces(benchmark | {"settings": settings | other}, [])
+    for alone in ([4], [4, 8]):  # nothing is predicted from itself
+        assert predicted(benchmark | {"settings": settings | {"sizes": alone}}, [right]) == ([], [])
+    two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
+    apart = benchmark | {"settings": benchmark["settings"] | {"hosts": two_hosts}}
+    assert not predicted(apart, [right])[0]  # nothing was measured between them
+    strong = benchmark | {"settings": benchmark["settings"] | {"modes": ["strong"]}}
+    assert not predicted(strong, [right])[0]
+
+
+def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path: Path) -> None:
+    benchmark = measured(
+        Source(lambda job, repeat: [10.0, 30.0][repeat]), results(sizes=[1, 2], repeats=2)
+    )
+    for each in benchmark["runs"]:
+        each["phases_ms"] = dict.fromkeys([*PHASES, "straggler"], 0.0) | {"forward": 4.0}
+        sent = {"payload_bytes": 1e6, "bytes": 1e6, "calls": 1.0}
+        each["wire"] = sent if each["np"] > 1 else None
+    curve, _ = predicted(benchmark, [all_reduce(tmp_path, "right")])
+    assert curve[0]["step_ms"] == pytest.approx(statistics.median(by_size(benchmark)[1].step_ms))
+    # The range has the repeats of the smallest size in it.
+    assert curve[1]["low_ms"] < curve[1]["step_ms"] / 1.9 < 1.4 * curve[1]["step_ms"]
+    assert curve[1]["high_ms"] > 1.4 * curve[1]["step_ms"]
+
+
+def test_the_published_efficiency_is_that_of_the_published_times() -> None:
+    assert "95.1 %, 94.0 %, 92.3 %" in scaling_report.published()
+
+
+def test_the_readme_has_the_newest_result() -> None:
+    """Of those that git has: whoever measures something need not put it there."""
+    listed = ["git", "ls-files", "benchmarks/results/scaling_*.json"]
+    tracked = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    readme = (ROOT / "README.md").read_text()
+    newest = scaling_report.newest(ROOT / name for name in tracked.split())
+    block = scaling_report.readme_block(newest)
+    assert scaling_report.with_block(readme, block) == readme, "make bench-readme writes it"
+
+
+def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
+    assert scaling_report.newest([]) is None
+    benchmark, file = both(tmp_path)
+    unfinished = {**benchmark, "finished": False, "date": "2027-01-01T00:00:00"}
+    (tmp_path / "scaling_later.json").write_text(json.dumps(unfinished))
+    for name, text in (("half", json.dumps(benchmark)[:-300]), ("list", "[]"), ("empty", "")):
+        (tmp_path / f"scaling_{name}.json").write_text(text)
+    older = {"finished": True, "date": "2027-01-02T00:00:00"}  # of another form
+    (tmp_path / "scaling_older.json").write_text(json.dumps(older))
+    assert scaling_report.newest(tmp_path.glob("*.json")) == file
+    readme = f"before\n{scaling_report.BEGIN}\nold \\1\n{scaling_report.END}\nafter\n"
+    changed = scaling_report.with_block(readme, "new \\1")
+    assert changed == f"before\n{scaling_report.BEGIN}\n\nnew \\1\n\n{scaling_report.END}\nafter\n"
+
+
+def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "none.json").write_text("{}")
+    older = results() | {"finished": True}
+    del older["settings"]
+    (tmp_path / "older.json").write_text(json.dumps(older))
+    for report, name, message in (
+        ("scaling", "none.json", "not made by make bench"),
+        ("scaling", "gone.json", "No such file"),
+        ("scaling", "older.json", "lacks what make bench writes: KeyError('settings')"),
+        ("losses", "gone.json", "No such file"),
+        ("losses", "older.json", "KeyError('jobs'); give a file of make bench-losses"),
+    ):
+        done = run([sys.executable, "-m", f"benchmarks.{report}_report", str(tmp_path / name)])
+        assert done.returncode == 1 and done.stdout.startswith("error: ") and message in done.stdout

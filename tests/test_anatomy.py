@@ -34,7 +34,7 @@ from strategies.buckets import Exchange, GradientBuckets
 from strategies.collectives import wait_until
 from strategies.reductions import add
 from tests.conftest import HOROVODRUN, ROOT, run
-from tests.matrix import CLASSES, FEATURES, RANK, Net, loader, samples, trainer
+from tests.matrix.trainings import CLASSES, FEATURES, RANK, Net, loader, samples, trainer
 
 # ------------------------------------------------------------------------------ planted figures
 

@@ -28,14 +28,14 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from strategies import HorovodStrategy
 from strategies.evaluation import batches_of_all
 from strategies.samplers import each_sample_once
-from tests.matrix import (
+from tests.matrix.precision import convolutions
+from tests.matrix.trainings import (
     FEATURES,
     RANK,
     SIZE,
     Measured,
     Net,
     Ragged,
-    convolutions,
     loader,
     samples,
     trainer,

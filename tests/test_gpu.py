@@ -26,9 +26,10 @@ from strategies.buckets import GradientBuckets
 from strategies.collectives import DTYPES, World
 from strategies.environment import IN_STREAM, initialize
 from strategies.reductions import add
-from tests import matrix
 from tests.conftest import AS_HOSTS, ranks_share_a_gpu, run
-from tests.matrix import CASES, TOLERANCES, Net, loader, run_cases, trainer
+from tests.matrix import trainings
+from tests.matrix.cases import CASES, TOLERANCES, run_cases
+from tests.matrix.trainings import Net, loader, trainer
 from tests.test_matrix import assert_same
 
 GPUS = torch.cuda.device_count()  # none where tests/conftest.py hides them
@@ -200,7 +201,7 @@ class Busy(Net):
 
 
 def keep_up(device: str) -> list[tuple[float | None, str]]:
-    matrix.DEVICE = device
+    trainings.DEVICE = device
     told = []
     for cycles in (0, 10**8):
         timed = Anatomy(warmup=2)

@@ -1,4 +1,4 @@
-"""Each case of matrix.py under Horovod with 1, 2, 4 ranks and under DDP with 2, 4: as one process.
+"""Each case of matrix/ under Horovod with 1, 2, 4 ranks and under DDP with 2, 4: as one process.
 
 Where a number deviates, it shows on which side. All cases of a strategy run in one launch.
 """
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.matrix import CASES, TOLERANCES, WITHOUT_DDP, run_cases
+from tests.matrix.cases import CASES, TOLERANCES, WITHOUT_DDP, run_cases
 
 LAUNCHES = [
     pytest.param("horovod", 1, marks=pytest.mark.slow), ("horovod", 2), ("horovod", 4),

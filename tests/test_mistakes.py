@@ -22,15 +22,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from strategies import HorovodStrategy
 from strategies.batchnorm import SyncLayers
-from tests.matrix import (
+from tests.matrix.checkpoints import Counting
+from tests.matrix.precision import convolutions
+from tests.matrix.trainings import (
     CLASSES,
     FEATURES,
     RANK,
     SIZE,
-    Counting,
     Measured,
     Net,
-    convolutions,
     loader,
     samples,
     trainer,

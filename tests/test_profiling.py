@@ -26,7 +26,7 @@ import runs.tracing
 from benchmarks import phases, profiling, traces
 from benchmarks.figures import plt
 from tests.conftest import ROOT, run
-from tests.matrix import Net, loader, trainer
+from tests.matrix.trainings import Net, loader, trainer
 
 MS = 1000.0  # µs
 AHEAD_NS = 7_300_000_000  # rank 1's clock

@@ -20,7 +20,7 @@ from strategies.collectives import DTYPES, World
 from strategies.reductions import add
 from strategies.resuming import WithoutFirst
 from strategies.samplers import EvenBatches
-from tests.matrix import RANK, SIZE
+from tests.matrix.trainings import RANK, SIZE
 
 COUNTS = draw.integers(1, 200)
 RANKS = draw.integers(1, 9)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, SubsetRandomSampler
 
 from strategies.randomness import OwnDraws
-from tests.matrix import FEATURES, Net, samples, trainer
+from tests.matrix.trainings import FEATURES, Net, samples, trainer
 
 
 def test_parts_of_a_model_on_other_gpus_draw_for_their_rank_too(

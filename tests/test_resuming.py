@@ -26,15 +26,13 @@ from torch.utils.data import (
 )
 
 from strategies.resuming import WithoutFirst, drawn_anew, global_batch_size, leave_out_trained
-from tests.matrix import (
+from tests.matrix.checkpoints import Counting, Remembers, everyones
+from tests.matrix.trainings import (
     GLOBAL_BATCH,
     RANK,
     SIZE,
-    Counting,
     Measured,
     Net,
-    Remembers,
-    everyones,
     results,
     samples,
     trainer,

@@ -36,7 +36,9 @@ from strategies.drift import _first_apart
 from strategies.metrics import metrics_of, synchronize_metrics
 from strategies.reductions import adasum
 from tests.conftest import run
-from tests.matrix import (
+from tests.matrix.checkpoints import Remembers, everyones
+from tests.matrix.precision import convolutions
+from tests.matrix.trainings import (
     CLASSES,
     FEATURES,
     GLOBAL_BATCH,
@@ -44,9 +46,6 @@ from tests.matrix import (
     SIZE,
     Measured,
     Net,
-    Remembers,
-    convolutions,
-    everyones,
     loader,
     make,
     samples,

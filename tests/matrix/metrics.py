@@ -1,0 +1,94 @@
+"""Cases of metrics and evaluation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from tests.matrix.cases import case
+from tests.matrix.trainings import (
+    GLOBAL_BATCH,
+    RANK,
+    SIZE,
+    Measured,
+    Net,
+    fit,
+    loader,
+    results,
+    samples,
+    trainer,
+)
+
+
+def evaluated(strategy: str, count: int) -> dict[str, Any]:
+    """Validation and test of `count` samples through Lightning's own sampler."""
+    model, batches = Measured(), DataLoader(samples(count), batch_size=GLOBAL_BATCH // SIZE)
+    run = trainer(strategy)
+    return {
+        "validated": run.validate(model, batches, verbose=False)[0],
+        "tested": run.test(model, batches, verbose=False)[0],
+    }
+
+
+PADS = "it repeats samples to make shares equal"
+
+
+@case()
+def metrics_of_even_shares(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 32)
+
+
+@case(without_ddp=PADS)
+def metrics_of_9_samples(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 9)
+
+
+@case(without_ddp=PADS)
+def metrics_of_one_sample_a_rank(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 5)
+
+
+@case(without_ddp=PADS)
+def metrics_of_51_samples(strategy: str) -> dict[str, Any]:
+    return evaluated(strategy, 51)
+
+
+@case(without_ddp=PADS)
+def metrics_of_a_sampler_of_ones_own(strategy: str) -> dict[str, Any]:
+    """The last 9 of 20 samples, backwards."""
+    order = list(range(19, 10, -1))
+    batches = DataLoader(samples(20), batch_size=GLOBAL_BATCH // SIZE, sampler=order)
+    return {"validated": trainer(strategy).validate(Measured(), batches, verbose=False)[0]}
+
+
+class Summary(Net):
+    """A metric logged, and another that is computed when the epoch ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = MeanMetric(), MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.first(batch[0][:, 0])
+        self.log("first", self.first, on_step=False, on_epoch=True)
+        self.second.update(100 + batch[0][:, 1])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("second", self.second.compute())
+        self.second.reset()
+
+
+@case(without_ddp="rank 0 alone reduces what its bar shows: values get mixed up, or it hangs")
+def metrics_with_a_progress_bar(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Summary(), enable_progress_bar=RANK == 0)
+
+
+@case()
+def validation_while_training(strategy: str) -> dict[str, Any]:
+    run, model = trainer(strategy), Measured()
+    run.fit(model, loader(), DataLoader(samples(32), batch_size=GLOBAL_BATCH // SIZE))
+    return results(run, model)

@@ -330,11 +330,11 @@ class Ticks(Net):
             return loss
         self.manual_backward(loss)
         self.tick(16)
-        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().step()
         self.tick(32)
         return None
 
-    def backward(self, loss: Tensor) -> None:  # type: ignore[override]
+    def backward(self, loss: Tensor) -> None:
         loss.backward()
         self.tick(2)
 
@@ -377,7 +377,7 @@ def test_each_second_is_in_its_phase(
         val_check_interval=2,
     )  # fmt: skip
     exchange = Exchange(1, 8, backward=0.25, end=0.75, busy=0.5, busy_bytes=8)
-    run.strategy.take_exchanges = lambda: [exchange]  # type: ignore[attr-defined]
+    run.strategy.take_exchanges = lambda: [exchange]
     run.fit(model, loader(), loader())
 
     result = timed.found
@@ -400,7 +400,7 @@ def test_each_second_is_in_its_phase(
         logged = [float(row[f"time/{name}_ms"]) for row in rows if row[f"time/{name}_ms"]]
         assert logged == pytest.approx(of_epochs)
     for optimizer in run.optimizers:
-        assert not optimizer._optimizer_step_post_hooks  # type: ignore[attr-defined]
+        assert not optimizer._optimizer_step_post_hooks
 
 
 def test_a_slow_rank_is_told_once_by_rank_0(
@@ -416,7 +416,7 @@ def test_a_slow_rank_is_told_once_by_rank_0(
     line += "most of the difference in forward"
     assert capsys.readouterr().out.splitlines() == [line]
     timed._told.clear()
-    timed._look_at_all(SimpleNamespace(strategy=None, is_global_zero=False))  # type: ignore[arg-type]
+    timed._look_at_all(SimpleNamespace(strategy=None, is_global_zero=False))
     assert not capsys.readouterr().out
 
 

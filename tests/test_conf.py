@@ -272,7 +272,7 @@ def opened(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> DictConfig:
     run = Run.__new__(Run)
     run.config, run.choices = compose("config", list(overrides)), {"model": "mine"}
     monkeypatch.setattr(Run, "_make_folder", lambda *_: None)
-    folder = run.open(SimpleNamespace(broadcast=lambda what: what))  # type: ignore[arg-type]
+    folder = run.open(SimpleNamespace(broadcast=lambda what: what))
     assert str(folder) == run.config.run_dir
     return run.config
 

@@ -273,7 +273,7 @@ class TestFolder:
             write_folder(tmp_path / split, each)
         data = Folder(str(tmp_path), 4, size=16, augment=True, num_workers=0)
         data.setup("fit")
-        assert [len(split) for split in data.splits] == [12, 6, 6]  # type: ignore[arg-type]
+        assert [len(split) for split in data.splits] == [12, 6, 6]
         (train, _), (val, _) = data.splits[0][0], data.splits[1][0]
         assert train.shape == val.shape == (3, 16, 16)
         assert not torch.equal(train, data.splits[0][0][0])  # another part of the same image
@@ -321,7 +321,7 @@ class TestFolder:
             write_folder(tmp_path / split, each)
         data = Folder(str(tmp_path), 4, size=16, augment=True, num_workers=0)
         data.setup("fit")
-        assert [len(split) for split in data.splits] == [12, 6, 4]  # type: ignore[arg-type]
+        assert [len(split) for split in data.splits] == [12, 6, 4]
         first, again = (data.splits[2][0][0] for _ in range(2))
         assert first.shape == (3, 16, 16) and torch.equal(first, again)
         (tmp_path / "test" / "tower").rename(tmp_path / "test" / "spire")
@@ -370,7 +370,7 @@ class TestFolder:
         with pytest.warns(UserWarning, match="left out: 2 .gif, 1 without a suffix"):
             data.setup("fit")
         assert data.classes == ["bedroom", "tower"]
-        assert sum(map(len, data.splits)) == 4  # type: ignore[arg-type]
+        assert sum(map(len, data.splits)) == 4
 
     def test_other_images_are_predicted_in_the_order_of_their_names(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=5)
@@ -400,7 +400,7 @@ class TestFolder:
             data = Folder(str(tmp_path / "images"))
             data.setup("fit")
             data.trainer = among(1, 0)
-            data.trainer.state = SimpleNamespace(fn=task)  # type: ignore[union-attr]
+            data.trainer.state = SimpleNamespace(fn=task)
             return data
 
         kept = at(TrainerFn.FITTING).state_dict()

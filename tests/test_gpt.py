@@ -239,7 +239,7 @@ def test_other_ranks_take_the_text_of_rank_0() -> None:
     text = bytes(range(60))
     data = Text(length=2, batch_size=16)
     strategy = SimpleNamespace(broadcast=lambda mine: mine or text)
-    data.trainer = SimpleNamespace(is_global_zero=False, strategy=strategy)  # type: ignore
+    data.trainer = SimpleNamespace(is_global_zero=False, strategy=strategy)
     data.setup("fit")
     assert data.splits[1].tolist() == [[54, 55, 56]]
     assert [len(batch) for batch in data.train_dataloader()] == [16]  # of 26: all of one size

@@ -234,7 +234,7 @@ class TestMissing:
     ) -> None:
         """It may only be read there; why it fails is told."""
 
-        class ReadOnly(type(Path())):  # type: ignore[misc]
+        class ReadOnly(type(Path())):
             def unlink(self, missing_ok: bool = False) -> None:
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
 

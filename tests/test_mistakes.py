@@ -121,9 +121,9 @@ class CallsBackward(LeavesOut):
         optimizer = self.optimizers(use_pl_optimizer=not self.bare)
         loss.backward(retain_graph=True)
         if self.then != "step":
-            optimizer.zero_grad(set_to_none=self.then == "none")  # type: ignore[union-attr]
+            optimizer.zero_grad(set_to_none=self.then == "none")
             self.manual_backward(loss)
-        optimizer.step()  # type: ignore[union-attr]
+        optimizer.step()
 
 
 class AveragesTwice(Net):
@@ -155,7 +155,7 @@ class StepsWithin(LeavesOut):
         optimizers = []
         for parameter in self.parameters():
             optimizer = torch.optim.SGD([parameter], lr=0.05)
-            parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())  # type: ignore[misc]
+            parameter.register_post_accumulate_grad_hook(lambda _, step=optimizer.step: step())
             optimizers.append(optimizer)
         return optimizers
 
@@ -196,7 +196,7 @@ class Hides(Net):
     def on_train_start(self) -> None:
         if self.when == "later":
             self.layer = self.hidden[0]
-            self.optimizers().add_param_group({"params": [*self.layer.parameters()]})  # type: ignore[union-attr]
+            self.optimizers().add_param_group({"params": [*self.layer.parameters()]})
 
     def configure_optimizers(self) -> Any:
         hidden = self.hidden[0].parameters() if self.when == "at once" else []

@@ -260,7 +260,7 @@ def test_the_clock_of_another_host_is_measured(monkeypatch: pytest.MonkeyPatch) 
 
     def measure(number: int) -> None:
         rank.number = number
-        clocks[number] = runs.tracing.clock(Threads(number))  # type: ignore[arg-type]
+        clocks[number] = runs.tracing.clock(Threads(number))
 
     for _ in range(2):
         threads = [threading.Thread(target=measure, args=[number]) for number in range(3)]
@@ -367,9 +367,9 @@ class Manual(Net):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
-        self.optimizers().zero_grad()  # type: ignore[union-attr]
+        self.optimizers().zero_grad()
         self.manual_backward(loss)
-        self.optimizers().step()  # type: ignore[union-attr]
+        self.optimizers().step()
         return loss
 
 
@@ -449,7 +449,7 @@ def test_the_timeline_is_packed_by_rank_0_alone(
     monkeypatch.setattr(runs.tracing, "hvd", timeline)
     monkeypatch.setenv("HOROVOD_TIMELINE", "DYNAMIC")
     trace = runs.tracing.StepTrace(str(tmp_path))
-    trace._lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_rank=rank))  # type: ignore
+    trace._lightning_module = SimpleNamespace(trainer=SimpleNamespace(global_rank=rank))
     trace._timeline(start=False)
     assert stopped == [rank]
     assert (tmp_path / "horovod.json.gz").exists() == (rank == 0)

@@ -107,7 +107,7 @@ class TestBuckets:
         monkeypatch.setattr(hvd, "synchronize", lambda operation: operation)
         model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(4)))
         world, two = HorovodStrategy().world, 8 / MIB  # two numbers a bucket
-        buckets = GradientBuckets(model, world, two_steps, two, before=1, after=1)  # type: ignore[arg-type]
+        buckets = GradientBuckets(model, world, two_steps, two, before=1, after=1)
         buckets.start()
         model(torch.ones(1)).sum().backward()
         assert begun.index("second of 2") < begun.index("first of 3")

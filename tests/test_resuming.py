@@ -377,7 +377,7 @@ def test_batches_of_a_resumed_epoch_can_be_copied() -> None:
 def test_the_global_batch_is_of_the_first_loader_that_tells() -> None:
     for loaders, size in (([OwnLoader(), DataLoader(samples(), 4)], 8), ([OwnLoader()], 0)):
         loop = SimpleNamespace(_combined_loader=CombinedLoader(loaders))
-        assert global_batch_size(loop, 2) == size  # type: ignore[arg-type]
+        assert global_batch_size(loop, 2) == size
 
 
 def test_orders_that_a_resume_finds_again() -> None:
@@ -391,7 +391,7 @@ class Grows(pl.LightningDataModule):
     """Batches of 2, and of 8 from the second epoch on."""
 
     def train_dataloader(self) -> DataLoader:
-        first = self.trainer.current_epoch == 0  # type: ignore[union-attr]
+        first = self.trainer.current_epoch == 0
         return DataLoader(samples(96), batch_size=2 if first else 8, shuffle=True)
 
 

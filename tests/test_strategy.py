@@ -488,7 +488,7 @@ def on_a_gpu_of_rank_0() -> str:
     """What a strategy says to that, which then has no collective that the other rank has not."""
     chosen = HorovodStrategy()
     chosen.accelerator = CPUAccelerator()
-    chosen.accelerator.setup_device = lambda device: None  # type: ignore[method-assign]
+    chosen.accelerator.setup_device = lambda device: None
     kind = "cpu" if RANK else "cuda"
     chosen.parallel_devices = [torch.device(kind, 0) if kind == "cuda" else torch.device(kind)]
     gpu = SimpleNamespace(uuid="GPU-a")
@@ -529,7 +529,7 @@ class TestOneProcess:
             assert module.auroc.dist_sync_fn == world.gather
 
     def test_metrics_add_up_in_float32_under_bf16_true(self) -> None:
-        module, ones = Adds(), DataLoader(torch.ones(1000))  # type: ignore[arg-type]
+        module, ones = Adds(), DataLoader(torch.ones(1000))
         run = trainer("horovod", precision="bf16-true")
         run.validate(module, ones, verbose=False)
         assert run.callback_metrics["total"] == 1000  # 256 in bf16
@@ -649,7 +649,7 @@ def reduce_gradients(op: str, gradients: list[list[float]]) -> list[float]:
     """One parameter whose gradient is `gradients[rank]`, and what becomes of it."""
     parameter = nn.Linear(len(gradients[0]), 1, bias=False)
     strategy = HorovodStrategy(op=op)
-    strategy._lightning_module = parameter  # type: ignore[assignment]
+    strategy._lightning_module = parameter
     buckets = strategy._make_buckets()
     loss = parameter(torch.tensor(gradients[RANK])).sum()
     buckets.prepare()
@@ -727,15 +727,15 @@ class Holds(Net):
     def __init__(self) -> None:
         super().__init__()
         self.held = {"rows": SumMetric(), "more": [MetricCollection({"mean": MeanMetric()})]}
-        self.held["itself"] = self.held  # type: ignore[assignment]
+        self.held["itself"] = self.held
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.held["rows"].update(len(batch[1]))  # type: ignore[union-attr]
-        self.held["more"][0].update(batch[0])  # type: ignore[index]
+        self.held["rows"].update(len(batch[1]))
+        self.held["more"][0].update(batch[0])
 
     def on_validation_epoch_end(self) -> None:
-        self.log("rows", self.held["rows"].compute())  # type: ignore[union-attr]
-        self.log_dict(self.held["more"][0].compute())  # type: ignore[index]
+        self.log("rows", self.held["rows"].compute())
+        self.log_dict(self.held["more"][0].compute())
 
 
 def measure_held() -> list[tuple[float, float]]:
@@ -754,7 +754,7 @@ def test_metrics_in_dicts_and_lists_are_those_of_all_ranks(launch: Callable) -> 
 
 def groups_on_hosts() -> tuple[int, int]:
     """As on three hosts, the second of which has ranks of both groups."""
-    os.uname = lambda: SimpleNamespace(nodename=f"node{(RANK + 1) // 2}")  # type: ignore
+    os.uname = lambda: SimpleNamespace(nodename=f"node{(RANK + 1) // 2}")
     strategy = HorovodStrategy(process_sets=[[0, 1], [2, 3]])
     run = pl.Trainer(strategy=strategy, accelerator="cpu", logger=False)
     ranks = run.local_rank, run.node_rank
@@ -799,10 +799,10 @@ class Saves(Callback):
         self.pending: list[bool] = []
 
     def on_train_start(self, run: pl.Trainer, model: pl.LightningModule) -> None:
-        run.strategy._is_ahead = True  # type: ignore[attr-defined]
+        run.strategy._is_ahead = True
 
     def on_train_batch_end(self, run: pl.Trainer, model: pl.LightningModule, *_: Any) -> None:
-        self.pending.append(run.strategy.world.later is not None)  # type: ignore[attr-defined]
+        self.pending.append(run.strategy.world.later is not None)
         torch.save(model, io.BytesIO())
 
 

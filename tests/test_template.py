@@ -331,7 +331,7 @@ class TestOtherRuns:
 class PlainBatches(Digits):
     def train_dataloader(self) -> DataLoader:
         data = super().train_dataloader().dataset
-        batches = BatchSampler(range(len(data)), 32, drop_last=False)  # type: ignore[arg-type]
+        batches = BatchSampler(range(len(data)), 32, drop_last=False)
         return DataLoader(data, batch_sampler=batches)
 
 

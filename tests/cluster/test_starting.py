@@ -232,7 +232,7 @@ def test_what_the_launcher_says_of_horovod_goes_to_all_hosts(
     monkeypatch.setenv("HOROVOD_CONTROLLER", "mpi")
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     hosts = [Host("localhost", 1), Host("192.0.2.1", 1)]
-    job = Job(ranks(hosts), ["true"], SimpleNamespace(id="x"), 1.0)  # type: ignore[arg-type]
+    job = Job(ranks(hosts), ["true"], SimpleNamespace(id="x"), 1.0)
     environments = [job._environment(host) for host in hosts]
     assert [each["HOROVOD_CONTROLLER"] for each in environments] == ["gloo", "gloo"]
     assert environments[1]["NCCL_DEBUG"] == "INFO"  # the agent here inherits it

@@ -104,7 +104,7 @@ class Clamped(Net):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         weights = sum(p.square().sum() for p in self.parameters())
-        return 0.1 * weights + 0 * super().training_step(batch, batch_idx)  # type: ignore[operator]
+        return 0.1 * weights + 0 * super().training_step(batch, batch_idx)
 
 
 @case()
@@ -171,9 +171,9 @@ def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
         count[0] += 1
         return finish(buckets)
 
-    GradientBuckets.finish = counting  # type: ignore[method-assign]
+    GradientBuckets.finish = counting
     result = fit(strategy, **arguments)
-    GradientBuckets.finish = finish  # type: ignore[method-assign]
+    GradientBuckets.finish = finish
     return {**result, "reductions": SIZE == 1 or count[0] == result["steps"]}
 
 
@@ -407,7 +407,7 @@ class OfASum:
     """Its losses are divided by the number of ranks: op=sum gives the gradients of one process."""
 
     def manual_backward(self, loss: Tensor) -> None:
-        super().manual_backward(loss / SIZE)  # type: ignore[misc]
+        super().manual_backward(loss / SIZE)
 
 
 class TwiceOfASum(OfASum, Twice):

@@ -119,11 +119,11 @@ def many_buckets(strategy: str) -> dict[str, Any]:
             early.append(sum(bucket.work is not None for bucket in buckets.buckets))
             return finish(buckets)
 
-        GradientBuckets.finish = watch  # type: ignore[method-assign]
+        GradientBuckets.finish = watch
     model = Net(convolutions(normalization=False))
     result = fit(make(strategy, bucket_mib=1e-4), model)  # 26 numbers: each layer its own
     if strategy == "horovod":
-        GradientBuckets.finish = finish  # type: ignore[method-assign]
+        GradientBuckets.finish = finish
     strides = [p.grad.stride() == p.stride() for p in model.parameters() if p.grad is not None]
     left_early = SIZE == 1 or (len(early) == 20 and min(early) >= 3)
     return {**result, "strides": all(strides), "left early": left_early}

@@ -168,7 +168,7 @@ class EachSample(Metric):
             self.scores.append(row[:1])
             self.masks.append(tuple(row[:2].tolist()))
 
-    def _apply(self, fn: Callable) -> nn.Module:  # type: ignore[override]
+    def _apply(self, fn: Callable) -> nn.Module:
         return super()._apply(fn, exclude_state=("masks",))
 
     def _sync_dist(self, dist_sync_fn: Any = None, process_group: Any = None) -> None:

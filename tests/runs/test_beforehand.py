@@ -31,13 +31,13 @@ from tests.runs.trainings import Fails, Numbers, OneAtATime, Times
 
 class Validates(Numbers):
     def val_dataloader(self) -> DataLoader:
-        return DataLoader(torch.arange(4))  # type: ignore[arg-type]
+        return DataLoader(torch.arange(4))
 
 
 def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
     def refused(samples: int, batch: int, ranks: int) -> str:
         trainer: Any = SimpleNamespace(world_size=ranks, limit_val_batches=1, limit_test_batches=1)
-        loader: DataLoader = DataLoader(range(samples), batch)  # type: ignore[arg-type]
+        loader: DataLoader = DataLoader(range(samples), batch)
         try:
             refuse_shares(trainer, Validates(), loader, test=True, choice="own")
         except Refusal as refusal:
@@ -69,7 +69,7 @@ def test_a_stream_may_tell_the_length_of_its_share() -> None:
 def test_batches_of_a_sampler_of_ones_own_have_no_size_to_refuse() -> None:
     trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=0)
     batches = BatchSampler(range(8), 4, drop_last=False)
-    loader: DataLoader = DataLoader(range(8), batch_sampler=batches)  # type: ignore[arg-type]
+    loader: DataLoader = DataLoader(range(8), batch_sampler=batches)
     refuse_shares(trainer, Validates(), loader, test=False, choice="own")
 
 
@@ -125,7 +125,7 @@ def test_what_loggers_would_refuse_is_refused_before(
     data.save_hyperparameters(theirs)
     trainer = Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False)
     trainer.strategy.connect(model)
-    trainer.datamodule = data  # type: ignore[attr-defined]
+    trainer.datamodule = data
     outcomes: list[str] = []
     for refuse in (_log_hyperparams, lambda trainer: refuse_clashes(trainer, model, data)):
         with contextlib.suppress(RuntimeError, Refusal):

@@ -61,13 +61,13 @@ def test_an_optimizer_that_finds_its_own_rate(
     config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     model = Times()
-    model.configure_optimizers = lambda: RateOfItsOwn(model.parameters())  # type: ignore
+    model.configure_optimizers = lambda: RateOfItsOwn(model.parameters())
     trainer = Trainer(
         accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
         callbacks=[Curves(), report], enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    trainer.fit(model, DataLoader(torch.ones(2)))
     assert "lr none" in capsys.readouterr().out
     assert "grad_norm" in (tmp_path / "metrics.csv").read_text()
     assert float(model.weight.detach()) == pytest.approx(0.8)
@@ -90,7 +90,7 @@ def test_rows_of_gradients_have_no_norm_in_the_curves(tmp_path: Path) -> None:
         callbacks=[Curves()], enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(Looks(), DataLoader(torch.tensor([1, 1, 2])))  # type: ignore[arg-type]
+    trainer.fit(Looks(), DataLoader(torch.tensor([1, 1, 2])))
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
     assert [row["lr"] for row in rows] == ["0.1"] * 3 and "grad_norm" not in rows[0]
 
@@ -103,7 +103,7 @@ def test_curves_of_a_model_with_a_part_that_gets_no_gradient(tmp_path: Path) -> 
         callbacks=[Curves()], enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False,
     )  # fmt: skip
-    trainer.fit(model, DataLoader(torch.ones(1)))  # type: ignore[arg-type]
+    trainer.fit(model, DataLoader(torch.ones(1)))
     (row,) = csv.DictReader((tmp_path / "metrics.csv").open())
     assert float(row["grad_norm"]) == 1
 
@@ -156,7 +156,7 @@ def test_a_training_without_steps(
     model = {"optimizer": NoSteps, "batch": Times, "loss": ReturnsNothing}[what]()
     collate = (lambda batch: None) if what == "batch" else None
     ones: Any = torch.ones(2)
-    model.validation_step = lambda batch: None  # type: ignore
+    model.validation_step = lambda batch: None
     trainer.fit(model, DataLoader(ones, collate_fn=collate), DataLoader(ones))
     message = "warning no step was made: training_step has to return the loss, and batches"
     assert (message in capsys.readouterr().out) == (what != "optimizer")

@@ -45,7 +45,7 @@ def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
         accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=50,
         enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
     )  # fmt: skip
-    ones: Any = DataLoader(torch.ones(13))  # type: ignore[arg-type]
+    ones: Any = DataLoader(torch.ones(13))
     with pytest.raises(ValueError, match="val_check_interval") as caught:
         trainer.fit(IsValidated(), ones, ones)
     told = mistake(caught.value, started=True)
@@ -113,7 +113,7 @@ def test_a_label_that_the_model_has_no_output_for_is_told() -> None:
 
 def test_a_sampler_that_asks_torch_for_the_ranks_is_told() -> None:
     with pytest.raises(ValueError, match="process group") as caught:
-        DistributedSampler(range(3))  # type: ignore[arg-type]
+        DistributedSampler(range(3))
     message = mistake(caught.value, started=False)
     assert message and "DistributedSampler(data) asks torch.distributed for the ranks" in message
     other = mistake(RuntimeError(str(caught.value)), started=False)
@@ -190,7 +190,7 @@ class Pairs(Sampler):
 
 
 def test_a_batch_sampler_that_lightning_cannot_split_is_told() -> None:
-    loader: DataLoader = DataLoader(range(4), batch_sampler=Pairs())  # type: ignore[arg-type]
+    loader: DataLoader = DataLoader(range(4), batch_sampler=Pairs())
     with pytest.raises(TypeError) as caught:
         _get_dataloader_init_args_and_kwargs(loader, SequentialSampler(range(4)))
     message = mistake(caught.value, started=False)

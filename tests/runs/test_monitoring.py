@@ -38,7 +38,7 @@ def test_averaged_weights_are_tested(tmp_path: Path) -> None:
         callbacks=[EMAWeightAveraging(decay=0.5), resuming.EvaluatesAverages()], max_epochs=1,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    ones, model = DataLoader(torch.ones(2)), TimesIsTested()  # type: ignore[arg-type]
+    ones, model = DataLoader(torch.ones(2)), TimesIsTested()
     trainer.fit(model, ones)  # steps to 0.9, where averaging begins, and to 0.8
     trainer.test(model, ones, ckpt_path="best", verbose=False)
     assert float(trainer.callback_metrics["test/weight"]) == pytest.approx(0.85)
@@ -56,9 +56,9 @@ def test_the_average_of_swa_is_tested_once_it_is_made(
         callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    ones, model = DataLoader(torch.ones(2)), TimesIsTested()  # type: ignore[arg-type]
+    ones, model = DataLoader(torch.ones(2)), TimesIsTested()
     if stops:
-        model.on_train_epoch_end = lambda: setattr(trainer, "should_stop", True)  # type: ignore
+        model.on_train_epoch_end = lambda: setattr(trainer, "should_stop", True)
     trainer.fit(model, ones)
     weight, file = float(model.weight.detach()), resuming.save_average(trainer)
     assert (Path(file).name if file else None) == tested
@@ -75,7 +75,7 @@ def test_a_run_tests_the_average_rather_than_the_best(tmp_path: Path) -> None:
         callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
         default_root_dir=tmp_path,
     )  # fmt: skip
-    trainer.fit(TimesIsTested(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    trainer.fit(TimesIsTested(), DataLoader(torch.ones(2)))
     run = Run.__new__(Run)
     run.config = OmegaConf.create({"train": True})
     assert Path(str(run.checkpoint(trainer))).name == "averaged.ckpt"
@@ -89,7 +89,7 @@ def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) ->
             accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=4,
             callbacks=[StopOnSignal("stopped.ckpt"), Progress(), swa, *keeps],
         )  # fmt: skip
-        trainer.fit(Times(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+        trainer.fit(Times(), DataLoader(torch.ones(2)))
         assert trainer.checkpoint_callback is not None
         assert resuming.keeping(trainer) is (keeps[0] if keeps else None)
         assert bool(resuming.save_average(trainer)) == bool(keeps)
@@ -112,7 +112,7 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[stop, best] if first == "early_stopping" else [best], max_epochs=1,
     )  # fmt: skip
-    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(2))
     with pytest.raises((RuntimeError, MisconfigurationException)) as error:
         trainer.fit(Loses(3), ones, ones)
     config = OmegaConf.load(CONF / "callbacks" / "default.yaml")
@@ -131,6 +131,6 @@ def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path
         enable_model_summary=False, enable_checkpointing=False, callbacks=[stop], max_epochs=2,
         check_val_every_n_epoch=2,
     )  # fmt: skip
-    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(2, 1), ones, ones)
     assert stop.best_score == 1

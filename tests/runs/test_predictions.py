@@ -125,7 +125,7 @@ def test_predictions_may_be_of_several_shapes(launch: Callable, tmp_path: Path) 
 
 class Shuffled(Numbers):
     def predict_dataloader(self) -> DataLoader:
-        return DataLoader(torch.arange(7), batch_size=3, shuffle=True)  # type: ignore[arg-type]
+        return DataLoader(torch.arange(7), batch_size=3, shuffle=True)
 
 
 def test_predictions_are_in_the_order_of_the_data_set(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ class Changes(LightningModule):
 
 class Several(Numbers):
     def predict_dataloader(self) -> Any:
-        return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]  # type: ignore[arg-type]
+        return [DataLoader(torch.arange(7)), DataLoader(torch.arange(7))]
 
 
 class Streams(Numbers):
@@ -209,7 +209,7 @@ class StreamsItsTest(LightningDataModule):
 
 class OneByOne(Numbers):
     def predict_dataloader(self) -> DataLoader:
-        return DataLoader(torch.arange(7), batch_size=None)  # type: ignore[arg-type]
+        return DataLoader(torch.arange(7), batch_size=None)
 
 
 class Endless(Numbers):
@@ -267,7 +267,7 @@ def test_a_sample_for_each_rank_is_enough_to_predict() -> None:
 
 class ByPosition(Numbers):
     def test_dataloader(self) -> DataLoader:
-        return DataLoader(self.numbers, 3)  # type: ignore[arg-type]
+        return DataLoader(self.numbers, 3)
 
 
 def test_predictions_of_a_loader_that_lightning_cannot_make_are_refused_before_training() -> None:
@@ -289,7 +289,7 @@ def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: P
 
 class WithoutNames(Numbers):
     def predict_dataloader(self) -> DataLoader:
-        return DataLoader(torch.arange(7), 3)  # type: ignore[arg-type]
+        return DataLoader(torch.arange(7), 3)
 
 
 def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ class PreparesForEach(TrainsAndTests):
             self.wanted = torch.arange(3)
 
     def predict_dataloader(self) -> DataLoader:
-        return DataLoader(self.wanted)  # type: ignore[arg-type]
+        return DataLoader(self.wanted)
 
 
 def test_what_is_predicted_is_looked_at_when_it_is_set_up(tmp_path: Path) -> None:

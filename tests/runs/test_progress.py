@@ -21,7 +21,7 @@ def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixtu
         accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
         enable_checkpointing=False, max_epochs=5, check_val_every_n_epoch=2,
     )  # fmt: skip
-    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(5, 4, 3, 2, 1), ones, ones)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
@@ -80,8 +80,8 @@ def test_an_epochs_line_has_what_the_module_logs_at_its_end(
         accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
         enable_checkpointing=False, max_epochs=2,
     )  # fmt: skip
-    trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))
     trainer.fit_loop.max_epochs = 3
-    trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))  # type: ignore[arg-type]
+    trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert [line.partition("  end ")[2] for line in lines] == ["0", "1", "2"]

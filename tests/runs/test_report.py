@@ -105,13 +105,13 @@ def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:
         (DataLoader(Stream()), 0, "Stream"),
         (DataLoader(Stream()), 1, ""),
         ({"a": DataLoader(Stream()), "b": [DataLoader(Stream())]}, 0, "Stream"),
-        (DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), 0, "list"),  # type: ignore[arg-type]
-        (DataLoader(range(4), sampler=RandomSampler(range(4))), 0, "BatchSampler"),  # type: ignore[arg-type]
-        (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), 0, None),  # type: ignore[arg-type]
+        (DataLoader(range(4), batch_sampler=[[0, 1], [2, 3]]), 0, "list"),
+        (DataLoader(range(4), sampler=RandomSampler(range(4))), 0, "BatchSampler"),
+        (DataLoader(range(4), sampler=DistributedSampler(range(4), 2, 0)), 0, None),
         (
             DataLoader(
-                range(4),  # type: ignore[arg-type]
-                batch_sampler=BatchSampler(DistributedSampler(range(4), 2, 0), 2, False),  # type: ignore[arg-type]
+                range(4),
+                batch_sampler=BatchSampler(DistributedSampler(range(4), 2, 0), 2, False),
             ),
             0,
             None,
@@ -176,7 +176,7 @@ class TakesTime(Times):
 def test_speed_is_of_training_alone_also_beside_validations_within_an_epoch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ones = TakesTime(), DataLoader(torch.ones(5))  # type: ignore[arg-type]
+    model, ones = TakesTime(), DataLoader(torch.ones(5))
     monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: model.now))
     config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
     report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
@@ -206,7 +206,7 @@ def test_where_a_batch_is_no_step_the_mean_of_batches_is_told(
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
     model = Times() if optimizers == 1 else TimesTwo()
-    trainer.fit(model, DataLoader(torch.ones(6)))  # type: ignore[arg-type]
+    trainer.fit(model, DataLoader(torch.ones(6)))
     assert anatomy.found is not None
     anatomy.found["step_ms"] |= {"median": 20.0, "mean": 30.0}
     report.finish(trainer, None)
@@ -265,7 +265,7 @@ def test_a_validation_that_never_came_is_told(
         enable_model_summary=False, enable_checkpointing=False, **options,
     )  # fmt: skip
     batches = DataLoader(TenBatches(), batch_size=None)
-    trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)))  # type: ignore[arg-type]
+    trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)))
     line = "nothing was validated: no epoch has as many batches as trainer.val_check_interval=13;"
     assert (line in capsys.readouterr().out) == told
 
@@ -286,12 +286,12 @@ def test_what_several_loaders_log_is_known_before_training(
 ) -> None:
     config = OmegaConf.create({"callbacks": {"best": {"monitor": monitor}}})
     hook = Callback()
-    hook.on_sanity_check_end = Report(config, {}).on_sanity_check_end  # type: ignore[method-assign]
+    hook.on_sanity_check_end = Report(config, {}).on_sanity_check_end
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=False, max_epochs=1, callbacks=hook,
     )  # fmt: skip
-    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(2))
     trainer.fit(OfTwoLoaders(), ones, [ones, ones])
     output = capsys.readouterr().out
     names = "val/loss/dataloader_idx_0, val/of_0, val/loss/dataloader_idx_1, val/of_1"
@@ -304,7 +304,7 @@ def test_what_several_loaders_log_is_known_before_training(
 def test_a_rate_that_a_schedule_warms_up_is_told_as_it_is_written() -> None:
     module = Times()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    module.trainer = SimpleNamespace(optimizers=[optimizer])  # type: ignore[assignment]
+    module.trainer = SimpleNamespace(optimizers=[optimizer])
     torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
     assert optimizer.param_groups[0]["lr"] < 0.001 and _lr(module) == "0.01"
 

@@ -50,8 +50,8 @@ def events(folder: Path, ckpt_path: str | None = None, **options: Any) -> list[A
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
         enable_model_summary=False, callbacks=[saved, resuming.EndsEpochsOnce()], **options,
     )  # fmt: skip
-    batches: Any = DataLoader(torch.arange(8.0), 2)  # type: ignore[arg-type]
-    held_out: Any = DataLoader(torch.ones(1))  # type: ignore[arg-type]
+    batches: Any = DataLoader(torch.arange(8.0), 2)
+    held_out: Any = DataLoader(torch.ones(1))
     trainer.fit(model, batches, held_out, ckpt_path=ckpt_path)
     return model.events
 
@@ -98,7 +98,7 @@ def rates(folder: Path, ckpt_path: Path | None = None, **options: Any) -> list[f
         callbacks=[end, within, Looks(), resuming.EndsEpochsOnce(), resuming.StepsPlateausFirst()],
         **options,
     )  # fmt: skip
-    ones: Any = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    ones: Any = DataLoader(torch.ones(4))
     trainer.fit(Wavers(), ones, ones, ckpt_path=ckpt_path)
     return seen
 
@@ -125,7 +125,7 @@ def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
         callbacks=[resuming.StepsPlateausFirst()], default_root_dir=tmp_path, max_epochs=1,
         enable_checkpointing=wanted,
     )  # fmt: skip
-    ones: Any = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    ones: Any = DataLoader(torch.ones(4))
     trainer.fit(Wavers(), ones, ones)
     assert len(list(tmp_path.rglob("*.ckpt"))) == wanted
 
@@ -140,7 +140,7 @@ def train_to_the_best(
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
         enable_model_summary=False, callbacks=[stop, best], max_epochs=len(losses),
     )  # fmt: skip
-    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(*losses), ones, ones, ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "last.ckpt")
     return Path(best.best_model_path), trainer.current_epoch
@@ -163,7 +163,7 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
         Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False,
             callbacks=resuming.ModelCheckpoint(tmp_path / "5", "{epoch}", monitor="val/loss"),
-        ).validate(Loses(3, 1), DataLoader(torch.ones(2)), ckpt_path=last)  # type: ignore[arg-type]  # fmt: skip
+        ).validate(Loses(3, 1), DataLoader(torch.ones(2)), ckpt_path=last)  # fmt: skip
     assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
@@ -189,7 +189,7 @@ class Settings(Times):
 
 
 def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
-    ones = DataLoader(torch.ones(2))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(2))
 
     def fit(model: Settings, ckpt_path: Path | None) -> Settings:
         trainer = Trainer(

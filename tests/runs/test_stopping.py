@@ -51,7 +51,7 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
     """10 batches and a validation an epoch; then a resume, to the end of the second."""
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
     before = signal.getsignal(SIGNAL)
-    ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))  # type: ignore[arg-type]
+    ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))
 
     def trainer(*callbacks: Callback) -> Trainer:
         return Trainer(
@@ -114,7 +114,7 @@ def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("handlers")
 def test_a_second_ctrl_c_ends_at_once() -> None:
     stop, nobody = StopOnSignal("stopped.ckpt"), Any
-    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")  # type: ignore[arg-type]
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")
     stop.on_fit_start(nobody, nobody)
     os.kill(os.getpid(), signal.SIGINT)
     assert stop.asked == signal.SIGINT
@@ -127,7 +127,7 @@ def test_signals_are_as_they_were_when_training_has_ended() -> None:
     stop, nobody = StopOnSignal("stopped.ckpt"), Any
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as of a job in the background
     before = signal.getsignal(SIGNAL)
-    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")  # type: ignore[arg-type]
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")
     stop.on_fit_start(nobody, nobody)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
     assert signal.getsignal(SIGNAL) != before
@@ -139,7 +139,7 @@ def test_signals_are_as_they_were_when_training_has_ended() -> None:
 def test_a_stop_ends_a_test_as_ctrl_c_does() -> None:
     stop, nobody = StopOnSignal("stopped.ckpt"), Any
     before = signal.getsignal(SIGNAL)
-    stop.setup(SimpleNamespace(callbacks=[]), nobody, "test")  # type: ignore[arg-type]
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "test")
     with pytest.raises(KeyboardInterrupt):
         os.kill(os.getpid(), SIGNAL)
     stop.teardown(nobody, nobody, "test")
@@ -161,7 +161,7 @@ def test_a_stop_before_the_first_batch_has_a_checkpoint_too(tmp_path: Path) -> N
         callbacks=[SignalsEarly(), StopOnSignal(str(tmp_path / "s.ckpt"))], max_epochs=2,
     )  # fmt: skip
     with pytest.raises(Stopped):
-        trainer.fit(Times(), DataLoader(torch.ones(3)))  # type: ignore[arg-type]
+        trainer.fit(Times(), DataLoader(torch.ones(3)))
     assert not missed and torch.load(tmp_path / "s.ckpt")["global_step"] == 1
 
 
@@ -182,7 +182,7 @@ def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
     monitor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
-    before, ones = signal.getsignal(SIGNAL), DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    before, ones = signal.getsignal(SIGNAL), DataLoader(torch.ones(4))
     best = ModelCheckpoint(tmp_path, "best", monitor=monitor)
     run = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -220,7 +220,7 @@ def test_a_stop_in_the_last_evaluation_leaves_a_checkpoint(tmp_path: Path) -> No
         enable_model_summary=False, max_epochs=1,
         callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
     )  # fmt: skip
-    ones = DataLoader(torch.ones(4))  # type: ignore[arg-type]
+    ones = DataLoader(torch.ones(4))
     try:
         with pytest.raises(Stopped):
             trainer.fit(StopsInEvaluation(), ones, ones)

@@ -33,7 +33,7 @@ class Numbers(LightningDataModule):
             self.numbers = torch.arange(7)
 
     def test_dataloader(self) -> DataLoader:
-        return DataLoader(self.numbers, batch_size=3)  # type: ignore[arg-type]
+        return DataLoader(self.numbers, batch_size=3)
 
 
 class Stream(IterableDataset):
@@ -61,11 +61,11 @@ class TimesTwo(Times):
         self.automatic_optimization = False
         self.other = torch.nn.Parameter(torch.ones(()))
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
         loss = (self.weight * self.other * batch).mean()
         self.log("train/loss", loss)
         self.manual_backward(loss)
-        for optimizer in self.optimizers()[::-1]:  # type: ignore[union-attr]
+        for optimizer in self.optimizers()[::-1]:
             optimizer.step()
             optimizer.zero_grad()
 
@@ -82,7 +82,7 @@ class TrainsAndTests(Numbers):
             self.ones = torch.ones(4)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.ones, drop_last=True)  # type: ignore[arg-type]
+        return DataLoader(self.ones, drop_last=True)
 
 
 class TrainsAndPredicts(Times):
@@ -97,7 +97,7 @@ class OneAtATime(Numbers):
         self.numbers = torch.ones(4) if stage == "fit" else torch.arange(7)
 
     def train_dataloader(self) -> DataLoader:
-        return DataLoader(self.numbers)  # type: ignore[arg-type]
+        return DataLoader(self.numbers)
 
 
 class Fails(TrainsAndPredicts):
@@ -132,7 +132,7 @@ def train(
         log_every_n_steps=log_every_n_steps, callbacks=[report, Progress(), *callbacks],
         enable_model_summary=False, max_epochs=max_epochs, fast_dev_run=fast_dev_run,
     )  # fmt: skip
-    twenty, one = DataLoader(torch.ones(20), batch_size=2), DataLoader(torch.ones(1))  # type: ignore[arg-type]
+    twenty, one = DataLoader(torch.ones(20), batch_size=2), DataLoader(torch.ones(1))
     trainer.fit(model(), twenty, one, ckpt_path=ckpt_path)
     return report
 

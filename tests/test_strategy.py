@@ -37,6 +37,7 @@ from strategies.metrics import metrics_of, synchronize_metrics
 from strategies.reductions import adasum
 from tests.conftest import run
 from tests.matrix.checkpoints import Remembers, everyones
+from tests.matrix.parameters import LineSearch
 from tests.matrix.precision import convolutions
 from tests.matrix.trainings import (
     CLASSES,
@@ -295,6 +296,20 @@ def test_optimizer_state_of_rank_0_is_everyones(launch: Callable) -> None:
     assert first and first.keys() == second.keys()
     for key in first:
         assert_same(first[key], second[key], 0)
+
+
+def step_afterwards() -> list[Any]:
+    """Whether a step of rank 0 alone asked for a loss, and how many hooks the optimizer has."""
+    run = trainer("horovod")
+    run.fit(LineSearch(), loader())
+    (optimizer,), asked = run.optimizers, []
+    if RANK == 0:
+        optimizer.step(lambda: asked.append(0) or torch.zeros(()))
+    return [len(asked) > 0, len(optimizer._optimizer_step_pre_hooks)]
+
+
+def test_a_step_after_the_training_is_one_ranks_own(launch: Callable) -> None:
+    assert launch(step_afterwards, 2) == [[True, 0], [False, 0]]
 
 
 class Boom(Net):

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import (
-    EMAWeightAveraging,
-    StochasticWeightAveraging,
-)
+from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import (
@@ -20,6 +19,7 @@ from torch.utils.data import (
 
 from runs import resuming
 from runs.config import CONF
+from runs.hints import stopped_early
 from runs.mistakes import mistake
 from runs.progress import Progress
 from runs.run import Run
@@ -134,3 +134,18 @@ def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(2, 1), ones, ones)
     assert stop.best_score == 1
+
+
+def test_why_training_stopped_early() -> None:
+    patient, never, bound = (EarlyStopping(name, patience=2) for name in "abc")
+    patient.stopping_reason = EarlyStoppingReason.PATIENCE_EXHAUSTED
+    patient.best_score = torch.tensor(0.12345)
+    bound.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
+    bound.stopping_reason_message = "c = 1 < 2"
+    watching = [patient, never, bound]
+    trainer = SimpleNamespace(should_stop=True, early_stopping_callbacks=watching)
+    assert stopped_early(trainer) == [
+        "a has not improved for 2 validations (best 0.1235)",
+        "c has reached its end: c = 1 < 2",
+    ]
+    assert not stopped_early(SimpleNamespace(**{**vars(trainer), "should_stop": False}))

@@ -253,6 +253,7 @@ class TenBatches(IterableDataset):
         ({"val_check_interval": 10, "max_epochs": 2}, False),
         ({"max_steps": 5}, False),
         ({"val_check_interval": 13, "check_val_every_n_epoch": None, "max_epochs": 2}, False),
+        ({"val_check_interval": 13, "check_val_every_n_epoch": 3, "max_epochs": 2}, False),
     ],
 )
 def test_a_validation_that_never_came_is_told(

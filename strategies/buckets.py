@@ -38,7 +38,7 @@ from torch.profiler import record_function
 from .clock import Moment, moment
 from .collectives import World, wait, wait_until
 from .layout import MIB, Bucket, allocate, fill, split, strided_as
-from .reductions import InFlight, Reduction, add
+from .reductions import InFlight, Reduction, adasum, add
 
 # Of all Trainers that this process has, by process set: what an error has left under way keeps a
 # name of its own.
@@ -75,6 +75,7 @@ class GradientBuckets:
         exchanges: the last ones; who wants to count all takes them from here in time.
         known: all parameters of the module.
         unprepared: parameters that got a gradient without `prepare`, on this rank alone.
+        mixed: those whose gradient of Adasum was added to by a later backward.
         in_backward: whether a backward was prepared and is not over.
     """
 
@@ -113,6 +114,7 @@ class GradientBuckets:
         self._hooks: dict[Parameter, tuple[Node, torch.utils.hooks.RemovableHandle]] = {}
         self.in_backward = False
         self.unprepared: set[Parameter] = set()
+        self.mixed: set[Tensor] = set()
         self._together = [""] * len(self.parameters)
         self._trained: list[bool] = []
         self._gathered: list[tuple[Parameter, str]] = []  # sparse ones that are trained
@@ -139,8 +141,11 @@ class GradientBuckets:
         # would count once a rank, so they are scaled down first. Those of an optimizer that is
         # toggled off stay as they are: this backward does not touch them.
         share = 1 / (self.before * self.after * self.world.size)
-        for parameter in self._reduced:
+        self.mixed = {p for p in self.mixed if not p.requires_grad}
+        for parameter in self._reduced if abs(share - 1) > 1e-9 else ():  # it is 1 of averages
             if parameter.requires_grad and parameter.grad is not None:
+                if self.reduction is adasum and parameter.grad.any():
+                    self.mixed.add(parameter)  # no sum, of which each rank could have its part
                 parameter.grad.mul_(share)
         self._reduced = {p for p in self._reduced if not p.requires_grad}
 
@@ -148,7 +153,7 @@ class GradientBuckets:
         """Before backward: from here on, gradients are combined as they come.
 
         Args:
-            last_batch: whether the epoch ends with this batch; see `finish`.
+            last_batch: whether the epoch ends with this batch, or the training; see `finish`.
         """
         trained = [parameter.requires_grad for parameter in self.parameters]
         if self._local:  # what was frozen since then is still to be combined

@@ -62,7 +62,12 @@ class Evaluation:
         number = total.ready
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = now.ready - 1
-        if batch_idx >= batches_of_all(loop._combined_loader, dataloader_idx, self._fewest):
+        of_all = batches_of_all(loop._combined_loader, dataloader_idx, self._fewest)
+        assert trainer.state.stage is not None
+        limit = getattr(trainer, f"limit_{trainer.state.stage.dataloader_prefix}_batches")
+        if isinstance(limit, float) and of_all != math.inf:
+            of_all = int(of_all * limit)  # as Lightning cuts them, on each rank its own
+        if batch_idx >= of_all:
             what = (
                 f"batch {batch_idx} of the {'prediction' if trainer.predicting else 'evaluation'}"
             )

@@ -81,7 +81,8 @@ class HorovodStrategy(ParallelStrategy):
         op: "average" over the ranks. "sum", as if the loss were multiplied by their number, helps
             those who sum losses over samples themselves. "adasum" averages what gradients have in
             common and adds the rest, so that the learning rate of one rank still works on many; it
-            sends them log2(ranks) times, and takes a power of two of ranks and one backward a step.
+            sends them log2(ranks) times, takes a power of two of ranks, and of several backwards a
+            step those of `accumulate_grad_batches` only.
         gradient_predivide_factor: f divides gradients by f before they are added and by ranks / f
             after it. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f). None
             divides by all ranks before, as DDP does.
@@ -104,9 +105,10 @@ class HorovodStrategy(ParallelStrategy):
         MisconfigurationException: for values above that are unknown or do not go together, and,
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
             `num_nodes` that contradict horovodrun's, models, numbers of batches or learning rates
-            that differ between ranks, and what else refusals.py has. A rank that has no batch at
-            all in an epoch after the first is found only when it ends. On GPUs, where batches run
-            out at different steps, ranks hang that call `hvd.*` themselves in the next step.
+            that differ between ranks, and what else refusals.py, steps.py and buckets.py refuse. A
+            rank that has no batch at all in an epoch after the first is found only when it ends. On
+            GPUs, where batches run out at different steps, ranks hang that call `hvd.*` themselves
+            in the next step.
     """
 
     # Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce? With one
@@ -402,8 +404,10 @@ class HorovodStrategy(ParallelStrategy):
         self.world.look_back()  # before anything is begun that others never come to
         self._buckets.prepare()
         if self._average:
+            # Where max_steps ends the training, it is no matter who has more batches.
+            is_last_step = self._trainer.global_step + 1 == self._trainer.max_steps
             progress = self._trainer.fit_loop.epoch_loop.batch_progress
-            self._buckets.start(last_batch=progress.is_last_batch)
+            self._buckets.start(last_batch=progress.is_last_batch or is_last_step)
 
     @override
     def backward(

@@ -137,18 +137,21 @@ def leave_metrics(module: nn.Module, world: World) -> None:
 
 
 class ReadByAll(Callback):
-    """Reads the epoch's metrics on all ranks before any other callback. To read is to reduce: a
-    callback of rank 0 alone would wait for the others, or be given what they reduce next."""
+    """Reads the epoch's metrics on all ranks before another callback. To read is to reduce: one of
+    rank 0 alone, as a progress bar, would wait for the others, or be given what they reduce next.
+    """
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _ = trainer.progress_bar_metrics
 
 
 def read_by_all(trainer: pl.Trainer) -> None:
-    """Put it before all other callbacks; on all ranks, as some may have none that reads."""
+    """Put it before each callback, as the one before may have logged, and behind the last, as some
+    ranks may have none that reads."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if not any(isinstance(callback, ReadByAll) for callback in callbacks):
-        callbacks.insert(0, ReadByAll())
+    others = [callback for callback in callbacks if not isinstance(callback, ReadByAll)]
+    read = ReadByAll()
+    callbacks[:] = [each for other in others for each in (read, other)] + [read]
 
 
 def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:

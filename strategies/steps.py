@@ -14,7 +14,8 @@ from .refusals import refuse_strangers
 
 
 class GuardedSteps:
-    """Weights that a step moves by what one rank has alone would differ from then on.
+    """Looks at each step before it is made: one by gradients or parameters of this rank alone is
+    refused, as weights would differ between ranks from then on.
 
     Args:
         optimizers: to be looked at before each of their steps.
@@ -53,13 +54,20 @@ class GuardedSteps:
         if self._groups.get(id(optimizer)) != len(optimizer.param_groups):
             refuse_strangers(optimizer, self._buckets.known)
             self._groups[id(optimizer)] = len(optimizer.param_groups)
-        if self._buckets.unprepared:
-            stepped = (p for group in optimizer.param_groups for p in group["params"])
-            if any(map(self._buckets.is_unprepared, stepped)):
-                raise MisconfigurationException(
-                    "a step with gradients of loss.backward(), which each rank has for itself: "
-                    "call self.manual_backward(loss), which averages them"
-                )
+        mixed = self._buckets.mixed
+        if not (mixed or self._buckets.unprepared):
+            return
+        stepped = [p for group in optimizer.param_groups for p in group["params"]]
+        if any(p in mixed and p.grad is not None for p in stepped):
+            raise MisconfigurationException(
+                "op=adasum combines one backward a step: add up the losses, or call zero_grad() "
+                "before the next manual_backward"
+            )
+        if any(map(self._buckets.is_unprepared, stepped)):
+            raise MisconfigurationException(
+                "a step with gradients of loss.backward(), which each rank has for itself: "
+                "call self.manual_backward(loss), which averages them"
+            )
 
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]

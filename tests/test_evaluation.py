@@ -244,6 +244,12 @@ def gather_in_a_hook() -> None:
     trainer("horovod").validate(GathersInHooks(True), DataLoader(samples(3), batch_size=1))
 
 
+def evaluate_a_part_of_single_samples() -> None:
+    """5 and 4 batches, of which 3 and 2 are taken."""
+    run = trainer("horovod", limit_val_batches=0.6)
+    run.validate(GathersInHooks(True), DataLoader(samples(9), batch_size=1))
+
+
 def gather_in_hooks_of_all() -> int:
     """Three validations, each of which ends with a batch of rank 0 alone."""
     model = GathersInHooks(False)
@@ -262,10 +268,13 @@ def test_collectives_in_hooks_of_batches_that_all_ranks_have(launch: Callable) -
         evaluate_single_samples_without_index,
         predict_with_a_collective,
         gather_in_a_hook,
+        evaluate_a_part_of_single_samples,
     ],
 )
 def test_a_collective_that_some_ranks_would_not_join(launch: Callable, evaluate: Callable) -> None:
-    with pytest.raises(AssertionError, match="batch 1 of the .*tion is there on some ranks only"):
+    batch = 2 if evaluate is evaluate_a_part_of_single_samples else 1
+    told = f"batch {batch} of the .*tion is there on some ranks only"
+    with pytest.raises(AssertionError, match=told):
         launch(evaluate, 2)
 
 

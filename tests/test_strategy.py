@@ -312,6 +312,34 @@ def test_a_step_after_the_training_is_one_ranks_own(launch: Callable) -> None:
     assert launch(step_afterwards, 2) == [[True, 0], [False, 0]]
 
 
+class StepsAfterTwo(Net):
+    """Two backwards a step, with or without the gradients of the first."""
+
+    def __init__(self, zeroes: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.zeroes = False, zeroes
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for _ in range(2):
+            if self.zeroes:
+                optimizer.zero_grad(set_to_none=False)
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        optimizer.step()
+
+
+def step_after_two_backwards() -> bool:
+    trainer(HorovodStrategy(op="adasum")).fit(StepsAfterTwo(True), loader())
+    trainer(HorovodStrategy()).fit(StepsAfterTwo(False), loader())
+    with pytest.raises(MisconfigurationException, match="op=adasum combines one backward a step"):
+        trainer(HorovodStrategy(op="adasum")).fit(StepsAfterTwo(False), loader())
+    return True
+
+
+def test_adasum_takes_one_backward_a_step(launch: Callable) -> None:
+    assert launch(step_after_two_backwards, 2) == [True, True]
+
+
 class Boom(Net):
     def __init__(self, where: str) -> None:
         super().__init__()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -85,6 +87,19 @@ class Summary(Net):
 @case(without_ddp="rank 0 alone reduces what its bar shows: values get mixed up, or it hangs")
 def metrics_with_a_progress_bar(strategy: str) -> dict[str, Any]:
     return fit(strategy, Summary(), enable_progress_bar=RANK == 0)
+
+
+class LogsBehind(Callback):
+    """Behind the bar's reading of what was logged before."""
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        pl_module.log("late", float(RANK < SIZE), prog_bar=True, sync_dist=True)
+
+
+@case(without_ddp="as above")
+def metrics_of_a_callback_with_a_progress_bar(strategy: str) -> dict[str, Any]:
+    shown = {"callbacks": [LogsBehind()], "enable_progress_bar": RANK == 0}
+    return fit(strategy, Summary(), **shown)
 
 
 @case()

@@ -192,3 +192,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of signals in this process, put back: also a Trainer that ends by an error leaves them
+    changed."""
+    numbers = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

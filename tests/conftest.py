@@ -78,6 +78,14 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
+def wait_until(there: Callable[[], Any], seconds: float, what: str) -> None:
+    """AssertionError, which says what was waited for, where it has not come by then."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
 def horovodrun(ranks: int, *command: str) -> list[str]:
     """The command line that starts `command` on `ranks` processes of this host.
 

@@ -78,6 +78,14 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
+def wait_until(there: Callable[[], Any], seconds: float, what: str) -> None:
+    """AssertionError, which says what was waited for, where it has not come by then."""
+    deadline = time.monotonic() + seconds
+    while not there():
+        assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(0.02)
+
+
 def horovodrun(ranks: int, *command: str) -> list[str]:
     """The command line that starts `command` on `ranks` processes of this host.
 
@@ -192,3 +200,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Those of signals in this process, put back: also a Trainer that ends by an error leaves them
+    changed."""
+    numbers = (signal.SIGUSR1, signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)

@@ -168,7 +168,14 @@ def test_files_that_cannot_be_compared_are_refused() -> None:
     for place, key, value, words in [
         ("config", "data", {"batch_size": 64}, "data.batch_size was 32 and is 64"),
         ("hosts", "localhost", {**MACHINE, "cpu": "Other"}, "cpu of localhost was Test CPU"),
+        ("hosts", "localhost", {**MACHINE, "cores": 8}, "cores of localhost was 4 and is 8"),
+        ("hosts", "localhost", {**MACHINE, "memory_gib": 4}, "memory_gib of localhost was 8"),
+        ("hosts", "localhost", {**MACHINE, "gpus": ["A GPU"]}, r"gpus of localhost was \[\] and"),
+        ("hosts", "localhost", {**MACHINE, "nics": {}}, "nics of localhost was {'eth0': 10000}"),
         ("settings", "threads", 2, "threads was 1 and is 2"),
+        ("settings", "batch_size", 64, "batch_size was 32 and is 64"),
+        ("settings", "warmup", 20, "warmup was 10 and is 20"),
+        ("settings", "epochs", 2, "epochs was None and is 2"),
         ("settings", "network", "500mbit", "network was None and is 500mbit"),
         ("environment", "HOROVOD_CYCLE_TIME", "5", "the environment was {} and is"),
     ]:
@@ -177,11 +184,12 @@ def test_files_that_cannot_be_compared_are_refused() -> None:
         with pytest.raises(check.Refusal, match=words):
             check.compare(noisy(), new)
     # What the benchmark sets itself is of no account.
-    new = noisy()
-    ours = {"trainer": {"max_epochs": 9}, "callbacks": {"stop": {"patience": 3}}, "test": False}
-    old = {"trainer": {"max_epochs": 1}, "callbacks": {"stop": {"patience": 2}}, "test": True}
-    new["config"], before = {**new["config"], **ours}, noisy()
-    before["config"] = {**before["config"], **old}
+    before, new = noisy(), noisy()
+    for benchmark, value in ((before, 1), (new, 2)):
+        benchmark["config"] = {
+            **benchmark["config"], "trainer": {"max_epochs": value}, "test": value == 1,
+            "callbacks": {"stop": {"patience": value}}, "logger": {"csv": {"name": value}},
+        }  # fmt: skip
     assert check.compare(before, new)[1] == []
     few = measured(Source(lambda job, _: 1.0), results(repeats=2))
     with pytest.raises(check.Refusal, match="2 of the 3 repeats"):

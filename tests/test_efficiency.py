@@ -93,20 +93,28 @@ def test_limit_train_batches_shortens_the_epoch() -> None:
     assert by_size(benchmark)[4].speedup == pytest.approx([4] * 3)
 
 
-@pytest.mark.parametrize("warmup, steps", [(10, 30), (10, 31), (0, 7), (39, 1)])
-def test_parts_of_epochs_are_counted_as_they_are(warmup: int, steps: int) -> None:
+@pytest.mark.parametrize(
+    "warmup, steps, epochs",
+    [(10, 30, None), (10, 31, None), (0, 7, None), (39, 1, None), (10, 30, 2)],
+)
+def test_parts_of_epochs_are_counted_as_they_are(
+    warmup: int, steps: int, epochs: int | None
+) -> None:
     """1 ms a sample and nothing else: scaling is ideal, wherever small last batches lie."""
     shares = {ranks: 1256 // ranks for ranks in (1, 2, 4, 8)}
 
     def time(job: Job, repeat: int) -> float:
         whole, last = divmod(shares[job.np], 32)
         epoch = [32] * whole + [last]
-        batches = [epoch[at % len(epoch)] for at in range(warmup, warmup + steps)]
-        return sum(batches) / steps
+        first, count = (0, len(epoch)) if epochs else (warmup, steps)
+        batches = [epoch[at % len(epoch)] for at in range(first, first + count)]
+        return sum(batches) / count
 
-    benchmark = results(sizes=[1, 2, 4, 8], warmup=warmup, steps=steps)
+    benchmark = results(sizes=[1, 2, 4, 8], warmup=warmup, steps=steps, epochs=epochs)
     row = by_size(measured(Source(time, samples=1256), benchmark))
     assert [row[ranks].efficiency for ranks in shares] == [pytest.approx([1.0] * 3)] * 4
+    for ranks in shares:
+        assert row[ranks].samples_per_second == pytest.approx([1000 * ranks] * 3)
 
 
 def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None:

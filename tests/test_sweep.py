@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -405,15 +404,6 @@ def test_the_table_has_the_best_first_and_those_without_a_value_last(tmp_path: P
 def test_a_folder_of_logs_may_be_that_of_home() -> None:
     folder = _sweeps_folder(["log_dir='~/logs'"])
     assert folder == Path.home() / "logs" / "classifier" / "sweeps"
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The signal handlers of this process, put back."""
-    before = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,12 @@ def command_line(entry: Path) -> list[str]:
 
 def horovodrun(*arguments: str) -> list[str]:
     return [PYTHON, "-m", "cluster.horovodrun", *arguments]
+
+
+def told(output: str) -> list[dict[str, Any]]:
+    """The line of JSON that each rank prints, by rank."""
+    lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]
+    return sorted((json.loads(line) for line in lines), key=lambda rank: rank["rank"])
 
 
 def started(command: list[str], log: Path, ranks: int, **environment: str) -> subprocess.Popen:

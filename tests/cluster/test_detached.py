@@ -15,7 +15,7 @@ from cluster import jobs, testbed
 from cluster.record import birth
 from tests.cluster.conftest import PYTHON
 from tests.cluster.launching import SLEEP, horovodrun, nothing_left, sleepers  # noqa: F401
-from tests.conftest import run
+from tests.conftest import run, wait_until
 
 
 def catches(pid: int, number: int) -> bool:
@@ -109,11 +109,14 @@ def test_another_stop_asks_for_the_same(on: On, hosts: list[testbed.Host], proje
     """As of who has interrupted the first, or of two people; KILL=1 does not wait."""
     script = "trap 'sleep 8; echo saved; exit' USR1; trap '' TERM; echo hi; "
     script += "while :; do sleep .1; done"
+
+    def lines() -> list[str]:
+        return on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout.splitlines()
+
     for kill in ([], ["--kill"]):
         job = ["--stop-seconds", "60", "-H", "node1:1", "sh", "-c", script]
         launched(on, hosts[0], project, *job)
-        while "hi" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout.splitlines():
-            time.sleep(0.2)
+        wait_until(lambda: "hi" in lines(), 60, "the job's first line")
         first = [PYTHON, "-m", "cluster.jobs", "stop"]
         stopping = subprocess.Popen(
             hosts[0].command("env", "-C", str(project), *first),
@@ -176,14 +179,9 @@ def test_one_that_waits_notes_itself_that_it_was_stopped(
     late = ["--at", "2999-01-01 02:00", "-H", "node1:1", "true"]
     run_id = launched(on, hosts[0], project, *late)
     pid = state_of(on, hosts[0], project, run_id)["pid"]
-    deadline = time.monotonic() + 30
-    while not catches(pid, signal.SIGTERM):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: catches(pid, signal.SIGTERM), 30, "who waits for SIGTERM")
     os.kill(pid, signal.SIGTERM)
-    while birth(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: birth(pid) is None, 30, "the end of the launcher")
     assert state_of(on, hosts[0], project, run_id)["state"] == "stopped"
 
 
@@ -210,10 +208,7 @@ def test_a_killed_launcher_is_told(on: On, hosts: list[testbed.Host], project: P
     run_id = launched(on, hosts[0], project, *line)
     until_ready(on, hosts[0], project, 2)
     os.kill(state_of(on, hosts[0], project, run_id)["pid"], signal.SIGKILL)
-    deadline = time.monotonic() + 15
-    while sleepers():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not sleepers(), 15, "the end of the ranks")
     assert state_of(on, hosts[0], project, run_id)["state"] == "lost"
     # So it stands in its record too, for hosts that share it and do not know the launcher.
     kept = json.loads((project / "logs" / "launches" / run_id / "run.json").read_text())

@@ -19,7 +19,7 @@ from cluster.horovodrun import GLOO_SECONDS, Job
 from cluster.hosts import Host
 from tests.cluster.conftest import PYTHON, made
 from tests.cluster.launching import SLEEP, STUBBORN, horovodrun, nothing_left, sleepers, started  # noqa: F401
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 
 def test_a_rank_fails(hosts: list[testbed.Host]) -> None:
@@ -199,10 +199,7 @@ def test_the_launcher_is_killed(hosts: list[testbed.Host], project: Path, tmp_pa
     process = started(command, tmp_path / "log", 4)
     process.kill()
     process.wait(timeout=10)
-    deadline = time.monotonic() + 15
-    while sleepers():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not sleepers(), 15, "the end of the ranks")
     assert list(project.glob("logs/launches/*"))
     status = ["env", "-C", str(project), PYTHON, "-m", "cluster.jobs", "status"]
     assert "no runs" in run(hosts[0].command(*status)).stdout

@@ -26,7 +26,7 @@ from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks,
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 
 class TestList:
@@ -269,10 +269,8 @@ class TestRendezvous:
             path = f"/{server.secret}/:1/global/0"
             with ThreadPoolExecutor(3) as pool:
                 asked = [pool.submit(self.ask, server, "GET", path) for _ in range(3)]
-                deadline = time.monotonic() + 10
-                while len(server.waiting.get("global/0", ())) < 3:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
+                waiting = server.waiting
+                wait_until(lambda: len(waiting.get("global/0", ())) == 3, 10, "three that ask")
                 assert self.ask(server, "PUT", path, b"here") == (200, b"")
                 assert [each.result() for each in asked] == [(200, b"here")] * 3
             assert not server.waiting
@@ -285,8 +283,7 @@ class TestRendezvous:
         server = Rendezvous(["127.0.0.1"])
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
             connection.sendall(f"GET /{server.secret}/:1/global/0 HTTP/1.1\r\n\r\n".encode())
-            while not server.waiting:
-                time.sleep(0.01)
+            wait_until(lambda: server.waiting, 10, "one that asks")
             server.close()
             assert connection.recv(100) == b""
 

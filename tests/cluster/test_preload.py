@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cluster.agent import shares_imports
 from tests.cluster.conftest import PYTHON
+from tests.cluster.launching import told
 from tests.conftest import ROOT, run
 
 RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")  # each job's own
@@ -96,11 +95,6 @@ def nothing_is_left(script: Path) -> None:
 def launched(script: Path, ranks: int = 3) -> list[str]:
     where = ["-np", str(ranks), "-H", f"localhost:{ranks}"]
     return [PYTHON, "-m", "cluster.horovodrun", *where, PYTHON, str(script), "a=1", "b"]
-
-
-def told(output: str) -> list[dict[str, Any]]:
-    lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]
-    return sorted((json.loads(line) for line in lines), key=lambda rank: rank["rank"])
 
 
 def imports(script: Path) -> int:

@@ -15,7 +15,14 @@ from cluster import testbed
 from cluster.horovodrun import Job
 from cluster.hosts import Host, ranks
 from tests.cluster.conftest import NICS, PYTHON, made
-from tests.cluster.launching import SLEEP, horovodrun, nothing_left, sleepers, started  # noqa: F401
+from tests.cluster.launching import (
+    SLEEP,
+    horovodrun,
+    nothing_left,  # noqa: F401
+    sleepers,
+    started,
+    told,
+)
 from tests.conftest import HOROVODRUN, ROOT, run
 
 TELL = (
@@ -24,12 +31,6 @@ TELL = (
     "'local_size': hvd.local_size(), 'cross_size': hvd.cross_size(), 'cwd': os.getcwd(), "
     "'host': os.uname().nodename, 'environment': dict(os.environ)}))"
 )
-
-
-def told(output: str) -> list[dict]:
-    """What the ranks that ran TELL say, by rank."""
-    lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]
-    return sorted((json.loads(line) for line in lines), key=lambda rank: rank["rank"])
 
 
 @pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])

@@ -20,7 +20,7 @@ from cluster.agent import Agent
 from cluster.horovodrun import AT_ONCE, Job
 from tests.cluster.conftest import PYTHON
 from tests.cluster.launching import SLEEP, horovodrun, nothing_left, started  # noqa: F401
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 
 def test_an_agent_that_is_asked_to_end_asks_for_a_checkpoint(tmp_path: Path) -> None:
@@ -205,10 +205,8 @@ def test_a_stop_hides_no_failure(tmp_path: Path) -> None:
     script = f"[ $HOROVOD_RANK = 0 ] && {{ {fails}; }}; {lasts}"
     command = horovodrun("-H", "localhost:2", "sh", "-c", script)
     process = started(command, tmp_path / "log", 1)
-    deadline = time.monotonic() + 30
-    while not ended.exists():  # the failure is known, and rank 1 has some seconds left
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    # The failure is known then, and rank 1 has some seconds left.
+    wait_until(ended.exists, 30, "rank 1's SIGTERM")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 3
     told = (tmp_path / "log").read_text()

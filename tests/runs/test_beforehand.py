@@ -113,17 +113,19 @@ def test_a_look_at_what_will_be_tested_leaves_the_training_set() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "refused"),
-    [({"size": 1}, {"size": 1}, False), ({"size": 1}, {"other": 2}, False),
-     ({"size": 1}, {"size": 2}, True), ({"size": 1}, {"size": True}, True)],
+    ("ours", "theirs", "logs", "refused"),
+    [({"size": 1}, {"size": 1}, True, False), ({"size": 1}, {"other": 2}, True, False),
+     ({"size": 1}, {"size": 2}, True, True), ({"size": 1}, {"size": True}, True, True),
+     ({"size": 1}, {"size": 2}, False, False)],
 )  # fmt: skip
 def test_what_loggers_would_refuse_is_refused_before(
-    ours: dict[str, Any], theirs: dict[str, Any], refused: bool, tmp_path: Path
+    ours: dict[str, Any], theirs: dict[str, Any], logs: bool, refused: bool, tmp_path: Path
 ) -> None:
     model, data = Times(), LightningDataModule()
     model.save_hyperparameters(ours)
     data.save_hyperparameters(theirs)
-    trainer = Trainer(accelerator="cpu", logger=CSVLogger(tmp_path), enable_checkpointing=False)
+    logger = logs and CSVLogger(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False)
     trainer.strategy.connect(model)
     trainer.datamodule = data
     outcomes: list[str] = []

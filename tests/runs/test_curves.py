@@ -10,6 +10,9 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Trainer
+from pytorch_lightning.callbacks import (
+    ModelCheckpoint,
+)
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import (
@@ -129,6 +132,17 @@ def test_curves_without_a_step_of_training_are_told(
 ) -> None:  # fmt: skip
     train(tmp_path, log_every_n_steps=every, model=model)
     line = "curves  have no step of training: 10 steps, and trainer.log_every_n_steps is 11;"
+    assert (line in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(("every", "told"), [(16, True), (15, False)])
+def test_a_resumed_run_misses_curves_of_its_own_steps(
+    every: int, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tmp_path / "first", ModelCheckpoint(tmp_path, "last"), max_epochs=2)
+    last = str(tmp_path / "last.ckpt")
+    train(tmp_path / "second", ckpt_path=last, max_epochs=3, log_every_n_steps=every)
+    line = "curves  have no step of training: 10 steps, and trainer.log_every_n_steps is 16;"
     assert (line in capsys.readouterr().out) == told
 
 

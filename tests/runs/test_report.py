@@ -41,12 +41,20 @@ from strategies import HorovodStrategy
 from tests.runs.trainings import Fails, IsValidated, Stream, Times, TimesTwo, TrainsAndTests, train
 
 
-@pytest.mark.parametrize("stage", ["validation", "test", "predict"])
+@pytest.mark.parametrize(
+    ("stage", "trains", "tests", "told"),
+    [("validation", True, True, False), ("test", True, True, True), ("test", False, True, False),
+     ("predict", True, True, True), ("predict", False, True, True),
+     ("predict", False, False, False)],
+)  # fmt: skip
 def test_what_was_done_before_a_failure_is_told(
-    stage: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = {"data": {}, "ckpt_path": None, "train": True, "test": True, "run_dir": str(tmp_path)}
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    stage: str, trains: bool, tests: bool, told: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    config = OmegaConf.create(
+        {"data": {}, "ckpt_path": None, "train": trains, "test": tests, "run_dir": str(tmp_path)}
+    )
+    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     trainer = Trainer(
         accelerator="cpu", logger=False, default_root_dir=tmp_path, max_epochs=1,
         callbacks=[report, Predictions()], enable_progress_bar=False, enable_checkpointing=False,
@@ -54,17 +62,20 @@ def test_what_was_done_before_a_failure_is_told(
     model, data = Fails(stage), TrainsAndTests()
     data.val_dataloader = data.train_dataloader
     with pytest.raises(Refusal, match=stage):
-        trainer.fit(model, data)
-        trainer.test(model, data, verbose=False)
+        if trains:
+            trainer.fit(model, data)
+        if tests:
+            trainer.test(model, data, verbose=False)
         trainer.predict(model, data, return_predictions=False)
     file = tmp_path / "summary.json"
-    assert file.is_file() == (stage != "validation")
-    tested = stage == "predict"
+    assert file.is_file() == told
+    tested = tests and stage == "predict"
     assert ("test    test/loss 3\n" in capsys.readouterr().out) == tested
     if file.is_file():
         summary = json.loads(file.read_text())
-        assert summary["steps"] == 4 and summary["predictions"] is None
-        assert (summary["train_samples"], summary["drop_last"]) == (4, True)
+        assert summary["steps"] == 4 * trains and summary["predictions"] is None
+        of_data = (4, True) if trains else (None, False)
+        assert (summary["train_samples"], summary["drop_last"]) == of_data
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 
@@ -213,6 +224,26 @@ def test_where_a_batch_is_no_step_the_mean_of_batches_is_told(
     assert f"\nstep    {told}" in capsys.readouterr().out
 
 
+def test_a_resumed_run_tells_its_own_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": {}, "ckpt_path": None, "run_dir": str(tmp_path), "train": True}
+    for epochs, ckpt_path in ((1, None), (3, tmp_path / "last.ckpt")):
+        report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+        anatomy = Anatomy(warmup=0)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, callbacks=[report, anatomy], max_epochs=epochs,
+            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
+        )  # fmt: skip
+        trainer.fit(Times(), DataLoader(torch.ones(6)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert anatomy.found is not None
+    anatomy.found["step_ms"] |= {"median": 20.0, "mean": 30.0}
+    report.finish(trainer, None)
+    output = capsys.readouterr().out
+    assert "samples/s: 12 steps, 2 epochs in" in output and "\nstep    20.0 ms: " in output
+
+
 def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, logged = iter([0.0, 2.0]), list[Any]()
     monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
@@ -269,6 +300,30 @@ def test_a_validation_that_never_came_is_told(
     trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)))
     line = "nothing was validated: no epoch has as many batches as trainer.val_check_interval=13;"
     assert (line in capsys.readouterr().out) == told
+
+
+@pytest.mark.parametrize(
+    ("every", "epochs", "more", "told"),
+    [(1, 1, 2, False), (1, 1, 3, True), (3, 3, 5, False), (3, 3, 6, True)],
+)
+def test_a_resumed_run_counts_its_own_epochs_without_a_validation(
+    every: int, epochs: int, more: int, told: bool, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """It has to train as many batches as an interval has itself, and come to an epoch's turn."""
+    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
+    for end, ckpt_path in ((epochs, None), (more, tmp_path / "last.ckpt")):
+        capsys.readouterr()
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=end,
+            callbacks=[Report(config, {"model": "m", "data": "d", "strategy": "single"})],
+            enable_model_summary=False, enable_checkpointing=False, val_check_interval=13,
+            check_val_every_n_epoch=every,
+        )  # fmt: skip
+        batches = DataLoader(TenBatches(), batch_size=None)
+        trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)), ckpt_path=ckpt_path)
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+    assert ("nothing was validated" in capsys.readouterr().out) == told
 
 
 class OfTwoLoaders(Times):

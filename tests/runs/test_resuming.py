@@ -82,7 +82,20 @@ class Wavers(Times):
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
 
-def rates(folder: Path, ckpt_path: Path | None = None, **options: Any) -> list[float]:
+class WaversTwice(Wavers):
+    """A second plateau is of each step, and what it watches is never logged."""
+
+    def configure_optimizers(self) -> Any:
+        schedule = super().configure_optimizers()["lr_scheduler"]
+        optimizer = schedule["scheduler"].optimizer
+        other = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
+        of_steps = {"scheduler": other, "monitor": "?", "interval": "step", "strict": False}
+        return [optimizer], [schedule, of_steps]
+
+
+def rates(
+    folder: Path, ckpt_path: Path | None = None, model: type[Wavers] = Wavers, **options: Any
+) -> list[float]:
     """That of each step."""
     seen: list[float] = []
 
@@ -91,28 +104,44 @@ def rates(folder: Path, ckpt_path: Path | None = None, **options: Any) -> list[f
             seen.append(trainer.optimizers[0].param_groups[0]["lr"])
 
     end = ModelCheckpoint(folder, "end", save_on_train_epoch_end=True)
+    validated = ModelCheckpoint(
+        folder, "validated-{step}", "val/loss", save_top_k=-1, save_on_train_epoch_end=False
+    )
     within = ModelCheckpoint(folder, "step={step}", every_n_train_steps=6, save_top_k=-1)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
         enable_model_summary=False,
-        callbacks=[end, within, Looks(), resuming.EndsEpochsOnce(), resuming.StepsPlateausFirst()],
+        callbacks=[
+            end, validated, within, Looks(), resuming.EndsEpochsOnce(),
+            resuming.StepsPlateausFirst(),
+        ],
         **options,
     )  # fmt: skip
     ones: Any = DataLoader(torch.ones(4))
-    trainer.fit(Wavers(), ones, ones, ckpt_path=ckpt_path)
+    trainer.fit(model(), ones, ones, ckpt_path=ckpt_path)
     return seen
 
 
-@pytest.mark.parametrize("whole", [{"max_epochs": 6}, {"max_steps": 24}])
-def test_a_resumed_run_has_the_rates_of_a_plateau(whole: dict[str, int], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "whole",
+    [{"max_epochs": 6}, {"max_steps": 24}, {"max_epochs": 6, "model": WaversTwice}],
+)
+def test_a_resumed_run_has_the_rates_of_a_plateau(whole: dict[str, Any], tmp_path: Path) -> None:
     expected = rates(tmp_path / "whole", **whole)
     assert len(expected) == 24 and expected[0] == 1 and len(set(expected)) == 5
+    model = whole.get("model", Wavers)
     for epochs, name, steps in ((2, "end", 8), (3, "end", 12), (2, "step=step=6", 6)):
         folder = tmp_path / f"{epochs} {name}"
-        first = rates(folder, max_epochs=epochs)
+        first = rates(folder, max_epochs=epochs, model=model)
         assert first == expected[: 4 * epochs]
         rest = rates(folder / "rest", folder / f"{name}.ckpt", **whole)
         assert rest == expected[steps:], (epochs, name)
+
+
+def test_a_checkpoint_of_a_validation_is_gone_on_from(tmp_path: Path) -> None:
+    """Its epoch ends once more, without the metrics that plateaus watch."""
+    rates(tmp_path, max_epochs=2)
+    assert len(rates(tmp_path / "rest", tmp_path / "validated-step=8.ckpt", max_epochs=6)) == 16
 
 
 @pytest.mark.parametrize("wanted", [True, False])
@@ -188,6 +217,14 @@ class Settings(Times):
         return [optimizer], [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.epochs)]
 
 
+class Cycles(Settings):
+    """Its schedule sets the momentum too, or the first of betas."""
+
+    def configure_optimizers(self) -> Any:
+        (optimizer,), _ = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, self.epochs)]
+
+
 def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
     ones = DataLoader(torch.ones(2))
 
@@ -209,6 +246,12 @@ def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
     ]
     with pytest.raises(Refusal, match="another optimizer than SGD: it has no momentum, dampening"):
         fit(Settings(torch.optim.SGD, 3, momentum=0.9), last)
+    for kind in (adamw, torch.optim.SGD):
+        fit(Cycles(kind, 3, weight_decay=0.01), None)
+        assert fit(Cycles(kind, 3, weight_decay=0.01), last).told == [""]
+        assert fit(Cycles(kind, 3, weight_decay=0.5), last).told == [
+            f"{kind.__name__}.weight_decay 0.01 (not 0.5)"
+        ]
 
 
 def test_a_checkpoint_of_a_torch_without_a_newer_argument_is_gone_on_from() -> None:

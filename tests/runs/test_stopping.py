@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +40,7 @@ class StopsAt(Times):
         self.validations += 1
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(
     "accumulate, asked, batches, steps", [(1, 4, 5, 5), (4, 4, 8, 2), (1, 9, 10, 10), (4, 8, 10, 3)]
 )
@@ -50,7 +50,6 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
 ) -> None:  # fmt: skip
     """10 batches and a validation an epoch; then a resume, to the end of the second."""
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
-    before = signal.getsignal(SIGNAL)
     ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))
 
     def trainer(*callbacks: Callback) -> Trainer:
@@ -61,28 +60,14 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
         )  # fmt: skip
 
     stopped, resumed = StopsAt(asked), StopsAt(-1)
-    try:
-        with pytest.raises(Stopped):
-            trainer(StopOnSignal(str(tmp_path / "s.ckpt"))).fit(stopped, ones, one)
-    finally:
-        signal.signal(SIGNAL, before)
+    with pytest.raises(Stopped):
+        trainer(StopOnSignal(str(tmp_path / "s.ckpt"))).fit(stopped, ones, one)
     assert (stopped.batches, stopped.validations) == (batches, batches // 10)
     assert torch.load(tmp_path / "s.ckpt")["global_step"] == steps
     run = trainer()
     run.fit(resumed, ones, one, ckpt_path=tmp_path / "s.ckpt")
     assert resumed.batches == 20 - batches and run.global_step == 2 * -(-10 // accumulate)
     assert stopped.validations + resumed.validations == 2
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    """The signal handlers of this process, put back."""
-    numbers = (SIGNAL, signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")
@@ -177,23 +162,21 @@ class StopsInTheFirst(Times):
         self.log("end/loss", float(self.current_epoch))
 
 
+@pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize("monitor", ["val/loss", "end/loss"])
 def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
     monitor: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
-    before, ones = signal.getsignal(SIGNAL), DataLoader(torch.ones(4))
+    ones = DataLoader(torch.ones(4))
     best = ModelCheckpoint(tmp_path, "best", monitor=monitor)
     run = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         max_epochs=3, num_sanity_val_steps=0,
         callbacks=[StopOnSignal(str(tmp_path / "s.ckpt")), best],
     )  # fmt: skip
-    try:
-        with pytest.raises(Stopped):
-            run.fit(StopsInTheFirst(), ones, ones)
-    finally:
-        signal.signal(SIGNAL, before)
+    with pytest.raises(Stopped):
+        run.fit(StopsInTheFirst(), ones, ones)
     assert best.best_model_path == str(tmp_path / "best.ckpt") and run.current_epoch == 0
     (state,) = [
         s for s in torch.load(tmp_path / "s.ckpt")["callbacks"].values() if "best_k_models" in s
@@ -201,6 +184,7 @@ def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
     assert list(state["best_k_models"]) == [best.best_model_path]
 
 
+@pytest.mark.usefixtures("handlers")
 def test_after_training_sigterm_is_what_it_was_before(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGTERM)
     train(tmp_path, StopOnSignal(str(tmp_path / "s.ckpt")))
@@ -213,17 +197,14 @@ class StopsInEvaluation(Times):
             os.kill(os.getpid(), SIGNAL)
 
 
+@pytest.mark.usefixtures("handlers")
 def test_a_stop_in_the_last_evaluation_leaves_a_checkpoint(tmp_path: Path) -> None:
-    before = signal.getsignal(SIGNAL)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False,
         enable_model_summary=False, max_epochs=1,
         callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
     )  # fmt: skip
     ones = DataLoader(torch.ones(4))
-    try:
-        with pytest.raises(Stopped):
-            trainer.fit(StopsInEvaluation(), ones, ones)
-    finally:
-        signal.signal(SIGNAL, before)  # the Trainer leaves it where training ends by an error
+    with pytest.raises(Stopped):
+        trainer.fit(StopsInEvaluation(), ones, ones)
     assert torch.load(tmp_path / "s.ckpt")["global_step"] == 4

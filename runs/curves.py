@@ -30,8 +30,10 @@ class Curves(Callback):
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [p.grad for p in parameters if p.grad is not None]
         metrics: dict[str, float] = {}
-        if (rate := optimizer.param_groups[0].get("lr")) is not None:
-            metrics[f"lr{suffix}"] = rate
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        for number, rate in enumerate(rates):
+            if rate is not None and (number == 0 or rate != rates[0]):
+                metrics[f"lr{suffix}" + (f"_group_{number}" if number else "")] = rate
         if not any(gradient.is_sparse for gradient in gradients):
             metrics[f"grad_norm{suffix}"] = float(torch.nn.utils.get_total_norm(gradients))
         for logger in trainer.loggers:

@@ -66,6 +66,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
     try:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
         model: LightningModule = instantiate(config.model, _convert_="all")
+        model.configure_model()
         model.load_state_dict(weights)
         example = model.example_input_array
         if example is None:

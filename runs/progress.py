@@ -25,15 +25,15 @@ class Progress(ProgressBar):
         # mpirun gives its ranks a terminal, and puts its prefix before each line of it.
         launched = any(name in os.environ for name in RANK_VARIABLES)
         self._moving = sys.stdout.isatty() and not launched
-        self._enabled = True
+        self.is_enabled = True
         self._epoch_began = self._epoch_took = self._last_line = 0.0
         self._validated = False  # in this epoch
 
     def enable(self) -> None:
-        self._enabled = True
+        self.is_enabled = True
 
     def disable(self) -> None:  # by the setup of Lightning's, on all ranks but 0
-        self._enabled = False
+        self.is_enabled = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -79,9 +79,15 @@ class Progress(ProgressBar):
         )
         return f"epoch {trainer.current_epoch + 1}{last}  {where}  {metrics}"
 
+    def print(self, *arguments: Any, **options: Any) -> None:
+        """For `self.print` of modules: not behind the moving line."""
+        if self._moving:
+            print("\r\x1b[K", end="")
+        print(*arguments, **options)
+
     def _print(self, line: str, end: str = "\n") -> None:
         self._last_line = time.monotonic()
-        if self._enabled:
+        if self.is_enabled:
             # Back to the start of the line, and clear what a longer one left behind it.
             print(f"\r{line}\x1b[K" if self._moving else line, end=end, flush=True)
 

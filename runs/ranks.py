@@ -23,11 +23,9 @@ def gather_rows(strategy: Strategy, mine: Tensor) -> Tensor:
     Ranks may have different numbers of rows, of one shape and dtype. All ranks must call it.
     """
     device = strategy.root_device
-    count = torch.tensor(len(mine), device=device)
-    most = int(strategy.reduce(count, reduce_op="max"))
-    padded = torch.zeros((most, *mine.shape[1:]), dtype=mine.dtype, device=device)
+    counts = strategy.all_gather(torch.tensor(len(mine), device=device)).reshape(-1).tolist()
+    padded = torch.zeros((max(counts), *mine.shape[1:]), dtype=mine.dtype, device=device)
     padded[: len(mine)] = mine
-    counts = strategy.all_gather(count).reshape(-1).tolist()
     parts = strategy.all_gather(padded).reshape(-1, *padded.shape)
     return torch.cat([part[:rows] for part, rows in zip(parts, counts)]).cpu()
 

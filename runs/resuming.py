@@ -104,6 +104,26 @@ class EndsEpochsOnce(callbacks.Callback):
         batches["is_last_batch"] = False
 
 
+class KeepsUnfrozen(callbacks.Callback):
+    """What a BackboneFinetuning has unfrozen is trained after a resume, too. Lightning's freezes it
+    in `setup` and unfreezes it as one epoch begins, which a later checkpoint never comes to."""
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        others = trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, callbacks.BaseFinetuning) for callback in others):
+            named = pl_module.named_parameters()
+            checkpoint["frozen"] = [name for name, p in named if not p.requires_grad]
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING and "frozen" in checkpoint:
+            for name, parameter in pl_module.named_parameters():
+                parameter.requires_grad = name not in checkpoint["frozen"]
+
+
 class StepsPlateausFirst(callbacks.Callback):
     """ReduceLROnPlateau steps before a checkpoint of the epoch's end is written, and at the end of
     an epoch that was resumed within. Lightning steps it behind the checkpoints, which lack that

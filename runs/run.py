@@ -48,6 +48,7 @@ from runs.report import Report
 from runs.resuming import (
     EndsEpochsOnce,
     EvaluatesAverages,
+    KeepsUnfrozen,
     StepsPlateausFirst,
     keeping,
     save_average,
@@ -83,7 +84,7 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         predictions = [Predictions()] if config.predict else []
-        resuming = [EvaluatesAverages(), EndsEpochsOnce(), StepsPlateausFirst()]
+        resuming = [EvaluatesAverages(), EndsEpochsOnce(), KeepsUnfrozen(), StepsPlateausFirst()]
         self.callbacks = [self.report, *resuming, *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None

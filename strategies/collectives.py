@@ -113,7 +113,8 @@ class World:
             raise RuntimeError(
                 f"{alone} is there on some ranks only, because the samples do not divide by "
                 "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
-                "be made in it; do it at the end of the epoch, or evaluate batches of 2 or more"
+                "be made in it; do it at the end of the epoch, evaluate batches of 2 or more, or "
+                "leave out a batch_sampler of your own"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:

@@ -107,6 +107,11 @@ def leave_out_trained(
                 "trained some come again; shuffle=True without a sampler of one's own leaves them "
                 "out"
             )
+        elif getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__:
+            rank_zero_warn(
+                f"the resumed epoch leaves out the first batches, of its {type(batches).__name__}: "
+                "if it draws them anew in each pass, some samples come again and others never"
+            )
         trained = -(-ready * then // now)
         length = len(batches)  # type: ignore[arg-type]
         # A shorter loader beside it is in another of its rounds, or has ended (max_size).

@@ -6,14 +6,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks import (
-    scaling,
-)
-from benchmarks.efficiency import (
-    Results,
-    Row,
-    rows,
-)
+from benchmarks import scaling
+from benchmarks.efficiency import Results, Row, rows
 from benchmarks.launching import Job
 
 QUIET = {"busy": 0.01, "gpu_busy": None, "arithmetic_ms": 8.0, "stolen": 0.0}

@@ -15,13 +15,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    check,
-)
-from benchmarks.efficiency import (
-    Results,
-    Row,
-)
+from benchmarks import check
+from benchmarks.efficiency import Results, Row
 from benchmarks.launching import Job
 from tests.conftest import ROOT, run
 from tests.scaling_source import HERE, MACHINE, Source, measured, results

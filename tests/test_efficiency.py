@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import (
-    load,
-    scaling_report,
-)
-from benchmarks.efficiency import (
-    interval,
-    rows,
-    spread,
-    spread_in_words,
-    steps_per_epoch,
-)
+from benchmarks import load, scaling_report
+from benchmarks.efficiency import interval, rows, spread, spread_in_words, steps_per_epoch
 from benchmarks.launching import Job
 from tests.scaling_source import MACHINE, Source, by_size, measured, results
 

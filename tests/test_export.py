@@ -51,6 +51,22 @@ def taking(folder: Path, **classes: str) -> None:
     OmegaConf.save(config, file)
 
 
+class MakesLayersLate(Classifier):
+    def configure_model(self) -> None:
+        self.extra = torch.nn.Linear(1, 1)
+
+
+def test_layers_of_configure_model_are_made(tmp_path: Path) -> None:
+    checkpoint, model = trained(tmp_path)
+    extra = {"extra.weight": torch.ones(1, 1), "extra.bias": torch.ones(1)}
+    torch.save({"state_dict": {**model.state_dict(), **extra}}, checkpoint)
+    file = tmp_path / ".hydra" / "config.yaml"
+    config = OmegaConf.load(file)
+    config.model._target_ = f"{__name__}.MakesLayersLate"
+    OmegaConf.save(config, file)
+    assert "last.pt2" in export.export(checkpoint, "pt2")
+
+
 def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
     checkpoint, model = trained(tmp_path)
     torch.manual_seed(2)  # weights come from the checkpoint, not from the seed

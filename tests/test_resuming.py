@@ -326,6 +326,11 @@ def test_loaders_that_go_on_by_themselves(launch: Callable, tmp_path: Path) -> N
         assert len(stream) == len(set(stream)) == 80 - 2 * 4 and set(stream) < set(expected)
 
 
+class InItsWay(BatchSampler):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
 def resume_streams(folder: str) -> dict[str, list[str]]:
     """What is said of loaders none of whose samples can be left out, after 3 of 5 batches."""
     loaders: dict[str, Any] = {
@@ -333,6 +338,7 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
         "stream": DataLoader(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "stateful": GoesOnByItself(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "sized": DataLoader(samples(40), batch_size=4),
+        "batches": DataLoader(samples(40), batch_sampler=InItsWay(range(40), 4, False)),
         "drawn": DataLoader(samples(40), 4, sampler=SubsetRandomSampler(range(40))),
         "weighted": DataLoader(samples(40), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)),
     }
@@ -352,6 +358,9 @@ def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path
     assert not any(second.values()) and not first["stateful"] and not first["sized"]
     for name, kind in (("drawn", "SubsetRandomSampler"), ("weighted", "WeightedRandomSampler")):
         assert first[name][0].startswith(f"the resumed epoch draws its samples anew, by a {kind}")
+    assert first["batches"][0].startswith(
+        "the resumed epoch leaves out the first batches, of its InIt"
+    )
     for name, kind in (("own", "OwnLoader"), ("stream", "DataLoader")):
         (text,) = first[name]
         assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text

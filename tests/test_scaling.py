@@ -15,12 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    files,
-    scaling,
-    scaling_plan,
-    scaling_plot,
-)
+from benchmarks import files, scaling, scaling_plan, scaling_plot
 from benchmarks.launching import Failed, Job, Launcher
 from cluster.hosts import parse
 from tests.conftest import ROOT, run

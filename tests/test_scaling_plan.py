@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    hardware,
-    launching,
-    scaling,
-    scaling_plan,
-    scaling_report,
-)
+from benchmarks import hardware, launching, scaling, scaling_plan, scaling_report
 from benchmarks.launching import Failed, Job
 from cluster.hosts import Host, Refusal, parse
 from tests.scaling_source import MACHINE, Source, measured, results

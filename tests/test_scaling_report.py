@@ -13,16 +13,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import (
-    files,
-    scaling,
-    scaling_plot,
-    scaling_report,
-)
-from benchmarks.efficiency import (
-    Results,
-    rows,
-)
+from benchmarks import files, scaling, scaling_plot, scaling_report
+from benchmarks.efficiency import Results, rows
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from runs.bottleneck import PHASES
 from tests.conftest import ROOT, run

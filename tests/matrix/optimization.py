@@ -8,9 +8,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import (
-    GradientAccumulationScheduler,
-)
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 
 from tests.matrix.cases import case

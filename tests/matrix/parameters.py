@@ -6,9 +6,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import (
-    BaseFinetuning,
-)
+from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
 from tests.matrix.cases import case

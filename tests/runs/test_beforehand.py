@@ -12,16 +12,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import (
-    ModelCheckpoint,
-)
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, refuse_shares
 from runs.refusal import Refusal

@@ -10,14 +10,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import (
-    ModelCheckpoint,
-)
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from runs.anatomy import Anatomy
 from runs.curves import Curves
@@ -42,6 +38,25 @@ def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> Non
         assert steps[key] == [4, 9, 14, 19], key
     for key in ("time/step_ms", "samples_per_second"):
         assert steps[key] == [9, 19], key
+
+
+class InGroups(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = torch.nn.Parameter(torch.ones(()))
+        self.third = torch.nn.Parameter(torch.ones(()))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = [{"params": [self.weight]}, {"params": [self.other], "weight_decay": 0.1}]
+        return torch.optim.SGD([*groups, {"params": [self.third], "lr": 0.01}], lr=0.1)
+
+
+def test_groups_with_a_rate_of_their_own_have_a_curve(tmp_path: Path) -> None:
+    train(tmp_path, Curves(), model=InGroups)
+    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
+    assert {key: rows[0][key] for key in rows[0] if key.startswith("lr")} == {
+        "lr": "0.1", "lr_group_2": "0.01",
+    }  # fmt: skip
 
 
 class RateOfItsOwn(torch.optim.SGD):

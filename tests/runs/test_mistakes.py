@@ -17,12 +17,7 @@ from pytorch_lightning.loops.optimization import automatic
 from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.nn.functional import cross_entropy
-from torch.utils.data import (
-    DataLoader,
-    DistributedSampler,
-    Sampler,
-    SequentialSampler,
-)
+from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from runs.mistakes import NO_LOSS, mistake, no_metric
 from runs.refusal import Refusal

@@ -13,9 +13,7 @@ from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, Stoch
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from runs import resuming
 from runs.config import CONF

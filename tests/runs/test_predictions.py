@@ -12,11 +12,7 @@ import torch
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    Subset,
-)
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from runs.mistakes import BY_POSITION, mistake
 from runs.predictions import Predictions

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import Trainer
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from runs.progress import Progress
 from tests.runs.trainings import Loses, Times
@@ -25,6 +23,27 @@ def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixtu
     trainer.fit(Loses(5, 4, 3, 2, 1), ones, ones)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
     assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
+
+
+class Prints(Times):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.print("batch", batch_idx, sep="|")
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("moving", [False, True])
+def test_what_a_module_prints_has_a_line_of_its_own(
+    moving: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    progress = Progress()
+    progress._moving = moving
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[progress], enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    trainer.fit(Prints(), DataLoader(torch.ones(2)))
+    printed = capsys.readouterr().out
+    assert ("\r\x1b[Kbatch|1\n" if moving else "batch|0\nbatch|1\n") in printed
 
 
 def test_what_is_logged_of_steps_and_epochs_is_told_once() -> None:

@@ -16,10 +16,8 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning import Callback, Trainer
-from pytorch_lightning.callbacks import (
-    ModelCheckpoint,
-)
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import (
@@ -33,11 +31,13 @@ from torch.utils.data import (
 from benchmarks import hardware
 from runs.anatomy import Anatomy
 from runs.predictions import Predictions
-from runs.ranks import gather_texts
+from runs.ranks import gather_rows, gather_texts
 from runs.refusal import Refusal
 from runs.report import Report, _lr
 from runs.versions import commit
 from strategies import HorovodStrategy
+from tests.matrix import trainings as matrix
+from tests.matrix.trainings import RANK
 from tests.runs.trainings import Fails, IsValidated, Stream, Times, TimesTwo, TrainsAndTests, train
 
 
@@ -103,6 +103,23 @@ def texts_of_ranks(texts: list[list[str]]) -> list[list[str]]:
     strategy = HorovodStrategy()
     strategy.parallel_devices = [torch.device("cpu")]
     return [gather_texts(strategy, each[strategy.global_rank]) for each in texts]
+
+
+def rows_under(strategy: str) -> tuple[list[int], list[str]]:
+    class Gathers(Callback):
+        def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+            self.rows = gather_rows(trainer.strategy, torch.arange(1 + RANK)).tolist()
+            self.texts = gather_texts(trainer.strategy, "x" * RANK)
+
+    gathers = Gathers()
+    matrix.trainer(strategy, callbacks=[gathers]).fit(matrix.Net(), matrix.loader())
+    return gathers.rows, gathers.texts
+
+
+@pytest.mark.parametrize("strategy", ["horovod", "ddp"])
+def test_ranks_may_have_different_numbers_of_rows(strategy: str, launch: Callable) -> None:
+    """DDP reduces in place."""
+    assert launch(rows_under, 2, strategy=strategy) == [([0, 0, 1], ["", "x"])] * 2
 
 
 def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:

@@ -9,17 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
-from pytorch_lightning.callbacks import (
-    ModelCheckpoint,
-)
+from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from runs import resuming
 from runs.refusal import Refusal
+from runs.resuming import KeepsUnfrozen
 from tests.runs.trainings import Loses, Times
 
 
@@ -196,6 +193,45 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+class Unfreezes(BaseFinetuning):
+    """As Lightning's BackboneFinetuning: frozen in `setup`, unfrozen as epoch 1 begins."""
+
+    def freeze_before_training(self, pl_module: LightningModule) -> None:
+        self.freeze(pl_module.backbone)
+
+    def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.backbone, optimizer)
+
+
+class HasABackbone(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return (self.weight * self.backbone(batch.unsqueeze(1))).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD([self.weight], lr=0.1)
+
+
+def test_what_was_unfrozen_is_trained_after_a_resume(tmp_path: Path) -> None:
+    weights = []
+    for resumed in (False, True):
+        torch.manual_seed(0)
+        keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+        model = HasABackbone()
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
+            enable_model_summary=False, callbacks=[keep, Unfreezes(), KeepsUnfrozen()],
+        )  # fmt: skip
+        file = tmp_path / "step=6.ckpt" if resumed else None
+        trainer.fit(model, DataLoader(torch.ones(8), batch_size=2), ckpt_path=file)
+        weights.append([parameter.detach().clone() for parameter in model.parameters()])
+    assert weights[0] == weights[1] and model.backbone.weight.requires_grad
 
 
 class Settings(Times):

@@ -11,13 +11,9 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import Callback, Trainer
-from pytorch_lightning.callbacks import (
-    ModelCheckpoint,
-)
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from runs.stopping import SIGNAL, StopOnSignal, Stopped
 from tests.runs.trainings import Times, train

@@ -10,10 +10,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
-from torch.utils.data import (
-    DataLoader,
-    IterableDataset,
-)
+from torch.utils.data import DataLoader, IterableDataset
 
 from runs.progress import Progress
 from runs.refusal import Refusal

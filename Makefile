@@ -150,7 +150,7 @@ environment:
 dev-environment:
 	@$(INSTALL) $(MPI_FLAG) --dev
 
-train: environment ## train: NP processes on HOSTS, changed by ARGS (make train ARGS="model.lr=0.01")
+train: environment ## train: NP processes on HOSTS, changed by ARGS (ARGS="model.lr=0.01"); STOP_SECONDS=8, LAUNCHER=mpi
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@printf '%s\n' '$(subst ','\'',$(JOB) $(ARGS))'
@@ -206,7 +206,7 @@ check: dev-environment ## lint, format and types
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
-bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both
+bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both; REPEATS=5, STEPS= or EPOCHS=, WARMUP=
 	@$(PYTHON) -m benchmarks.scaling $(SIZES) $(if $(STRATEGY),--strategy $(STRATEGY)) \
 	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WARMUP),--warmup $(WARMUP)) \

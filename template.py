@@ -10,8 +10,8 @@
     ... template.py train=false ckpt_path=logs/.../last.ckpt          only test it
     ... template.py train=false predict=true ckpt_path=best           and write predictions.pt
 
-`python template.py --help` shows all there is to configure. This file is the same for every
-model, every data set and every strategy.
+`python template.py --help` lists the keys and their values; comments in conf/ explain them. This
+file is the same for every model, every data set and every strategy.
 """
 
 import sys

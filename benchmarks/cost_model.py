@@ -245,7 +245,7 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
 
 
 def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float]:
-    """Bytes, as strategies/buckets.py puts layers together that come in the order of backward."""
+    """Bytes, as strategies/layout.py puts layers together that come in the order of backward."""
     sizes, size, limit = [], 0.0, float(MIB)
     for layer in layers:
         size += layer

@@ -1,4 +1,4 @@
-"""Break the engine in one place at a time, and see tests fail: a proof that they look.
+"""Break the code in one place at a time, and see tests fail: a proof that they look.
 
     make test-mutations                 all, about an hour on two cores
     make test-mutations ARGS="metrics"  those whose name has this in it

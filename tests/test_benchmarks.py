@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import importlib
 import itertools
 import json
@@ -129,7 +130,7 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
     done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: ")
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +297,13 @@ def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     for other in ([*allreduce, "--largest", "4096"], ["-c", proof]):
         done = run([sys.executable, *other, "--out", str(tmp_path)])
         assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes")
-    os.close(files._LOCKED.pop(tmp_path))
+    held = files._LOCKED.pop(tmp_path)
+    # NFS locks no folder, and alone nothing that is only read.
+    assert fcntl.fcntl(held, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+    assert Path(os.readlink(f"/proc/self/fd/{held}")).name == ".lock"
+    ignored = ["git", "-C", str(hardware.ROOT), "check-ignore", "-q", str(files.RESULTS / ".lock")]
+    assert not (hardware.ROOT / ".git").exists() or run(ignored).returncode == 0
+    os.close(held)
     assert run(command).stdout == "goes on\n"
 
 

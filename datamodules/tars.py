@@ -128,7 +128,8 @@ class Share(IterableDataset):
 def count_samples(split: str, pattern: str) -> dict[Path, int]:
     """The number of samples of each shard, from sample_counts.json beside them.
 
-    It is written where it is old (index.json would be that of webdataset's wids). Where that cannot be written, a warning says so, and each process counts.
+    It is written where it is old (index.json would be that of webdataset's wids). Where that
+    cannot be written, a warning says so, and each process counts.
 
     Raises:
         FileNotFoundError: when there are no shards.

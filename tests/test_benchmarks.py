@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import importlib
@@ -9,11 +10,15 @@ import itertools
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -122,6 +127,33 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
     report = file.with_suffix(".md").read_text()
     assert report.count("| mlp |") == 2 and "4 images a rank" in report
     assert {"cpu", "cores", "versions", "commit"} <= set(results)
+
+
+def test_a_stopped_rank_ends_with_what_has_started_it(tmp_path: Path) -> None:
+    worker = [sys.executable, hardware.ROOT / "benchmarks" / "step_worker.py", "raw_alone", "mlp"]
+    names = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "CROSS_RANK": "0"}
+    environment = {f"HOROVOD_{name}": value for name, value in names.items()}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        listener.settimeout(60)
+        shell = subprocess.Popen(
+            ["sh", "-c", '"$@"; exit', "sh", *worker, tmp_path / "socket", "cpu", "4", "{}"],
+            env={**os.environ, **environment},
+        )
+        with listener.accept()[0] as connection, connection.makefile("r") as lines:
+            rank = psutil.Process(json.loads(lines.readline())["pid"])
+            try:
+                rank.suspend()
+                shell.kill()
+                shell.wait()
+                deadline = time.monotonic() + 20
+                while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
 
 
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:

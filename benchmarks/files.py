@@ -72,15 +72,18 @@ def measure_alone(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        # A file to write to: NFS locks no folder, nor what is only read.
+        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
     except OSError as error:
         raise SystemExit(
             f"error: {folder}: {error.strerror}: results are written there, mend that"
         ) from None
     if folder in _LOCKED:
+        os.close(lock)
         return
-    _LOCKED[folder] = os.open(folder, os.O_RDONLY)
+    _LOCKED[folder] = lock
     try:
-        fcntl.flock(_LOCKED[folder], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise SystemExit(
             f"error: another measurement writes to {folder} now: wait for its end, as both would "

@@ -211,7 +211,6 @@ def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
 
 def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
     """What HorovodStrategy does with gradients, without Lightning around it; of one rank too."""
-    sys.path.insert(0, ROOT)
     from strategies.buckets import GradientBuckets
     from strategies.environment import initialize, keep_freed_memory
     from strategies.reductions import add
@@ -282,7 +281,6 @@ def lightning_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) ->
 def lightning_horovod(
     model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace, **options: Any
 ) -> None:
-    sys.path.insert(0, ROOT)
     from strategies import HorovodStrategy
 
     fit(model, batch, pace, HorovodStrategy(**options))
@@ -298,6 +296,10 @@ VARIANTS = {
 }
 
 if __name__ == "__main__":
+    sys.path.insert(0, ROOT)
+    from cluster.agent import die_with_parent
+
+    die_with_parent()  # stopped, it would stay so behind a launcher that was killed
     variant, name, address, device_type, batch, options = sys.argv[1:]
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -129,7 +129,15 @@ class Agent:
             name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{place_of(str(gpu))}"
             # Not TMPDIR, which others may not have; not through a link that somebody has put there.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            file = os.fdopen(os.open(Path("/tmp") / name, flags, 0o600), "r+")
+            try:
+                file = os.fdopen(os.open(Path("/tmp") / name, flags, 0o600), "r+")
+                is_ours = os.fstat(file.fileno()).st_uid == os.getuid()
+            except PermissionError:
+                is_ours = False
+            if not is_ours:
+                raise ValueError(
+                    f"/tmp/{name} is another user's, who keeps GPU {gpu} from you: have it deleted"
+                )
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -222,6 +230,8 @@ class Agent:
             if time.monotonic() - last_sign > LIFE_SECONDS:
                 last_sign = time.monotonic()
                 self._say()
+                for file in self._locks:  # else systemd deletes what is 10 days old in /tmp
+                    os.utime(file.fileno())
             self._reap(selector)
 
     def _pass_on(self, key: selectors.SelectorKey, selector: selectors.BaseSelector) -> int:

@@ -5,11 +5,11 @@
 
 Against horovodrun: one ssh a host instead of one a process; ranks of a host share the imports of
 template.py (cluster/preload.py; PRELOAD=0: each its own); each host uses its own network interface
-and GPUs (cluster/hosts.py); only variables of an allow-list leave this host, and none on a command
-line; a folder that is missing on a host ends the job instead of sending it to $HOME; only the job
-may use the rendezvous server; when a process fails, or a host falls silent, all end and the cause
-is told in a line. The first Ctrl-C asks the processes for a checkpoint (SIGUSR1), the second ends
-them.
+and GPUs (cluster/hosts.py); by ssh only variables of an allow-list leave this host, and none on a
+command line (within Slurm srun takes all, as it does); a folder that is missing on a host ends the
+job instead of sending it to $HOME; only the job may use the rendezvous server; when a process
+fails, or a host falls silent, all end and the cause is told in a line. The first Ctrl-C asks the
+processes for a checkpoint (SIGUSR1), the second ends them.
 """
 
 from __future__ import annotations
@@ -214,7 +214,10 @@ class Job:
         host = connection.host
         if "line" in event:
             part = event.get("part", False)  # of a very long line
-            self.record.line(event["rank"], event["stream"], event["line"], part)
+            assert self._rendezvous is not None
+            # HOROVOD_LOG_LEVEL=debug prints it, and whoever sees it may end the job.
+            line = event["line"].replace(self._rendezvous.secret, "...")
+            self.record.line(event["rank"], event["stream"], line, part)
         elif "exit" in event:
             rank, code = event["rank"], event["exit"]
             self._running.discard(rank)

@@ -130,10 +130,11 @@ def install_packages(
     run_logged("the other packages: about a minute", [*others, str(wheel)])
     try:
         verify(python, probe(python), mpi)
-    except InstallError:
+    except BaseException as error:  # Ctrl-C and SIGTERM too
         # Not to be taken for done by the next call, nor by the next environment.
-        with contextlib.suppress(OSError):  # another's, which this user may only read
-            wheel.unlink()
+        if isinstance(error, InstallError):
+            with contextlib.suppress(OSError):  # another's, which this user may only read
+                wheel.unlink()
         run_logged(None, [python, "-m", "pip", "uninstall", "-y", "horovod"])
         raise
 

@@ -12,10 +12,12 @@ each rank. In evaluation each image is seen once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from pytorch_lightning import LightningDataModule
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset, random_split
 from torchvision.datasets import MNIST
 from torchvision.datasets.mnist import read_image_file, read_label_file
@@ -27,6 +29,15 @@ FILES = [
     for split in ("train", "t10k")
     for kind in ("images-idx3", "labels-idx1")
 ]
+
+
+def read(how: Callable[[str], Tensor], file: Path) -> Tensor:
+    """Raises RuntimeError for a file that is cut off, or something else."""
+    try:
+        return how(str(file))
+    except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0] or "it is something else"  # torchvision does not say
+        raise RuntimeError(f"{file} cannot be read: {why}: delete it to download it") from error
 
 
 class Mnist(LightningDataModule):
@@ -65,8 +76,8 @@ class Mnist(LightningDataModule):
             return
         train, test = (
             TensorDataset(
-                read_image_file(str(self.folder / images)).unsqueeze(1) / 255,
-                read_label_file(str(self.folder / labels)),
+                read(read_image_file, self.folder / images).unsqueeze(1) / 255,
+                read(read_label_file, self.folder / labels),
             )
             for images, labels in (FILES[:2], FILES[2:])
         )

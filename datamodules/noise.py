@@ -57,7 +57,7 @@ class Noise(LightningDataModule):
         pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
     """
 
-    things = "noise"  # the file's name begins with it
+    things = "noise"  # what the images are of: the file's name begins with it
 
     def __init__(
         self,

@@ -16,9 +16,9 @@ samples that were trained are read again, but not decoded. Else the number of sa
 trained is kept, rounded up to a global batch (the last is trained in any case), in an epoch in
 another order: some come twice, others not. A warning tells, and also of other shards than before.
 
-The number of samples of each shard is counted once, from the headers, and kept in an index.json
-beside them. Shards that change while they are trained on, or hold fewer samples than it says, end
-the run with an error. They are files: nothing is read from the network.
+The number of samples of each shard is counted once, from the headers, and kept in a file beside
+them, sample_counts.json. Shards that change while they are trained on, or hold fewer samples than
+it says, end the run with an error. They are files: nothing is read from the network.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ class Share(IterableDataset):
                     count += 1
                     yield sample
             if count < stop - skip:
-                raise RuntimeError(f"{shard}: fewer than the {held} samples in index.json")
+                raise RuntimeError(f"{shard}: fewer than the {held} samples in sample_counts.json")
 
     def _decode(self, sample: dict[str, Any]) -> Sample:
         name = next((name for name in PICTURES if name in sample), None)
@@ -126,9 +126,10 @@ class Share(IterableDataset):
 
 
 def count_samples(split: str, pattern: str) -> dict[Path, int]:
-    """The number of samples of each shard, from index.json, which is written where it is old.
+    """The number of samples of each shard, from sample_counts.json beside them.
 
-    Where that cannot be written, a warning says so, and each process counts.
+    It is written where it is old (index.json would be that of webdataset's wids). Where that
+    cannot be written, a warning says so, and each process counts.
 
     Raises:
         FileNotFoundError: when there are no shards.
@@ -140,11 +141,11 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
         raise FileNotFoundError(
             f"data.{split}={pattern}: there are no shards; give a pattern of tar files"
         )
-    index = where.parent / "index.json"
-    try:
+    index = where.parent / "sample_counts.json"
+    entries: Any = {}
+    with contextlib.suppress(OSError, ValueError):
         entries = json.loads(index.read_text())
-    except (OSError, ValueError):
-        entries = {}
+    entries = entries if isinstance(entries, dict) else {}
     changed = False
     for shard in shards:
         size, modified = shard.stat().st_size, shard.stat().st_mtime_ns

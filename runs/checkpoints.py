@@ -7,7 +7,6 @@ callbacks.best_checkpoint, and the path of that one in summary.json.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
 import re
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
+from runs.folders import whole
 from runs.refusal import Refusal
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
@@ -26,7 +26,7 @@ RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
 
 
 class WholeFiles(TorchCheckpointIO):
-    """A file is whole, or what was there before: written beside it, then renamed.
+    """A file is whole, or what was there before.
 
     Lightning copies from /tmp: a full disk, or an end meanwhile, leaves a part of a file where
     the last good one was.
@@ -39,12 +39,10 @@ class WholeFiles(TorchCheckpointIO):
         if "://" in str(path):  # no folder
             return super().save_checkpoint(checkpoint, path, storage_options)
         file = Path(path)
-        unfinished = file.with_name(f"{file.name}.part")
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            with open(unfinished, "wb") as part:
+            with whole(file) as part:
                 torch.save(checkpoint, part)
-            unfinished.replace(file)
         except (OSError, RuntimeError) as error:
             # torch, which closes its archive after an error, has one of its own then.
             reason = error if isinstance(error, OSError) else error.__context__
@@ -54,9 +52,6 @@ class WholeFiles(TorchCheckpointIO):
                 f"{file}: the checkpoint cannot be written: {reason.strerror}; what was saved "
                 "before is whole"
             ) from error
-        finally:
-            with contextlib.suppress(OSError):
-                unfinished.unlink()
 
 
 def last(runs: Path) -> Path | None:

@@ -40,6 +40,7 @@ from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from runs.checkpoints import UNREADABLE
+from runs.folders import whole
 from runs.mistakes import MISTAKES
 from runs.refusal import Refusal, refuse
 
@@ -215,9 +216,11 @@ def export(checkpoint: Path, kind: str) -> str:
     shorter = tuple(each[:, :-1] if _is_sequence(each) else each for each in example)
     any_length = takes(model, exported, shorter)
     file = checkpoint.with_suffix(f".{kind}")
-    unfinished = file.with_suffix(".part")
-    unfinished.write_bytes(content)
-    unfinished.replace(file)
+    try:
+        with whole(file) as part:
+            part.write(content)
+    except OSError as error:
+        raise Refusal(f"{file}: cannot be written: {error.strerror}") from error
     inputs = []
     for each in example:
         sizes = ["any batch" if any_batch else f"batch {len(each)} only", *map(str, each.shape[1:])]

@@ -1,12 +1,15 @@
-"""Where runs and sweeps go, and how their paths are shown."""
+"""Where runs and sweeps go, how their files are written, and how their paths are shown."""
 
 from __future__ import annotations
 
 import contextlib
 import datetime
 import itertools
+import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -21,6 +24,22 @@ def new_folder(parent: Path) -> Path:
             folder.mkdir()
             return folder
     raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def whole(file: Path) -> Iterator[IO[bytes]]:
+    """To write a file that is whole, or what was there before, whenever it is interrupted: it is on
+    the disk before it has its name, as a host may go down just after."""
+    unfinished = file.with_name(f"{file.name}.part")
+    try:
+        with unfinished.open("wb") as part:
+            yield part
+            part.flush()
+            os.fsync(part.fileno())
+        unfinished.replace(file)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 def quoted(path: Path) -> str:

@@ -38,6 +38,7 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_structure, tree_unfl
 from torch.utils.data import DataLoader, Subset
 
 from runs.beforehand import classes_of, is_sized
+from runs.folders import whole
 from runs.ranks import gather_rows, gather_texts
 from runs.refusal import Refusal
 
@@ -114,11 +115,11 @@ class Predictions(BasePredictionWriter):
         indices, order = gather_rows(trainer.strategy, seen).sort()
         gathered = [_of_all(trainer.strategy, parts, order) for parts in zip(*leaves)]
         self.samples = len(order)
-        self.file = Path(trainer.default_root_dir) / "predictions.pt"
         if trainer.is_global_zero:
-            unfinished = self.file.with_suffix(".part")
-            torch.save(tree_unflatten(gathered, structure), unfinished)
-            unfinished.rename(self.file)
+            file = Path(trainer.default_root_dir) / "predictions.pt"
+            with whole(file) as part:
+                torch.save(tree_unflatten(gathered, structure), part)
+            self.file = file
             self._write_files(trainer.predict_dataloaders, indices.tolist(), gathered)
 
     def _write_files(self, loader: Any, indices: list[int], gathered: list[Any]) -> None:

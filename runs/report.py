@@ -27,7 +27,7 @@ from runs.beforehand import (
     refuse_model,
     refuse_shares,
 )
-from runs.folders import shown
+from runs.folders import shown, whole
 from runs.hints import (
     NO_STEP,
     counted,
@@ -40,6 +40,7 @@ from runs.hints import (
 )
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
+from runs.refusal import Refusal
 from runs.resuming import kept_settings, settings
 from runs.versions import commit, versions
 
@@ -258,10 +259,6 @@ class Report(pl.Callback):
         predicted = next((c for c in callbacks if isinstance(c, Predictions)), None)
         predictions = predicted.file if predicted else None
         file = Path(self.config.run_dir) / "summary.json"
-        unfinished = file.with_suffix(".part")
-        summary = self._summary(trainer, checkpoint, anatomy, predictions)
-        unfinished.write_text(json.dumps(summary, indent=2) + "\n")
-        unfinished.rename(file)
         tests = [f"{k} {v:.4g}" for k, v in self.metrics.items() if k.startswith("test/")]
         predict, speed, step, limit = "", "", "", ""
         if predicted and predictions:
@@ -288,9 +285,15 @@ class Report(pl.Callback):
                 "step": step,
                 "limit": limit,
                 "profile": _tables(trainer),
-                "summary": shown(file),
             }
         )
+        summary = self._summary(trainer, checkpoint, anatomy, predictions)
+        try:  # only now: who has no space left has read it
+            with whole(file) as part:
+                part.write((json.dumps(summary, indent=2) + "\n").encode())
+        except OSError as error:
+            raise Refusal(f"{file}: cannot be written: {error.strerror}") from error
+        _tell({"summary": shown(file)})
 
     @property
     def _rate(self) -> float:

@@ -31,7 +31,7 @@ from pathlib import Path
 from hydra import compose, initialize_config_dir
 
 from runs.config import CONF
-from runs.folders import ROOT, new_folder, quoted, shown
+from runs.folders import ROOT, new_folder, quoted, shown, whole
 from runs.refusal import Refusal, refuse
 from runs.space import Space
 from runs.trials import Trial, best_of, judge, reason, write_results
@@ -170,10 +170,13 @@ class Sweep:
     def _find(self, sweeps: Path) -> Path | None:
         """The newest sweep of the same command, when something of it is left to do."""
         for file in sorted(sweeps.glob("*/sweep.json"), reverse=True):
-            content = json.loads(file.read_text())
-            if {key: content.get(key) for key in self._key} != self._key:
-                continue
-            trials = [Trial(**trial) for trial in content["tried"]]
+            try:
+                content = json.loads(file.read_text())
+                if {key: content.get(key) for key in self._key} != self._key:
+                    continue
+                trials = [Trial(**trial) for trial in content["tried"]]
+            except (ValueError, AttributeError, KeyError, TypeError):
+                raise Refusal(f"{shown(file)} is no sweep: mend it or delete it") from None
             if len(trials) >= self.count and all(trial.state == "done" for trial in trials):
                 return None
             self.trials = trials
@@ -181,7 +184,8 @@ class Sweep:
         return None
 
     def _lock(self) -> None:
-        self.held = os.open(self.folder, os.O_RDONLY)  # until this process ends
+        # Until this process ends. A file to write to: NFS locks no folder, nor what is only read.
+        self.held = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -191,9 +195,8 @@ class Sweep:
 
     def _save(self) -> None:
         content = {**self._key, "tried": [asdict(trial) for trial in self.trials]}
-        staged = self.folder / ".sweep.json"
-        staged.write_text(json.dumps(content, indent=1))
-        staged.replace(self.folder / "sweep.json")
+        with whole(self.folder / "sweep.json") as part:
+            part.write(json.dumps(content, indent=1).encode())
         again = None
         if best := best_of(self.trials, self.mode):
             again = shlex.join([*self.command, *best.changes])

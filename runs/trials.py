@@ -51,15 +51,20 @@ def judge(trial: Trial, metric: str, mode: str) -> bool:
     """
     folder = Path(trial.folder)
     try:
-        summary = json.loads((folder / "summary.json").read_text())
+        metrics = json.loads((folder / "summary.json").read_text())["metrics"]
+        # Where a value is no number the summary has null.
+        numbers = {name: v for name, v in metrics.items() if v is not None}
     except FileNotFoundError:
         raise Refusal(
             f"{shown(folder)}/summary.json: trial {trial.number} ended well and left none here: "
             "start the sweep on the host of rank 0, the first of HOSTS"
         ) from None
-    # Where a value is no number the summary has null.
-    numbers = {name: v for name, v in summary["metrics"].items() if v is not None}
-    values = {name: [numbers[name]] if name in numbers else [] for name in summary["metrics"]}
+    except (ValueError, AttributeError, KeyError, TypeError):
+        raise Refusal(
+            f"{shown(folder)}/summary.json is no summary of a run: delete it, and trial "
+            f"{trial.number} is run again"
+        ) from None
+    values = {name: [numbers[name]] if name in numbers else [] for name in metrics}
     if (folder / "metrics.csv").exists():
         with (folder / "metrics.csv").open(newline="") as file:
             for row in csv.DictReader(file):

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import fcntl
 import importlib
 import itertools
 import json
 import os
 import re
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -123,13 +129,40 @@ def test_a_step_is_timed_on_all_ranks(tmp_path: Path) -> None:
     assert {"cpu", "cores", "versions", "commit"} <= set(results)
 
 
+def test_a_stopped_rank_ends_with_what_has_started_it(tmp_path: Path) -> None:
+    worker = [sys.executable, hardware.ROOT / "benchmarks" / "step_worker.py", "raw_alone", "mlp"]
+    names = {"RANK": "0", "SIZE": "1", "LOCAL_RANK": "0", "LOCAL_SIZE": "1", "CROSS_RANK": "0"}
+    environment = {f"HOROVOD_{name}": value for name, value in names.items()}
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket"))
+        listener.listen()
+        listener.settimeout(60)
+        shell = subprocess.Popen(
+            ["sh", "-c", '"$@"; exit', "sh", *worker, tmp_path / "socket", "cpu", "4", "{}"],
+            env={**os.environ, **environment},
+        )
+        with listener.accept()[0] as connection, connection.makefile("r") as lines:
+            rank = psutil.Process(json.loads(lines.readline())["pid"])
+            try:
+                rank.suspend()
+                shell.kill()
+                shell.wait()
+                deadline = time.monotonic() + 20
+                while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
+                    assert time.monotonic() < deadline
+                    time.sleep(0.1)
+            finally:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+
+
 def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
     command += ["--variants", OURS]  # all may be more than memory holds
     done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
     assert done.returncode == 1
     assert done.stdout.splitlines()[-1].startswith("error: ")
-    assert not list(tmp_path.iterdir())
+    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
 @pytest.mark.parametrize(
@@ -296,7 +329,13 @@ def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     for other in ([*allreduce, "--largest", "4096"], ["-c", proof]):
         done = run([sys.executable, *other, "--out", str(tmp_path)])
         assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes")
-    os.close(files._LOCKED.pop(tmp_path))
+    held = files._LOCKED.pop(tmp_path)
+    # NFS locks no folder, and alone nothing that is only read.
+    assert fcntl.fcntl(held, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
+    assert Path(os.readlink(f"/proc/self/fd/{held}")).name == ".lock"
+    ignored = ["git", "-C", str(hardware.ROOT), "check-ignore", "-q", str(files.RESULTS / ".lock")]
+    assert not (hardware.ROOT / ".git").exists() or run(ignored).returncode == 0
+    os.close(held)
     assert run(command).stdout == "goes on\n"
 
 

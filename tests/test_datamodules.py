@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import warnings
@@ -152,6 +153,19 @@ def test_mnist_is_read_as_it_is_written(tmp_path: Path) -> None:
     assert labels.to(torch.uint8).numpy().tobytes() == written
 
 
+@pytest.mark.parametrize("name", ["train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"])
+@pytest.mark.parametrize("content", [b"", b"<html>no such file</html>", None])
+def test_files_of_mnist_that_are_damaged_are_named(
+    name: str, content: bytes | None, tmp_path: Path
+) -> None:
+    write_mnist(tmp_path / "MNIST" / "raw", train=60, test=12)
+    file = tmp_path / "MNIST" / "raw" / name
+    file.write_bytes(file.read_bytes()[:-5] if content is None else content)
+    with pytest.raises(RuntimeError, match=rf"{name} cannot be read: .+: delete it") as told:
+        Mnist(str(tmp_path)).setup("fit")
+    assert "\n" not in str(told.value)
+
+
 def test_digits_are_from_0_to_1_and_split_by_the_seed() -> None:
     splits = []
     for seed in (0, 0, 1):
@@ -186,6 +200,32 @@ def test_images_that_are_made_up_differ_and_stay(tmp_path: Path) -> None:
 
 
 class TestCifar10:
+    def test_its_files_run_nothing(self, tmp_path: Path) -> None:
+        class Runs:
+            def __reduce__(self) -> Any:
+                return os.mkdir, (str(tmp_path / "ran"),)
+
+        file = tmp_path / "test_batch"
+        file.write_bytes(pickle.dumps({b"data": np.zeros((1, 3072), np.uint8), b"labels": Runs()}))
+        with pytest.raises(RuntimeError, match=r"test_batch cannot be read: it holds posix.mkdir"):
+            InMemory([file])
+        assert not (tmp_path / "ran").exists()
+
+    @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+    def test_arrays_of_any_protocol_are_read(self, protocol: int, tmp_path: Path) -> None:
+        """Python 2, which has written the files, has protocol 2."""
+        images, file = np.arange(3072, dtype=np.uint8)[None], tmp_path / "test_batch"
+        file.write_bytes(pickle.dumps({b"data": images, b"labels": [3]}, protocol))
+        assert InMemory([file]).images.numpy().tobytes() == images.tobytes()
+
+    @pytest.mark.parametrize("content", [b"", b"<html>no such file</html>", b"]q.", None])
+    def test_a_damaged_file_is_named(self, content: bytes | None, tmp_path: Path) -> None:
+        write_cifar10(tmp_path / "new", each=3)
+        file = tmp_path / "new" / "test_batch"
+        file.write_bytes(file.read_bytes()[:-5] if content is None else content)
+        with pytest.raises(RuntimeError, match=r"test_batch cannot be read: .+: delete it"):
+            InMemory([file])
+
     def test_a_batch_is_taken_at_once_and_made_float_on_the_device(self, tmp_path: Path) -> None:
         write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
         data: Any = Cifar10(str(tmp_path), batch_size=6)

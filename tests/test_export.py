@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -139,6 +141,22 @@ def test_another_computation_is_not_written(
     with pytest.raises(Refusal, match="computes something else"):
         export.export(checkpoint, "pt2")
     assert [file.name for file in checkpoint.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_file_that_cannot_be_written_is_told_and_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint, _ = trained(tmp_path)
+    checkpoint.with_suffix(".pt2").write_bytes(b"before")
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(Refusal, match="last.pt2: cannot be written: No space left on device"):
+        export.export(checkpoint, "pt2")
+    assert checkpoint.with_suffix(".pt2").read_bytes() == b"before"
+    assert len(list(checkpoint.parent.iterdir())) == 2
 
 
 class GivesTwo(LightningModule):

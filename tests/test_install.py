@@ -229,6 +229,27 @@ class TestMissing:
         with pytest.raises(InstallError, match=r"Python\.h .*apt-get install python3.99-dev"):
             wheel.fetch_headers(tmp_path, info(include=str(tmp_path), python="3.99.1"))
 
+    @pytest.mark.parametrize("end", [KeyboardInterrupt, InstallError])
+    def test_a_wheel_whose_check_is_interrupted_is_uninstalled_and_kept(
+        self, end: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """One whose check fails is not kept either."""
+
+        def ends(*_: Any) -> None:
+            raise end
+
+        ran: list[list[str]] = []
+        (tmp_path / "horovod.whl").touch()
+        monkeypatch.setattr(install, "find_wheel", lambda *_: tmp_path / "horovod.whl")
+        monkeypatch.setattr(install, "run_logged", lambda _, command: ran.append(command))
+        monkeypatch.setattr(install, "probe", lambda _: info())
+        monkeypatch.setattr(install, "verify", ends)
+        pins = {"torch": "2.11.0", "horovod": "0.28.1"}
+        with pytest.raises(end):
+            install.install_packages("python", info(), pins, [], mpi=False)
+        assert ran[-1][-3:] == ["uninstall", "-y", "horovod"]
+        assert (tmp_path / "horovod.whl").exists() == (end is KeyboardInterrupt)
+
     def test_a_wheel_that_fails_is_uninstalled_where_it_is_anothers(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import warnings
 from collections.abc import Callable
 from itertools import chain, pairwise
@@ -215,7 +216,7 @@ class TestIndex:
         write_shards(tmp_path / "a", train=[4, 2])
         pattern = f"{tmp_path}/a/train-*.tar"
         assert list(count_samples("train", pattern).values()) == [4, 2]
-        assert sorted(file.name for file in (tmp_path / "a").iterdir())[0] == "index.json"
+        assert sorted(file.name for file in (tmp_path / "a").iterdir())[0] == "sample_counts.json"
         counted = []
         count = tars._count
         monkeypatch.setattr(tars, "_count", lambda shard: counted.append(shard) or count(shard))
@@ -229,6 +230,18 @@ class TestIndex:
         assert (tmp_path / "a" / "train-1.tar").stat().st_size == size  # 10 KiB hold both
         assert list(count_samples("train", pattern).values()) == [40, 3]
 
+    @pytest.mark.parametrize("content", ["[1, 2]", "3", '{"train-0.tar'])
+    def test_files_that_are_something_else_are_left_or_replaced(
+        self, content: str, tmp_path: Path
+    ) -> None:
+        """index.json is that of webdataset's wids."""
+        write_shards(tmp_path / "a", train=[4, 2])
+        for name in ("index.json", "sample_counts.json"):
+            (tmp_path / "a" / name).write_text(content)
+        assert list(count_samples("train", f"{tmp_path}/a/train-*.tar").values()) == [4, 2]
+        assert (tmp_path / "a" / "index.json").read_text() == content
+        assert "train-0.tar" in json.loads((tmp_path / "a" / "sample_counts.json").read_text())
+
     def test_where_it_cannot_be_written_counting_goes_on(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -237,7 +250,9 @@ class TestIndex:
 
         write_shards(tmp_path / "a", train=[4, 2])
         monkeypatch.setattr(Path, "rename", fail)
-        with pytest.warns(UserWarning, match=r"index.json cannot be written there \(No space left"):
+        with pytest.warns(
+            UserWarning, match=r"sample_counts.json cannot be written there \(No space left"
+        ):
             counts = count_samples("train", f"{tmp_path}/a/train-*.tar")
         assert list(counts.values()) == [4, 2]
         assert sorted(file.name for file in (tmp_path / "a").iterdir()) == [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import importlib.util
 import json
 import math
@@ -291,6 +292,26 @@ class TestWhatIsKept:
         resumed = sweep(tmp_path)
         assert resumed.run(launch) == 0 and len(launch.seen) == 3
         assert [trial.value for trial in resumed.trials] == [32.1, 64.1, 32.01, 64.01]
+
+    @pytest.mark.parametrize("text", ['{"command": [', "[]", '{"trials": 1}'])
+    def test_a_file_that_is_damaged_is_named(self, text: str, tmp_path: Path) -> None:
+        begun = sweep(tmp_path)
+        assert begun.run(Fake(stop_after=3)) == 130
+        os.close(begun.held)
+        summary = Path(begun.trials[0].folder) / "summary.json"
+        summary.write_text(text)
+        with pytest.raises(Refusal, match=r"trial_1/summary.json is no summary .* trial 1 is run"):
+            sweep(tmp_path)
+        kept = (begun.folder / "sweep.json").read_text()
+        (begun.folder / "sweep.json").write_text(text if ":" not in text else kept[:-20])
+        with pytest.raises(Refusal, match=r"sweep.json is no sweep: mend it or delete it"):
+            sweep(tmp_path)
+
+    def test_its_lock_is_a_file_that_may_be_written(self, tmp_path: Path) -> None:
+        """NFS locks no folder, and alone nothing that is only read."""
+        held = sweep(tmp_path).held
+        assert os.readlink(f"/proc/self/fd/{held}").endswith("/.lock")
+        assert fcntl.fcntl(held, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
 
     def test_more_draws_go_on_where_fewer_ended(self, tmp_path: Path) -> None:
         """Anew, the same would be drawn once more."""

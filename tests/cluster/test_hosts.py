@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import http.client
 import os
+import selectors
 import shutil
 import socket
 import subprocess
@@ -424,6 +425,41 @@ def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.Mo
                     agent.Agent()._take_gpus({"run": "y", "gpus": None, "ranks": [0]}, name)
         for file in first._locks:
             Path(f"/proc/self/fd/{file.fileno()}").resolve().unlink()
+
+
+def test_another_users_lock_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever puts it there keeps it from us; whether it may be opened, or not."""
+    uid, place = os.getuid() + 1, f"of {os.getpid()}"
+    name = f"horovod-gpu-{os.uname().nodename}-{uid}-{place}"
+    monkeypatch.setattr(os, "getuid", lambda: uid)
+    monkeypatch.setattr(agent, "place_of", lambda gpu: place)
+    job = {"run": "x", "gpus": [3], "ranks": [0]}
+    told = f"^/tmp/{name} is another user's, who keeps GPU 3 from you: have it deleted$"
+
+    def denied(*_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    try:
+        (Path("/tmp") / name).touch()
+        with pytest.raises(ValueError, match=told):
+            agent.Agent()._take_gpus(job, None)
+        monkeypatch.setattr(os, "open", denied)
+        with pytest.raises(ValueError, match=told):
+            agent.Agent()._take_gpus(job, None)
+    finally:
+        (Path("/tmp") / name).unlink()
+
+
+def test_locks_stay_young(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd-tmpfiles deletes what is old in /tmp."""
+    watching = agent.Agent()
+    with (tmp_path / "lock").open("w") as lock, selectors.DefaultSelector() as nothing:
+        os.utime(lock.fileno(), (1, 1))
+        watching._locks, watching._ranks = [lock], {1: 0}
+        monkeypatch.setattr(watching, "_say", lambda **_: None)
+        monkeypatch.setattr(watching, "_reap", lambda _: watching._ranks.clear())
+        watching._watch(nothing)
+        assert os.fstat(lock.fileno()).st_mtime > 1
 
 
 def test_a_checkout_may_be_reached_by_a_link(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -107,6 +108,15 @@ def test_a_reader_who_is_slow_misses_nothing() -> None:
     *lines, last = said.decode().splitlines()
     assert [line.split()[0] for line in lines] == [f"[0]<stdout>:{n}" for n in range(10000)]
     assert last == "horovodrun: rank 0 on localhost ended with exit code 3"
+
+
+def test_the_secret_of_a_job_is_not_told(tmp_path: Path) -> None:
+    """Horovod prints it with HOROVOD_LOG_LEVEL=debug."""
+    line = ["sh", "-c", "echo $HOROVOD_GLOO_RENDEZVOUS_ADDR | tee -a /dev/stderr"]
+    done = run(horovodrun("--record", str(tmp_path), "-H", "localhost:1", *line))
+    assert done.returncode == 0, done.stdout
+    kept = "".join(file.read_text() for file in tmp_path.glob("*.log"))
+    assert re.findall(r":\d+/(.*)/\n", kept) == ["...", "..."]
 
 
 @pytest.mark.parametrize("detached", [False, True])

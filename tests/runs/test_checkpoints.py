@@ -17,7 +17,7 @@ import torch
 
 from runs import checkpoints
 from runs.config import parse
-from runs.folders import new_folder
+from runs.folders import new_folder, whole
 from runs.refusal import Refusal
 from runs.run import to_go_on
 
@@ -115,6 +115,26 @@ def test_what_can_be_gone_on_from(tmp_path: Path, content: Any, train: bool, why
     torch.save(content, tmp_path / "a.ckpt")
     error = checkpoints.unreadable(tmp_path / "a.ckpt", train)
     assert error is None if not why else why in str(error)
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, sync, synced = tmp_path / "a.json", os.fsync, []
+
+    def look(descriptor: int) -> None:
+        synced.append((Path(f"/proc/self/fd/{descriptor}").read_text(), file.read_text()))
+        sync(descriptor)
+
+    file.write_text("before")
+    monkeypatch.setattr(os, "fsync", look)
+    with whole(file) as part:
+        part.write(b"after")
+    assert synced == [("after", "before")] and file.read_text() == "after"
+    with pytest.raises(KeyboardInterrupt), whole(file) as part:
+        part.write(b"hal")
+        raise KeyboardInterrupt
+    assert [f.name for f in tmp_path.iterdir()] == ["a.json"] and file.read_text() == "after"
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Path) -> None:

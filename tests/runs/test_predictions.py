@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
@@ -74,6 +77,23 @@ def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) 
     assert written.samples == 7 and list(predictions) == ["twice", "both"]
     assert torch.equal(predictions["twice"], 2 * numbers)
     assert torch.equal(predictions["both"][1], -numbers.unsqueeze(1))
+
+
+def test_predictions_that_cannot_be_written_are_not_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(content: Any, file: Any) -> None:
+        file.write(b"a part")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    callback = Predictions()
+    trainer: Any = SimpleNamespace(
+        is_global_zero=True, default_root_dir=tmp_path, strategy=SingleDeviceStrategy("cpu")
+    )
+    monkeypatch.setattr(torch, "save", fail)
+    with pytest.raises(OSError, match="No space left"):
+        callback.write_on_epoch_end(trainer, Doubles(), [torch.ones(1)], [[[0]]])
+    assert callback.file is None and not list(tmp_path.iterdir())
 
 
 def predicted_by(model: LightningModule, folder: str) -> Any:

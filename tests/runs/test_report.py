@@ -79,6 +79,17 @@ def test_what_was_done_before_a_failure_is_told(
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 
+def test_a_summary_that_cannot_be_written_is_told_behind_the_results(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": {}, "ckpt_path": None, "train": True, "run_dir": str(tmp_path / "none")}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    report.metrics = {"test/loss": 3.0}
+    with pytest.raises(Refusal, match=r"none/summary.json: cannot be written: No such file"):
+        report.finish(Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), None)
+    assert capsys.readouterr().out == "test    test/loss 3\n"
+
+
 def test_the_commit_in_a_summary_tells_of_files_that_differ(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

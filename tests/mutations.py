@@ -35,7 +35,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "gradients are not averaged", "horovod.py",
-        "        if self._average:\n            pro", "        if False:\n            pro",
+        "        if self._average:\n            # Where", "        if False:\n            # Where",
         "horovod-2 and plain",
     ),
     Mutation(

@@ -72,8 +72,10 @@ def measure_alone(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        # A file to write to: NFS locks no folder, nor what is only read.
-        lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        try:  # a file to write to: NFS locks no folder, nor what is only read
+            lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        except PermissionError:  # another user's, as root's; on a local disk it will do
+            lock = os.open(folder / ".lock", os.O_RDONLY)
     except OSError as error:
         raise SystemExit(
             f"error: {folder}: {error.strerror}: results are written there, mend that"

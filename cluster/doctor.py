@@ -208,13 +208,14 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
 def _here(quick: bool) -> dict[str, Any]:
     """The same facts of this host, which the others are compared with."""
     request = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
+    limit = QUICK_SECONDS if quick else ANSWER_SECONDS
     try:
         result = subprocess.run(
             [sys.executable, "-c", PROBE, request],
-            capture_output=True, text=True, input="", timeout=ANSWER_SECONDS,
+            capture_output=True, text=True, input="", timeout=limit,
         )  # fmt: skip
     except subprocess.TimeoutExpired:
-        why = f"this host says nothing of itself for {ANSWER_SECONDS} s: try nvidia-smi"
+        why = f"this host says nothing of itself for {limit} s: try nvidia-smi"
         raise Refusal(why) from None
     if result.returncode:
         raise Refusal(f"this host cannot be looked at: {result.stderr.strip().splitlines()[-1]}")

@@ -244,7 +244,7 @@ def stop(arguments: argparse.Namespace) -> int:
     if state["launcher"] != place():
         raise Refusal(
             f"run {state['id']} was launched on {state['launcher']}: stop it there, "
-            f"or, if that host is gone, rm -r {os.path.relpath(FOLDER)}/{state['id']}"
+            f"or, if that is gone, rm -r {os.path.relpath(FOLDER)}/{state['id']}"
         )
     pid, start = state["pid"], time.monotonic()
     if birth(pid) == state["birth"]:

@@ -59,10 +59,16 @@ def new_folder() -> Path:
 
 
 def place() -> str:
-    """Where process ids mean what they do here: this host, or a container that shares its name."""
-    space = os.readlink("/proc/self/ns/pid")
+    """Where process ids mean what they do here: this host, or a container that shares its name and
+    has not the first pid namespace, which is the kernel's."""
     name = os.uname().nodename
-    return name if space == "pid:[4026531836]" else f"{name} {space}"  # the kernel's first
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # a kernel that has one
+        return name
+    return (
+        name if space == "pid:[4026531836]" else f"{name} (container {space[5:-1]})"
+    )  # not init's
 
 
 def birth(pid: int) -> str | None:

@@ -19,7 +19,6 @@ import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from runs.folders import whole
-from runs.refusal import Refusal
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
@@ -39,19 +38,8 @@ class WholeFiles(TorchCheckpointIO):
         if "://" in str(path):  # no folder
             return super().save_checkpoint(checkpoint, path, storage_options)
         file = Path(path)
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with whole(file) as part:
-                torch.save(checkpoint, part)
-        except (OSError, RuntimeError) as error:
-            # torch, which closes its archive after an error, has one of its own then.
-            reason = error if isinstance(error, OSError) else error.__context__
-            if not isinstance(reason, OSError):
-                raise
-            raise Refusal(
-                f"{file}: the checkpoint cannot be written: {reason.strerror}; what was saved "
-                "before is whole"
-            ) from error
+        with whole(file) as part:
+            torch.save(checkpoint, part)
 
 
 def last(runs: Path) -> Path | None:

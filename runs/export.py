@@ -216,11 +216,8 @@ def export(checkpoint: Path, kind: str) -> str:
     shorter = tuple(each[:, :-1] if _is_sequence(each) else each for each in example)
     any_length = takes(model, exported, shorter)
     file = checkpoint.with_suffix(f".{kind}")
-    try:
-        with whole(file) as part:
-            part.write(content)
-    except OSError as error:
-        raise Refusal(f"{file}: cannot be written: {error.strerror}") from error
+    with whole(file) as part:
+        part.write(content)
     inputs = []
     for each in example:
         sizes = ["any batch" if any_batch else f"batch {len(each)} only", *map(str, each.shape[1:])]

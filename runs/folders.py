@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from runs.refusal import Refusal
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -29,14 +31,24 @@ def new_folder(parent: Path) -> Path:
 @contextlib.contextmanager
 def whole(file: Path) -> Iterator[IO[bytes]]:
     """To write a file that is whole, or what was there before, whenever it is interrupted: it is on
-    the disk before it has its name, as a host may go down just after."""
+    the disk before it has its name, as a host may go down just after. Raises Refusal where it
+    cannot be written; makes its folder."""
     unfinished = file.with_name(f"{file.name}.part")
     try:
+        file.parent.mkdir(parents=True, exist_ok=True)
         with unfinished.open("wb") as part:
             yield part
             part.flush()
             os.fsync(part.fileno())
         unfinished.replace(file)
+    except (OSError, RuntimeError) as error:
+        # torch, which closes its archive after an error, has one of its own then.
+        reason = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise Refusal(
+            f"{file}: cannot be written: {reason.strerror}; what was there before is whole"
+        ) from error
     finally:
         with contextlib.suppress(OSError):
             unfinished.unlink()

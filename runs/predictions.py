@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import copy
 import csv
+import io
 import json
 import math
 from collections.abc import Sequence
@@ -139,8 +140,10 @@ class Predictions(BasePredictionWriter):
             for row, number in zip(rows, numbers.tolist()):
                 name = labels[number] if 0 <= number < len(labels) else ""
                 row += [str(number), name] if labels else [str(number)]
-        with self.file.with_suffix(".csv").open("w", newline="") as file:
-            csv.writer(file).writerows([header, *rows])
+        text = io.StringIO(newline="")
+        csv.writer(text).writerows([header, *rows])
+        with whole(self.file.with_suffix(".csv")) as part:
+            part.write(text.getvalue().encode())
         self.names_files = True
 
 

@@ -130,11 +130,11 @@ class Report(pl.Callback):
         device = str(strategy.root_device)
         if strategy.root_device.type == "cuda":
             device = f"{torch.cuda.get_device_name(strategy.root_device)} ({device})"
-        whole = ""
+        total = ""
         if batch:
             accumulated = f" x {windows} accumulated" if windows > 1 else ""
-            whole = f"{batch} a process x {counted(ranks, 'rank')}{accumulated}"
-            whole += f" = {batch * ranks * windows} global"
+            total = f"{batch} a process x {counted(ranks, 'rank')}{accumulated}"
+            total += f" = {batch * ranks * windows} global"
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
         _tell(
             {
@@ -142,7 +142,7 @@ class Report(pl.Callback):
                 "data": f"{self.choices['data']}{samples}",
                 "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}{over}",
                 "device": f"{device}, precision {trainer.precision}",
-                "batch": whole,
+                "batch": total,
                 "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
                 "run": shown(Path(self.config.run_dir)),
                 "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
@@ -277,6 +277,13 @@ class Report(pl.Callback):
                 ms = f"{anatomy['step_ms']['mean']:.1f} ms a batch"
             step = f"{ms}: {', '.join(parts)}".replace("_", "-")
             limit = anatomy["verdict"]
+        summary = self._summary(trainer, checkpoint, anatomy, predictions)
+        problem = None
+        try:  # before the lines, which may find nobody who reads them
+            with whole(file) as part:
+                part.write((json.dumps(summary, indent=2) + "\n").encode())
+        except Refusal as refusal:
+            problem = refusal
         _tell(
             {
                 "test": "  ".join(tests),
@@ -285,15 +292,11 @@ class Report(pl.Callback):
                 "step": step,
                 "limit": limit,
                 "profile": _tables(trainer),
+                "summary": "" if problem else shown(file),
             }
         )
-        summary = self._summary(trainer, checkpoint, anatomy, predictions)
-        try:  # only now: who has no space left has read it
-            with whole(file) as part:
-                part.write((json.dumps(summary, indent=2) + "\n").encode())
-        except OSError as error:
-            raise Refusal(f"{file}: cannot be written: {error.strerror}") from error
-        _tell({"summary": shown(file)})
+        if problem:  # behind the lines: who has no space left has read what came of it
+            raise problem
 
     @property
     def _rate(self) -> float:

@@ -15,6 +15,8 @@ import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from runs.refusal import Refusal
 
@@ -105,23 +107,40 @@ class EndsEpochsOnce(callbacks.Callback):
 
 
 class KeepsUnfrozen(callbacks.Callback):
-    """What a BackboneFinetuning has unfrozen is trained after a resume, too. Lightning's freezes it
-    in `setup` and unfreezes it as one epoch begins, which a later checkpoint never comes to."""
+    """What a BackboneFinetuning has unfrozen is trained after a resume, too, and its running means
+    move. Lightning's freezes it in `setup` and unfreezes it as one epoch begins, to which a resume
+    from a later checkpoint never comes."""
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        others = trainer.callbacks  # type: ignore[attr-defined]
-        if any(isinstance(callback, callbacks.BaseFinetuning) for callback in others):
+        if _finetunes(trainer):
             named = pl_module.named_parameters()
             checkpoint["frozen"] = [name for name, p in named if not p.requires_grad]
+            checkpoint["untracked"] = [
+                name for name, layer in _norms(pl_module) if not layer.track_running_stats
+            ]
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING and "frozen" in checkpoint:
+        if trainer.state.fn != TrainerFn.FITTING or "frozen" not in checkpoint:
+            return
+        if _finetunes(trainer):  # else nothing was frozen in `setup`
             for name, parameter in pl_module.named_parameters():
                 parameter.requires_grad = name not in checkpoint["frozen"]
+            for name, layer in _norms(pl_module):
+                layer.track_running_stats = name not in checkpoint["untracked"]
+
+
+def _finetunes(trainer: pl.Trainer) -> bool:
+    others = trainer.callbacks  # type: ignore[attr-defined]
+    return any(isinstance(callback, callbacks.BaseFinetuning) for callback in others)
+
+
+def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
+    named = module.named_modules()
+    return [(name, layer) for name, layer in named if isinstance(layer, _BatchNorm)]
 
 
 class StepsPlateausFirst(callbacks.Callback):

@@ -172,6 +172,7 @@ class Sweep:
         for file in sorted(sweeps.glob("*/sweep.json"), reverse=True):
             try:
                 content = json.loads(file.read_text())
+                content.setdefault("drawn", content.get("trials") is not None)  # an older one
                 if {key: content.get(key) for key in self._key} != self._key:
                     continue
                 trials = [Trial(**trial) for trial in content["tried"]]
@@ -184,8 +185,11 @@ class Sweep:
         return None
 
     def _lock(self) -> None:
-        # Until this process ends. A file to write to: NFS locks no folder, nor what is only read.
-        self.held = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        # Until this process ends.
+        try:  # a file to write to: NFS locks no folder, nor what is only read
+            self.held = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
+        except PermissionError:  # another user's; on a local disk it will do
+            self.held = os.open(self.folder / ".lock", os.O_RDONLY)
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -51,7 +51,8 @@ class Evaluation:
     def begin(
         self, trainer: pl.Trainer, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
     ) -> None:
-        """Until a batch that not all ranks have is over, its hooks too, no collective can be made.
+        """From the step of a batch that not all ranks have until it is over, `on_*_batch_end` too,
+        no collective can be made; in its `on_*_batch_start` none is noticed.
 
         Args:
             batch, batch_idx, dataloader_idx: what the step is called with.

@@ -315,6 +315,23 @@ def test_models_that_memory_cannot_hold_are_not_begun(
     assert status == 2 and told.startswith("error: mlp: ") and "the same command" not in told
 
 
+def test_the_lock_of_a_folder_may_be_another_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root's, who measured between hosts."""
+    opened = os.open
+
+    def denied(file: Any, flags: int, *mode: int, **options: Any) -> int:
+        if flags & os.O_CREAT and str(file).endswith(".lock"):
+            raise PermissionError
+        return opened(file, flags, *mode, **options)
+
+    (tmp_path / ".lock").touch()
+    monkeypatch.setattr(os, "open", denied)
+    files.measure_alone(tmp_path)
+    os.close(files._LOCKED.pop(tmp_path))
+
+
 def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
     code = "import pathlib, sys; from benchmarks.files import continued; "
     code += "continued({'date': '2026-01-02'}, pathlib.Path(sys.argv[1]), 'x'); print('goes on')"

@@ -136,7 +136,7 @@ def test_a_run_of_another_container_is_not_lost(
     done = run(there)
     assert done.returncode == 0, done.stdout
     assert [state["state"] for state in jobs.runs()] == ["starting"]
-    with pytest.raises(Refusal, match=r"run x was launched on .*: stop it there"):
+    with pytest.raises(Refusal, match=r"x was launched on \S+ \(container \d+\): stop it"):
         jobs.stop(argparse.Namespace(run="x", kill=False))
 
 

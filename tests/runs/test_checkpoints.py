@@ -147,7 +147,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path: Pat
         for size, weights in failing:
             resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
             expected = AttributeError if size == soft else Refusal
-            with pytest.raises(expected, match="lambda|last.ckpt: .* cannot be written: File too"):
+            with pytest.raises(expected, match="lambda|last.ckpt: cannot be written: File too"):
                 io.save_checkpoint({"weights": weights}, file)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

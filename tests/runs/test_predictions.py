@@ -91,7 +91,7 @@ def test_predictions_that_cannot_be_written_are_not_told_of(
         is_global_zero=True, default_root_dir=tmp_path, strategy=SingleDeviceStrategy("cpu")
     )
     monkeypatch.setattr(torch, "save", fail)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(Refusal, match="predictions.pt: cannot be written: No space left"):
         callback.write_on_epoch_end(trainer, Doubles(), [torch.ones(1)], [[[0]]])
     assert callback.file is None and not list(tmp_path.iterdir())
 

@@ -82,10 +82,11 @@ def test_what_was_done_before_a_failure_is_told(
 def test_a_summary_that_cannot_be_written_is_told_behind_the_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"data": {}, "ckpt_path": None, "train": True, "run_dir": str(tmp_path / "none")}
+    (tmp_path / "file").touch()
+    config = {"data": {}, "ckpt_path": None, "train": True, "run_dir": str(tmp_path / "file")}
     report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
     report.metrics = {"test/loss": 3.0}
-    with pytest.raises(Refusal, match=r"none/summary.json: cannot be written: No such file"):
+    with pytest.raises(Refusal, match=r"file/summary.json: cannot be written: File exists"):
         report.finish(Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), None)
     assert capsys.readouterr().out == "test    test/loss 3\n"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -199,7 +200,7 @@ class Unfreezes(BaseFinetuning):
     """As Lightning's BackboneFinetuning: frozen in `setup`, unfrozen as epoch 1 begins."""
 
     def freeze_before_training(self, pl_module: LightningModule) -> None:
-        self.freeze(pl_module.backbone)
+        self.freeze(pl_module.backbone, train_bn=False)
 
     def finetune_function(self, pl_module: LightningModule, epoch: int, optimizer: Any) -> None:
         if epoch == 1:
@@ -209,7 +210,7 @@ class Unfreezes(BaseFinetuning):
 class HasABackbone(Times):
     def __init__(self) -> None:
         super().__init__()
-        self.backbone = torch.nn.Linear(1, 1)
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.BatchNorm1d(1))
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         return (self.weight * self.backbone(batch.unsqueeze(1))).mean()
@@ -219,7 +220,7 @@ class HasABackbone(Times):
 
 
 def test_what_was_unfrozen_is_trained_after_a_resume(tmp_path: Path) -> None:
-    weights = []
+    weights, alike = [], DataLoader(torch.arange(8) % 2.0, batch_size=2)  # batches
     for resumed in (False, True):
         torch.manual_seed(0)
         keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
@@ -229,9 +230,20 @@ def test_what_was_unfrozen_is_trained_after_a_resume(tmp_path: Path) -> None:
             enable_model_summary=False, callbacks=[keep, Unfreezes(), KeepsUnfrozen()],
         )  # fmt: skip
         file = tmp_path / "step=6.ckpt" if resumed else None
-        trainer.fit(model, DataLoader(torch.ones(8), batch_size=2), ckpt_path=file)
-        weights.append([parameter.detach().clone() for parameter in model.parameters()])
-    assert weights[0] == weights[1] and model.backbone.weight.requires_grad
+        trainer.fit(model, alike, ckpt_path=file)
+        weights.append([value.clone() for value in model.state_dict().values()])
+    assert weights[0] == weights[1] and model.backbone[0].weight.requires_grad
+    model = HasABackbone()  # which another run trains whole
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
+        enable_model_summary=False, enable_checkpointing=False, callbacks=[KeepsUnfrozen()],
+    )  # fmt: skip
+    file = tmp_path / "frozen.ckpt"
+    content = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
+    torch.save(content | {"frozen": ["backbone.0.weight"], "untracked": ["backbone.1"]}, file)
+    with contextlib.suppress(ValueError):  # its optimizer has fewer groups, which comes later
+        trainer.fit(model, alike, ckpt_path=file)
+    assert model.backbone[0].weight.requires_grad and model.backbone[1].track_running_stats
 
 
 class Settings(Times):

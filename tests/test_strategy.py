@@ -205,8 +205,11 @@ def moved_by_accumulated_batches(strategy: str) -> list[Tensor]:
     return [*model.begins, *model.parameters()]
 
 
-def test_buffers_are_rank_0s_once_a_step_as_under_ddp(launch: Callable) -> None:
-    ours, theirs = (launch(moved_by_accumulated_batches, 2, strategy=s) for s in ("horovod", "ddp"))
+def test_buffers_are_rank_0s_once_a_step_as_under_ddp(
+    launch: Callable, launch_anew: Callable
+) -> None:
+    ours = launch(moved_by_accumulated_batches, 2, strategy="horovod")
+    theirs = launch_anew(moved_by_accumulated_batches, 2, strategy="ddp")
     for mine, other in zip(ours, theirs):
         assert len(mine) == len(other)
         for one, same in zip(mine, other):

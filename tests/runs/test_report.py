@@ -129,9 +129,9 @@ def rows_under(strategy: str) -> tuple[list[int], list[str]]:
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
-def test_ranks_may_have_different_numbers_of_rows(strategy: str, launch: Callable) -> None:
+def test_ranks_may_have_different_numbers_of_rows(strategy: str, launch_anew: Callable) -> None:
     """DDP reduces in place."""
-    assert launch(rows_under, 2, strategy=strategy) == [([0, 0, 1], ["", "x"])] * 2
+    assert launch_anew(rows_under, 2, strategy=strategy) == [([0, 0, 1], ["", "x"])] * 2
 
 
 def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:

@@ -66,9 +66,7 @@ def place() -> str:
         space = os.readlink("/proc/self/ns/pid")
     except OSError:  # a kernel that has one
         return name
-    return (
-        name if space == "pid:[4026531836]" else f"{name} (container {space[5:-1]})"
-    )  # not init's
+    return name if space == "pid:[4026531836]" else f"{name} (container {space[5:-1]})"
 
 
 def birth(pid: int) -> str | None:

@@ -527,7 +527,7 @@ def test_what_an_ssh_leaves_behind_is_not_waited_for(
 def test_a_host_that_cannot_look_at_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where a driver hangs."""
     monkeypatch.setattr(doctor, "PROBE", "import time; time.sleep(20); print('{\"code\": {}}')")
-    monkeypatch.setattr(doctor, "ANSWER_SECONDS", 1)
+    monkeypatch.setattr(doctor, "QUICK_SECONDS", 1)
     with pytest.raises(Refusal, match="this host says nothing of itself for 1 s"):
         doctor._here(quick=True)
 

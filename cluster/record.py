@@ -104,7 +104,7 @@ class Writer:
         self._given = self._written = 0
         self._open = ""  # how the line began that is not ended yet
         self._moved = time.monotonic()
-        self._in_foreground = _in_foreground()
+        self._in_foreground = bool(_in_foreground())
         self.thread = threading.Thread(target=self._write, daemon=True)
         self.thread.start()
 
@@ -139,7 +139,8 @@ class Writer:
                 count = len(data)
                 try:
                     count = os.write(self._descriptor, data[: 1 << 16])
-                    self._in_foreground = _in_foreground()  # Ctrl-Z, bg and disown take it out
+                    if (now := _in_foreground()) is not None:  # else it is gone since then
+                        self._in_foreground = now  # Ctrl-Z, bg and disown take it out
                 except BlockingIOError:  # as another program has left what we both write to
                     select.select([], [self._descriptor], [])
                     continue
@@ -254,12 +255,13 @@ class Record:
                 writer.thread.join(timeout=0.1)
 
 
-def _in_foreground() -> bool:
-    """Whether this is what the terminal's Ctrl-C is for; not behind `&`, or without a terminal."""
+def _in_foreground() -> bool | None:
+    """Whether this is what the terminal's Ctrl-C is for; not behind `&`. None without a terminal,
+    or when it is gone."""
     try:
         return os.tcgetpgrp(1) == os.getpgrp()
     except OSError:
-        return False
+        return None
 
 
 def end(folder: Path, how: str, reason: str) -> None:

@@ -184,7 +184,10 @@ def test_a_job_that_left_the_foreground_goes_on_without_its_terminal(
             raise OSError(errno.EIO, "")
         return write(descriptor, data)
 
-    for foreground, signals in (([True, False], []), ([True, True], [signal.SIGHUP])):
+    hung_up = [signal.SIGHUP]
+    for foreground, signals in (
+        ([True, False], []), ([True, True], hung_up), ([True, None], hung_up),
+    ):  # fmt: skip
         sent: list[int] = []
         with monkeypatch.context() as patched:
             patched.setattr(os, "kill", lambda _, number, sent=sent: sent.append(number))

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from runs.config import LOGGERS
 from runs.refusal import Refusal, guess, of_srun, slurm_tasks
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
@@ -59,7 +60,7 @@ ADVICE = {
 PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read error|Broken pipe)")
 # Horovod: a HorovodInternalError that begins so was caused on this rank, not by another's end.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
-SERVICES = ("wandb", "mlflow")  # no account, no connection
+
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 
 
@@ -96,7 +97,7 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         return str(error)
     if started:
         return None
-    if (package := type(error).__module__.split(".")[0]) in SERVICES:
+    if (package := type(error).__module__.split(".")[0]) in LOGGERS:  # no account, no connection
         return f"logger={package}: {' '.join(str(error).split())}"
     if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
         lines = str(error).splitlines()
@@ -122,8 +123,8 @@ def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
         if isinstance(member, DictConfig) and member.get("monitor") == metric
     ]
     names = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
-    of_loader = f"{metric}/dataloader_idx_0"  # of several, each of which has its own
-    # To keep the best by a loss of training is no way out.
+    of_loader = f"{metric}/dataloader_idx_0"  # several loaders have a metric each
+    # The loss of training is no replacement to keep the best by.
     alike = [name for name in names if name.startswith("val") or not metric.startswith("val")]
     close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, alike)
     if not close and metric.startswith("val"):

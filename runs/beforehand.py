@@ -1,4 +1,8 @@
-"""What is refused before the first batch, as it would end a run later or without a result."""
+"""What is refused before the first batch, as it would end a run later or without a result.
+
+In all functions `test` says whether a test is to be made, and `choice` is the file of conf/model
+or conf/data that was taken.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,7 @@ def refuse_model(
     test: bool,
     choice: str,
 ) -> None:
-    """A model without the test that is asked for, or checkpoints that could not be read.
-
-    Args:
-        test: whether a test is to be made.
-        choice: the file of conf/model that was taken.
-    """
+    """A model without the test that is asked for, or checkpoints that could not be read."""
     if test and not is_overridden("test_step", model):
         raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
     if keeping(trainer):
@@ -43,8 +42,6 @@ def refuse_shares(
 
     Args:
         loader: of training; a stream checks its batches itself.
-        test: whether a test is to be made.
-        choice: the file of conf/data that was taken.
     """
     ranks = trainer.world_size
     if trainer.limit_val_batches and is_overridden("val_dataloader", data):
@@ -85,12 +82,7 @@ def refuse_batch_sampler(trainer: pl.Trainer, loader: Any, choice: str) -> None:
 
 
 def refuse_classes(model: pl.LightningModule, classes: list[str], choice: str) -> None:
-    """Labels that the model has no output for.
-
-    Args:
-        classes: of the data.
-        choice: the file of conf/data that was taken.
-    """
+    """Classes of the data that the model has no output for."""
     outputs = model.hparams.get("classes")
     if isinstance(outputs, int) and outputs < len(classes):
         raise Refusal(

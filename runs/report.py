@@ -17,27 +17,10 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from runs import beforehand, hints
 from runs.anatomy import Anatomy
-from runs.beforehand import (
-    classes_of,
-    is_sized,
-    refuse_batch_sampler,
-    refuse_clashes,
-    refuse_classes,
-    refuse_model,
-    refuse_shares,
-)
 from runs.folders import shown, whole
-from runs.hints import (
-    NO_STEP,
-    counted,
-    missing_metrics,
-    no_curves,
-    no_validation,
-    not_trained,
-    same_batches,
-    stopped_early,
-)
+from runs.hints import counted
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.resuming import kept_settings, settings
@@ -90,23 +73,23 @@ class Report(pl.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is None:
             return
-        refuse_clashes(trainer, pl_module, data)
+        beforehand.refuse_clashes(trainer, pl_module, data)
         if stage != "fit":
             return
-        refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
+        beforehand.refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()
-        refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
-        refuse_batch_sampler(trainer, loader, self.choices["data"])
-        self.classes = classes_of(loader)
-        refuse_classes(pl_module, self.classes, self.choices["data"])
-        if is_sized(loader):
+        beforehand.refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
+        beforehand.refuse_batch_sampler(trainer, loader, self.choices["data"])
+        self.classes = beforehand.classes_of(loader)
+        beforehand.refuse_classes(pl_module, self.classes, self.choices["data"])
+        if beforehand.is_sized(loader):
             self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
         else:  # a stream may know how many it has for all ranks
             self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn of a missing metric, which would end the run an epoch later; it may still come."""
-        problems = missing_metrics(trainer, self.config.get("callbacks") or {})
+        problems = hints.missing_metrics(trainer, self.config.get("callbacks") or {})
         if trainer.is_global_zero:
             for problem in problems:
                 _tell({"warning": f"{problem}; as it is, the run ends with an epoch"})
@@ -124,6 +107,7 @@ class Report(pl.Callback):
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         operations = getattr(trainer.strategy, "operations", None)
         over = f" over {operations}" if operations and ranks > 1 else ""
+        curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
         device = trainer.strategy.root_device
         gpu = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else ""
         _tell(
@@ -135,7 +119,7 @@ class Report(pl.Callback):
                 "batch": self._global_batch(trainer),
                 "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
                 "run": shown(Path(self.config.run_dir)),
-                "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
+                "look": "make tensorboard" if self.config.train and curves else "",
             }
         )
 
@@ -191,7 +175,7 @@ class Report(pl.Callback):
         self.samples += len(tensors[0]) if tensors else 0
         if not self.trained:
             self.trained = True
-            if (problem := same_batches(trainer, batch)) and trainer.is_global_zero:
+            if (problem := hints.same_batches(trainer, batch)) and trainer.is_global_zero:
                 _tell({"warning": f"data={self.choices['data']}: {problem}"})
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -226,19 +210,19 @@ class Report(pl.Callback):
         stepped = self._has_loss and self.steps > self._first_step
         stepped |= not pl_module.automatic_optimization  # by hand, perhaps past the Trainer
         if self.trained and not stepped:
-            _tell({"warning": NO_STEP})
+            _tell({"warning": hints.NO_STEP})
         elif self.trained:
-            _tell({"curves": no_curves(trainer, self._first_batch)})
+            _tell({"curves": hints.no_curves(trainer, self._first_batch)})
         if not self._validated:
             epochs = self.epochs - self._first_epoch
-            _tell({"warning": no_validation(trainer, self._first_batch, epochs)})
-        for reason in stopped_early(trainer):
+            _tell({"warning": hints.no_validation(trainer, self._first_batch, epochs)})
+        for reason in hints.stopped_early(trainer):
             print(f"stopped early: {reason}", flush=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.trained and trainer.is_global_zero:
             resumed = bool(self.config.ckpt_path)
-            print(f"nothing was trained: {not_trained(trainer, resumed)}", flush=True)
+            print(f"nothing was trained: {hints.not_trained(trainer, resumed)}", flush=True)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics |= _plain(trainer.callback_metrics)
@@ -361,10 +345,6 @@ def _lr(module: pl.LightningModule) -> str:
     rates = dict.fromkeys(g.get("max_lr", g.get("initial_lr", g.get("lr"))) for g in groups)
     # An optimizer that finds its own rate, as Adafactor with relative steps, has None.
     return ", ".join("none" if lr is None else f"{lr:g}" for lr in rates) or "none"
-
-
-def _has_curves(trainer: pl.Trainer) -> bool:
-    return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
 def _plain(metrics: Any) -> dict[str, float]:

@@ -320,20 +320,16 @@ def _is_number(value: Any) -> bool:
 
 def _expected(default: Any, value: Any) -> str | None:
     """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
-    if default is None:
-        return None
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
-    if isinstance(default, int):
-        fits = isinstance(value, int) and not isinstance(value, bool)
-        return None if fits else "a whole number"
-    if isinstance(default, float):
-        return None if _is_number(value) else "a number"
-    if isinstance(default, DictConfig):
-        return None if isinstance(value, dict) else "a group of keys"
-    if isinstance(default, list):
-        return None if isinstance(value, list) else "a list"
-    return "a text" if isinstance(value, (dict, bool)) else None
+    kinds: list[tuple[type, bool, str]] = [
+        (type(None), True, ""),
+        (bool, isinstance(value, bool), "true or false"),
+        (int, _is_number(value) and isinstance(value, int), "a whole number"),
+        (float, _is_number(value), "a number"),
+        (DictConfig, isinstance(value, dict), "a group of keys"),
+        (list, isinstance(value, list), "a list"),
+        (object, not isinstance(value, (dict, bool)), "a text"),
+    ]
+    return next(None if fits else name for kind, fits, name in kinds if isinstance(default, kind))
 
 
 def _shown(value: Any) -> str:

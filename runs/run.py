@@ -17,7 +17,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -217,18 +216,16 @@ class Run:
 
     def _members(self, group: str, config: DictConfig) -> list[DictConfig]:
         """Those of callbacks or logger that are to be made."""
-        members = {str(name): member for name, member in config.items() if member}
-        bare = [
-            name
-            for name, member in members.items()
-            if not isinstance(member, DictConfig) or "_target_" not in member
-        ]
-        # With callbacks=none, as of debug=, an experiment's changes of a callback have no _target_.
-        if bare and self.choices[group] != "none":
-            raise Refusal(
-                f"{group}.{bare[0]}: there is no such member of it, and no _target_ for one"
-            )
-        return [member for name, member in members.items() if name not in bare]
+        members = []
+        for name, member in config.items():
+            if isinstance(member, DictConfig) and "_target_" in member:
+                members.append(member)
+            # With callbacks=none, as of debug=, an experiment's changes of callbacks are left over.
+            elif member and self.choices[group] != "none":
+                raise Refusal(
+                    f"{group}.{name!s}: there is no such member of it, and no _target_ for one"
+                )
+        return members
 
     def check_ranks(self, ranks: int) -> None:
         """Refuse a strategy that leaves out some of the launched processes: they would train alone.
@@ -268,12 +265,7 @@ class Run:
         checkpointer = keeping(trainer)
         return (checkpointer and checkpointer.best_model_path) or None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         warnings.showwarning = self._show
         if error is None:
             self._tell_warnings_of_other_ranks()

@@ -1,4 +1,4 @@
-"""A copy of this repository for a project of your own, with its own git history of one commit.
+"""Copy this repository into a project of your own, whose git history is one commit.
 
     make new NAME=my_project                    into ../my_project
     make new NAME=my_project DIR=/data/mine
@@ -32,10 +32,10 @@ OURS = re.compile(r"<!-- ours -->.*?<!-- /ours -->\n*", re.DOTALL)
 
 
 def new(name: str, folder: Path) -> int:
-    """Make the copy; the number of its files.
+    """Make the copy and return the number of its files.
 
     Raises:
-        Refusal: for what is no name, a folder that is there, or when git fails; nothing is left.
+        Refusal: for a bad name, a folder that exists, or when git fails; nothing is left then.
     """
     if not re.fullmatch("[A-Za-z][A-Za-z0-9_-]*", name):
         raise Refusal(
@@ -62,7 +62,7 @@ def new(name: str, folder: Path) -> int:
 
 
 def _make_theirs(copy: Path, name: str) -> None:
-    """Their title, and none of our results."""
+    """Give the copy its owner's title, and take our results out of it."""
     readme = MEASURED.sub(NOTHING, OURS.sub("", (copy / "README.md").read_text()))
     title, _, rest = readme.partition("\n")
     made = f"Made from *{title.removeprefix('# ')}*, {_origin()}. What it is for: say it here.\n"

@@ -1,5 +1,4 @@
-"""A run of the template: its configuration checked, its folder, what it prints and leaves; sweeps.
+"""What a run of template.py checks, prints and leaves; sweeps and exports of runs.
 
-Knows Hydra and Lightning, the clock and the cores of `strategies/`, and no model and no data
-set.
+It uses Hydra, Lightning, and the clock and cores of `strategies/`, and knows no model or data set.
 """

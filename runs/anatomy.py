@@ -9,17 +9,18 @@ Each moment from the end of a batch to the end of the next belongs to one phase:
     optimizer    clipping and the optimizer's step
     rest         hooks, callbacks, logging
 
-A rank that comes late keeps all others in their all-reduce. So what the rank that waits least
-spends there is the network's, and what others wait longer is counted as "straggler". Under
-strategy=ddp the all-reduce is a part of backward and not told apart.
+A rank that comes late keeps all others in their all-reduce. So the time of the rank that waits
+least is the network's, and what others wait longer is counted as "straggler". Under strategy=ddp
+the all-reduce is a part of backward and not told apart.
 
-The figures go to summary.json and to the loggers, a sentence at the end names the bottleneck. It
-costs a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed
-steps. Where steps turn out to be short, a tenth of them is timed from then on, drawn by lot, as
-each tenth might always be the one that waits for the loader. On a GPU moments are events in its
-stream: phases are those of the GPU, not of the program that runs ahead. Where the GPU waits for the
-program, they are the program's all the same: so when that has queued backward, the GPU is asked
-whether it has caught up.
+The figures go to summary.json and to the loggers, and a line at the end names the bottleneck. The
+cost is a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed
+steps. If steps turn out to be short, only a tenth of them is timed from then on; it is drawn by
+lot, as every tenth step might always be the one that waits for the loader.
+
+On a GPU moments are events in its stream: phases are those of the GPU, not of the program, which
+runs ahead. Where the GPU waits for the program they are the program's after all, so the GPU is
+asked, when all of backward is queued, whether it has caught up.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from strategies.clock import Moment, moment, seconds
 from strategies.cores import usable_cores
 
 WINDOW = 200  # timed steps between two looks at all ranks
-KEPT = 1000  # timed steps, the last ones, that medians are made of
+KEPT = 1000  # the last timed steps, of which medians are made
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
 SHORT = 10e-3  # seconds: of shorter steps only a share is timed
 
@@ -54,14 +55,13 @@ class Anatomy(Callback):
     """Times the phases of each training step.
 
     Args:
-        warmup: so many steps at the start are left out.
-        share: of steps shorter than 10 ms this share is timed; 1: all, as measurements want it.
-        batches: end training after so many. trainer.max_steps would count the optimizer's steps:
-            several a batch where a model has several, one in so many that accumulate.
+        warmup: how many steps at the start are left out.
+        share: how many of the steps shorter than 10 ms are timed; 1: all, for measurements.
+        batches: how many to end training after. trainer.max_steps counts the optimizers' steps,
+            of which a batch may have several or, with accumulated gradients, none.
 
     Attributes:
-        found: what summary.json shows under "anatomy", of the steps that were timed; None until
-            training has ended.
+        found: "anatomy" in summary.json, of the steps that were timed; None until training ends.
     """
 
     def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
@@ -69,8 +69,8 @@ class Anatomy(Callback):
         self.found: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Behind the other callbacks, so that their work at a batch's end is the rest of a step; but
-        # for those that keep checkpoints, which Lightning has last.
+        # After the other callbacks, so that their work at a batch's end is the rest of a step; only
+        # those that keep checkpoints stay last, as Lightning has them.
         all_ = trainer.callbacks  # type: ignore[attr-defined]
         others = [callback for callback in all_ if callback is not self]
         last = [callback for callback in others if isinstance(callback, Checkpoint)]
@@ -87,17 +87,17 @@ class Anatomy(Callback):
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._timed, self._drawn = True, 1.0  # is this step, and what share of them
-        self._lot = random.Random(0)  # the same on all ranks, who time the same steps
+        self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
-        # Over a step's exchanges: calls, bytes, bytes and seconds of busy ends, how many.
+        # The sums over a step's exchanges: calls, bytes, bytes and seconds of busy ends, 1 each.
         self._wire: deque[list[float]] = deque(maxlen=KEPT)
-        self._batches = self._noted = 0  # all, and those that were timed
-        self._count = self._logged = 0  # of these: read, and logged
+        self._batches = self._noted = 0  # all batches, and those that were timed
+        self._count = self._logged = 0  # of the timed: those read, and those logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
-        self._asked = self._kept_up = 0  # the GPU: in how many steps, and how often it was there
+        self._asked = self._kept_up = 0  # how often a GPU was asked, and how often it had caught up
         self._near: Moment | None = None  # when it came to the last part of backward
-        self._told: set[int] = set()
+        self._told: set[int] = set()  # ranks that were said to be slow
         after = "rest" if pl_module.automatic_optimization else "forward"
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_: self._begin(after))
@@ -106,7 +106,7 @@ class Anatomy(Callback):
         ]
         trained = [p for p in pl_module.parameters() if p.requires_grad]
         if self._device.type == "cuda" and len(trained) > 1:
-            # Backward comes to the first ones last; a few before, so that the GPU has time.
+            # Backward comes to the first ones last; this is a few before, to give the GPU time.
             near = trained[max(len(trained) // 10, min(4, len(trained) - 1))]
             self._hooks.append(near.register_post_accumulate_grad_hook(self._note_near))
             self._hooks.append(trained[0].register_post_accumulate_grad_hook(self._ask))
@@ -129,7 +129,7 @@ class Anatomy(Callback):
             self._near = None
 
     def _begin_anew(self) -> None:
-        """What was since the last batch is not the next one's: an evaluation, a checkpoint."""
+        """Leave out what was since the last batch, as an evaluation or a checkpoint."""
         self._marks = []
         self._begin("data")
 
@@ -195,11 +195,11 @@ class Anatomy(Callback):
     # ---------------------------------------------------------------- telling
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # As Lightning does, the epoch's metrics with the last of its steps.
+        # At the last step of the epoch, as Lightning logs the epoch's metrics.
         self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
-        """This rank's phases since the last time, to the loggers; those of rank 0 write."""
+        """Log the mean phases of this rank since the last time; only rank 0's loggers write."""
         count, self._logged = self._count - self._logged, self._count
         steps = list(self._steps)[-count:] if count else []
         if not steps or not trainer.loggers:
@@ -226,7 +226,8 @@ class Anatomy(Callback):
                 print(f"slow    {named(slow, self._hosts)}", flush=True)
 
     def _time_fewer(self) -> None:
-        """From now on; of what was timed keep as large a share, so that all steps count alike."""
+        """Time a share of the steps from now on, and keep that share of those timed so far, so that
+        all steps count alike."""
         self._drawn = self.share
         kept = [self._lot.random() < self.share for _ in self._steps]
         self._steps = deque(compress(self._steps, kept), KEPT)
@@ -270,12 +271,12 @@ class Anatomy(Callback):
         }  # fmt: skip
 
     def _on_the_wire(self, strategy: Strategy) -> dict[str, Any] | None:
-        """Of a step that sends, in the median; None without an all-reduce that can be seen.
+        """The median of steps that send something; None without an all-reduce that can be seen.
 
-        The bandwidth is that of the end of a step, from the last moment on at which nothing was on
-        the wire: backward may leave pauses before. Of a GPU that cannot be told, and pauses count.
-        And that of the rank with the highest, which waits least for others. "exchanges" is of all
-        steps: several where a batch has several backwards, 0 where most send nothing.
+        The bandwidth is that of a step's end, after the last moment at which nothing was on the
+        wire, as backward may leave pauses before; on a GPU that moment is unknown, and pauses
+        count. It is that of the rank with the highest, which waits least for others. "exchanges" is
+        of all steps: several if a batch has several backwards, 0 if most steps send nothing.
         """
         sent = [step for step in self._wire if step]
         if not sent or not hasattr(strategy, "sent_bytes"):

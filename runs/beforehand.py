@@ -1,4 +1,8 @@
-"""What would end a run later, or leave it without a result, refused before its first batch."""
+"""What is refused before the first batch, as it would end a run later or without a result.
+
+In all functions `test` says whether a test is to be made, and `choice` is the file of conf/model
+or conf/data that was taken.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +27,7 @@ def refuse_model(
     test: bool,
     choice: str,
 ) -> None:
-    """No test to make, or checkpoints that cannot be read.
-
-    Args:
-        test: whether a test is to be made.
-        choice: the file of conf/model that was taken.
-    """
+    """A model without the test that is asked for, or checkpoints that could not be read."""
     if test and not is_overridden("test_step", model):
         raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
     if keeping(trainer):
@@ -43,8 +42,6 @@ def refuse_shares(
 
     Args:
         loader: of training; a stream checks its batches itself.
-        test: whether a test is to be made.
-        choice: the file of conf/data that was taken.
     """
     ranks = trainer.world_size
     if trainer.limit_val_batches and is_overridden("val_dataloader", data):
@@ -53,7 +50,7 @@ def refuse_shares(
         )
     tested = test and trainer.limit_test_batches and is_overridden("test_dataloader", data)
     if tested and ranks > 1:
-        test_data = copy.copy(data)  # as it may hold the data of one stage at a time
+        test_data = copy.copy(data)  # it may hold the data of one stage at a time
         test_data.setup("test")
         _check_held_out(test_data.test_dataloader(), ranks, choice, "test", "test=false")
     if not is_sized(loader):
@@ -73,8 +70,8 @@ def refuse_shares(
 
 
 def refuse_batch_sampler(trainer: pl.Trainer, loader: Any, choice: str) -> None:
-    """Lightning loses the size of the batches where it makes a plain BatchSampler anew for a rank;
-    of a class that is made of it it does not."""
+    """A plain BatchSampler, of which Lightning loses the batch size when it makes it anew for a
+    rank; not so of a subclass."""
     plain = type(getattr(loader, "batch_sampler", None)) is BatchSampler
     given = plain and loader.batch_size is None
     if given and trainer._data_connector._requires_distributed_sampler(loader):
@@ -85,12 +82,7 @@ def refuse_batch_sampler(trainer: pl.Trainer, loader: Any, choice: str) -> None:
 
 
 def refuse_classes(model: pl.LightningModule, classes: list[str], choice: str) -> None:
-    """Labels that the model has no output for.
-
-    Args:
-        classes: of the data.
-        choice: the file of conf/data that was taken.
-    """
+    """Classes of the data that the model has no output for."""
     outputs = model.hparams.get("classes")
     if isinstance(outputs, int) and outputs < len(classes):
         raise Refusal(
@@ -102,7 +94,7 @@ def refuse_classes(model: pl.LightningModule, classes: list[str], choice: str) -
 def refuse_clashes(
     trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
 ) -> None:
-    """A hyperparameter of model and data with two values, of which loggers keep one."""
+    """A hyperparameter to which model and data give two values: loggers keep one."""
     if not (trainer.loggers and model._log_hyperparams and data._log_hyperparams):
         return
     ours, theirs = model.hparams_initial, data.hparams_initial
@@ -127,7 +119,7 @@ def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: st
 
 
 def classes_of(loader: Any) -> list[str]:
-    """A name for each label, by torchvision's `class_to_idx`; none where the data do not say."""
+    """A name for each label, by torchvision's `class_to_idx`; empty without that."""
     dataset = getattr(loader, "dataset", None)
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -136,14 +128,14 @@ def classes_of(loader: Any) -> list[str]:
 
 
 def is_sized(loader: Any) -> bool:
-    """Whether it is a DataLoader of so many samples, not of a stream."""
+    """Whether it is a DataLoader of a data set of known length, not of a stream."""
     dataset = getattr(loader, "dataset", None)  # a stream may tell the length of its own share
     stream = isinstance(dataset, IterableDataset)
     return isinstance(loader, DataLoader) and isinstance(dataset, Sized) and not stream
 
 
 def _check_hyperparameters(holder: Any) -> None:
-    """Refuse what checkpoints would hold and no Trainer load: an object, such as an optimizer."""
+    """Refuse hyperparameters that no Trainer could load from a checkpoint, such as an optimizer."""
     for name, value in holder.hparams.items():
         file = io.BytesIO()
         try:

@@ -1,4 +1,4 @@
-"""What the seconds of steps on all ranks mean: shares, a straggler, and what limits the speed."""
+"""What the times of steps on all ranks mean: shares, a straggler, and what limits the speed."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from runs.folders import ROOT
 
 PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
 ALL_REDUCE = PHASES.index("all_reduce")
-# A rank is a straggler whose work takes SLOWER times that of the others in PERSISTENT of the steps.
+# A straggler's work takes at least SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
 # The verdict names a phase that takes at least this share of the step.
 BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}
 STARVED = 0.9  # share of the steps in which a GPU keeps up with the program that queues its work
-LATENCY_BOUND = 2**20  # bytes of gradients: fewer take the time of negotiation, not of the wire
+LATENCY_BOUND = 2**20  # bytes of gradients: with fewer, negotiation takes the time, not the wire
 
 
 def phases(steps: Tensor) -> dict[str, Tensor]:
-    """Seconds of each phase in each step, the mean over ranks; waiting for a slower rank apart.
+    """Seconds of each phase in each step, as means over ranks; "straggler" is waiting for one.
 
     Args:
         steps: seconds, of shape (ranks, steps, phases).
@@ -37,13 +37,14 @@ def phases(steps: Tensor) -> dict[str, Tensor]:
 
 
 def shares(steps: Tensor) -> dict[str, float]:
-    """Of the whole time of all steps; they add up to 1. Of means, as a loader's waits are rare."""
+    """The share of each phase in the time of all steps; not of medians, as a loader's waits are
+    rare."""
     totals = {phase: float(spent.sum()) for phase, spent in phases(steps).items()}
     return {phase: spent / sum(totals.values()) for phase, spent in totals.items()}
 
 
 def straggler(steps: Tensor) -> dict[str, Any] | None:
-    """The rank whose own work takes SLOWER times that of the others in PERSISTENT of the steps.
+    """The rank that works longer than the others, if there is one.
 
     Args:
         steps: seconds, of shape (ranks, steps, phases).
@@ -82,7 +83,7 @@ def verdict(
         slow: the straggler, in words.
         precision: the Trainer's.
         crowd: the host with too few cores, in words.
-        keeps_up: share of the steps in which a GPU waits for the program.
+        keeps_up: in which share of the steps a GPU waits for the program.
     """
     costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
@@ -135,10 +136,10 @@ def verdict(
 
 
 def crowded(ranks: list[tuple[str, int]]) -> str:
-    """The first host with more ranks than cores, in words; empty if each rank has one.
+    """The first host with more ranks than cores, in words; empty if there is none.
 
     Args:
-        ranks: of each its host and the cores that it may use, a bit each.
+        ranks: for each, its host and the cores that it may use, one bit each.
     """
     for host, count in Counter(host for host, _ in ranks).items():
         cores = 0
@@ -153,7 +154,7 @@ def measured(hosts: list[str], operations: str, size: float) -> float | None:
     """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
     was run: the newest result's, at the size nearest to `size` bytes.
 
-    Of this machine, not of another that has its name; where a result tells its machines.
+    Results of another processor are left out: its host may have the same name.
     """
     newest, bandwidth = "", None
     match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())

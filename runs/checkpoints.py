@@ -1,8 +1,7 @@
-"""Checkpoints: how they are written; which of earlier runs ckpt_path=last and best name, and
-whether one can be read.
+"""How checkpoints are written, which ones ckpt_path=last and best name, whether one can be read.
 
-A run leaves last.ckpt after each epoch, stopped.ckpt when it was ended, the best by
-callbacks.best_checkpoint, and the path of that one in summary.json.
+A run writes last.ckpt after each epoch, stopped.ckpt when it was asked to end, and the best by
+callbacks.best_checkpoint, whose path is in summary.json.
 """
 
 from __future__ import annotations
@@ -25,33 +24,33 @@ RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
 
 
 class WholeFiles(TorchCheckpointIO):
-    """A file is whole, or what was there before.
+    """Writes a checkpoint so that its file is whole, or the one before it still there.
 
-    Lightning copies from /tmp: a full disk, or an end meanwhile, leaves a part of a file where
+    Lightning copies it from /tmp: a full disk, or an end meanwhile, leaves a part of a file where
     the last good one was.
     """
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
-        """Raises Refusal where it cannot be written."""
-        if "://" in str(path):  # no folder
+        """Raises Refusal when it cannot be written."""
+        if "://" in str(path):  # storage without folders
             return super().save_checkpoint(checkpoint, path, storage_options)
-        file = Path(path)
-        with whole(file) as part:
+        with whole(Path(path)) as part:
             torch.save(checkpoint, part)
 
 
 def last(runs: Path) -> Path | None:
-    """Of those to go on from in the folders of a task's runs, the one written last."""
+    """The checkpoint to go on from that was written last, by any of a task's runs."""
     files = [file for name in RESUMABLE for file in _files(runs, f"checkpoints/{name}")]
     return max(files, key=_written, default=None)
 
 
 def best(runs: Path) -> Path | None:
-    """The best of the newest finished training of a task that has kept one.
+    """The best checkpoint of a task's newest finished training that has one.
 
-    ValueError: a newer summary.json cannot be read.
+    Raises:
+        ValueError: when a newer summary.json cannot be read.
     """
     for file in sorted(_files(runs, "summary.json"), key=_written, reverse=True):
         try:
@@ -61,7 +60,7 @@ def best(runs: Path) -> Path | None:
             raise ValueError(f"{file} is no summary of a run: mend it or delete it") from None
         if kept:
             recorded = Path(kept)
-            here = file.parent / "checkpoints" / recorded.name  # also where the folder was moved to
+            here = file.parent / "checkpoints" / recorded.name  # the folder may have been moved
             return here if here.is_file() else recorded
     return None
 
@@ -73,7 +72,7 @@ NAMED = {
 
 
 def _files(runs: Path, name: str) -> list[Path]:
-    """Those of all runs but the ones with debug= and of `make profile`."""
+    """The files of this name in all runs, except those with debug= and those of `make profile`."""
     files = []
     for file in runs.glob(f"*/{name}"):
         overrides = runs / file.relative_to(runs).parts[0] / ".hydra" / "overrides.yaml"
@@ -88,7 +87,7 @@ def _written(file: Path) -> int:
 
 
 def unreadable(file: Path, train: bool) -> str | None:
-    """Why a checkpoint cannot be taken, to train on from it or to evaluate it; None if it can."""
+    """Why a checkpoint cannot be trained on from (`train`) or evaluated; None if it can."""
     if not file.is_file():
         return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
     try:

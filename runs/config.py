@@ -1,9 +1,10 @@
-"""Check what was asked for against conf/, before a process is launched or a folder made.
+"""Check the changes of a command line against conf/, before anything is launched or written.
 
     python -m runs.config model=classifier data.batch_size=64
 
-Silent when all is well; else a line that names the key and what exists, and exit status 2. The
-type of a key is that of its value in conf/; where that is null, the type hint in the constructor.
+Prints nothing if all is well; else one line that names the key and what exists, with exit status 2.
+The type of a key is that of its value in conf/ or, where that is null, of the constructor's type
+hint.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from runs.refusal import Refusal, guess, launched_rank, refuse
 from runs.targets import arguments, hint, takes
 
 CONF = ROOT / "conf"
-LOGGERS = ("wandb", "mlflow")  # of packages that requirements.txt has not, named as they are
+LOGGERS = ("wandb", "mlflow")  # packages that requirements.txt lacks, and files of conf/logger
 PARTS = ("data", "model", "strategy", "trainer")  # groups of which each run has one
-NEEDED = ("data_dir", "data.batch_size", "log_dir", "seed")  # where conf/ may not say null
+NEEDED = ("data_dir", "data.batch_size", "log_dir", "seed")  # which may not be null
 LEAST = {
     "data.batch_size": 1, "model.lr": 0, "seed": 0, "trainer.accumulate_grad_batches": 1,
     "trainer.gradient_clip_val": 0,
@@ -39,7 +40,7 @@ CHOICES = {
     "lr_scaling": ["none", "linear", "sqrt"],
     "matmul_precision": ["highest", "high", "medium"],
 }
-# ${rank:} in a file: for what each rank writes for itself.
+# ${rank:} in conf/ is this process's rank, for files that each rank writes for itself.
 OmegaConf.register_new_resolver("rank", launched_rank, replace=True)
 
 
@@ -48,38 +49,14 @@ def check(arguments: list[str]) -> None:
 
     Raises:
         Refusal: for an unknown key or group, a value of the wrong type, or an unreadable one; and
-            for -m, by which Hydra would have all runs in one process, in folders of its own.
+            for -m, with which Hydra would make all runs in one process, in folders of its own.
     """
     if {"-m", "--multirun"} & set(arguments):
         raise Refusal('-m: make sweep tries several values: make sweep ARGS="model.lr=0.1,0.01"')
     if any(argument.startswith("-") for argument in arguments):
         return
     try:
-        overrides = [parse(argument) for argument in arguments]
-        for override in overrides:
-            if override.is_sweep_override():
-                raise Refusal(
-                    f"{override.input_line}: several values for one run; a list is written [1,2], "
-                    "and make sweep tries one after the other"
-                )
-        groups = [o for o in overrides if _is_group(o)]
-        for override in groups:
-            _check_group(override)
-        for group in recipes.RECIPES:  # of other groups the last counts, as Hydra has it
-            chosen = [str(o.input_line) for o in groups if o.key_or_group == group]
-            if len(chosen) > 1:
-                raise Refusal(f"{' '.join(chosen)}: give one of them")
-        with initialize_config_dir(str(CONF), version_base="1.3"):
-            config = compose("config", [o.input_line for o in groups if o.input_line])
-            for override in overrides:
-                if not _is_group(override):
-                    _check_change(override, config)
-            for override in groups:
-                _check_recipe(override, groups)
-            if any(_may_be_refused(override) for override in overrides):
-                config = compose("config", arguments)
-            _check_packages(config)
-            _check_monitors(overrides)
+        _check(arguments)
     except UnicodeDecodeError as error:
         raise Refusal(f"conf/{_undecodable()}: save it as UTF-8; {error.reason} in it") from None
     except yaml.YAMLError as error:
@@ -90,7 +67,36 @@ def check(arguments: list[str]) -> None:
         raise Refusal(str(error).strip().splitlines()[0]) from None
 
 
+def _check(arguments: list[str]) -> None:
+    overrides = [parse(argument) for argument in arguments]
+    for override in overrides:
+        if override.is_sweep_override():
+            raise Refusal(
+                f"{override.input_line}: several values for one run; a list is written [1,2], and "
+                "make sweep tries one after the other"
+            )
+    groups = [override for override in overrides if _is_group(override)]
+    for override in groups:
+        _check_group(override)
+    for group in recipes.RECIPES:  # of other groups the last counts, as with Hydra
+        chosen = [str(o.input_line) for o in groups if o.key_or_group == group]
+        if len(chosen) > 1:
+            raise Refusal(f"{' '.join(chosen)}: give one of them")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("config", [o.input_line for o in groups if o.input_line])
+        for override in overrides:
+            if not _is_group(override):
+                _check_change(override, config)
+        for override in groups:
+            _check_recipe(override, groups)
+        if any(_hydra_may_refuse(override) for override in overrides):
+            config = compose("config", arguments)
+        _check_packages(config)
+        _check_monitors(overrides)
+
+
 def _undecodable() -> str:
+    """The first file of conf/ that is not UTF-8."""
     for file in sorted(CONF.rglob("*.yaml")):
         try:
             file.read_text(encoding="utf-8")
@@ -99,16 +105,12 @@ def _undecodable() -> str:
     return ""
 
 
-# Once for Hydra, once for the shell; the value of make's ARGS is read by one shell more.
+# Quoted once for Hydra, once for the shell; make's ARGS is read by one more shell.
 QUOTED = 'as "key=\'a value\'", in make\'s ARGS="..." as \\"key=\'a value\'\\"'
 
 
 def parse(argument: str) -> Override:
-    """A change as Hydra reads it.
-
-    Raises:
-        Refusal: when it cannot.
-    """
+    """A change as Hydra reads it; raises Refusal when Hydra cannot."""
     if "=" not in argument and not argument.startswith("~"):
         raise Refusal(
             f"{argument}: a change has the form key=value, like data.batch_size=64; a value with "
@@ -129,8 +131,8 @@ def _is_group(override: Override) -> bool:
     return (CONF / override.key_or_group.lstrip("/")).is_dir()
 
 
-def _may_be_refused(override: Override) -> bool:
-    """By Hydra, though it passed our checks; to compose all again takes a tenth of a second."""
+def _hydra_may_refuse(override: Override) -> bool:
+    """Whether it may pass our checks and not Hydra's, which take another tenth of a second."""
     its_own = override.key_or_group.startswith(("hydra.", "hydra/"))
     return its_own or override.is_add() or override.is_force_add() or override.is_delete()
 
@@ -152,7 +154,7 @@ def _check_group(override: Override) -> None:
 
 
 def _check_recipe(override: Override, groups: list[Override]) -> None:
-    """The keys of an experiment as those of a command line; it may add what a constructor takes."""
+    """Check an experiment's keys like those of a command line; it may add what code takes."""
     group = override.key_or_group.lstrip("/")
     if group not in recipes.RECIPES or override.is_delete():
         return
@@ -190,7 +192,7 @@ def _no_key(where: str, name: str, names: list[str]) -> str:
 
 
 def _meant(override: Override, name: str, parent: Any) -> str | None:
-    """What to write for a key that conf/ has not: that of a group, or one that only code has."""
+    """What to write instead of a key that conf/ lacks: one of a group, or +key if code takes it."""
     line, key = override.input_line, override.key_or_group
     if key == name:
         keys = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
@@ -199,7 +201,7 @@ def _meant(override: Override, name: str, parent: Any) -> str | None:
         return (
             f"{line}: {name} is a group of conf/: write {name}=... without {key[: -len(name) - 1]}"
         )
-    # A misspelling is told without importing what takes seconds.
+    # A misspelling is told without importing the target, which takes seconds.
     if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
         return None
     target = parent._target_
@@ -240,7 +242,7 @@ def _check_change(override: Override, config: DictConfig) -> None:
 
 
 def _check_added(override: Override, config: DictConfig) -> None:
-    """What conf/ has not at its top is for ${...} of the user's own, and no misspelt group."""
+    """A new key at the top of conf/ is for the user's own ${...}; it must be no misspelt group."""
     first = override.key_or_group.partition(".")[0]
     known = [*_keys(config), *recipes.groups(CONF)]
     if first in known:
@@ -318,20 +320,16 @@ def _is_number(value: Any) -> bool:
 
 def _expected(default: Any, value: Any) -> str | None:
     """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
-    if default is None:
-        return None
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "true or false"
-    if isinstance(default, int):
-        fits = isinstance(value, int) and not isinstance(value, bool)
-        return None if fits else "a whole number"
-    if isinstance(default, float):
-        return None if _is_number(value) else "a number"
-    if isinstance(default, DictConfig):
-        return None if isinstance(value, dict) else "a group of keys"
-    if isinstance(default, list):
-        return None if isinstance(value, list) else "a list"
-    return "a text" if isinstance(value, (dict, bool)) else None
+    kinds: list[tuple[type, bool, str]] = [
+        (type(None), True, ""),
+        (bool, isinstance(value, bool), "true or false"),
+        (int, _is_number(value) and isinstance(value, int), "a whole number"),
+        (float, _is_number(value), "a number"),
+        (DictConfig, isinstance(value, dict), "a group of keys"),
+        (list, isinstance(value, list), "a list"),
+        (object, not isinstance(value, (dict, bool)), "a text"),
+    ]
+    return next(None if fits else name for kind, fits, name in kinds if isinstance(default, kind))
 
 
 def _shown(value: Any) -> str:

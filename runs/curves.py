@@ -1,4 +1,4 @@
-"""Curves of any training, beside its own metrics: learning rate and norm of the gradient."""
+"""Two curves beside a training's own metrics: the learning rate and the norm of the gradient."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.optim import Optimizer
 
 
 class Curves(Callback):
-    """Gives the loggers `lr` and `grad_norm` every trainer.log_every_n_steps.
+    """Logs `lr` and `grad_norm` every trainer.log_every_n_steps.
 
     The norm is that of all gradients of an optimizer, averaged over the ranks, before clipping (and
     with precision=16-mixed as the scaler left it). A second optimizer has `lr_1`, `grad_norm_1`.
-    Steps are counted as those of Lightning's own metrics: one a batch, whatever steps in it.
+    Steps are counted as Lightning counts those of metrics: one a batch, whatever steps in it.
     """
 
     def on_before_optimizer_step(
@@ -23,7 +23,7 @@ class Curves(Callback):
         step = trainer.fit_loop.epoch_loop._batches_that_stepped
         if not trainer.loggers or not every or (step + 1) % every:
             return
-        if not optimizer.param_groups:  # Lightning's, in place of none
+        if not optimizer.param_groups:  # Lightning's stand-in, where a module has none
             return
         index = trainer.optimizers.index(optimizer)
         suffix = f"_{index}" if index else ""

@@ -1,4 +1,4 @@
-"""A trained model as one file that runs without this repository, and without Lightning.
+"""Export a trained model as one file that runs without this repository, and without Lightning.
 
     python -m runs.export logs/.../checkpoints/epoch_018.ckpt                  beside it, as .pt2
     python -m runs.export logs/.../checkpoints/epoch_018.ckpt --format onnx    as .onnx
@@ -6,16 +6,16 @@
 
 What is exported is the model's `forward`. Model and data are made again from .hydra/config.yaml of
 the run's folder. The example that forward is traced with is the model's `example_input_array` (a
-tuple for a forward that takes several tensors, batch first in each), or else the first tensor of a
-batch for validation, after the data module's hooks of batch transfer. The file takes any number of
-samples, and of integers, such as tokens, any length (dimension 1), if nothing in the model fixes
-them. It is read back and must give what the model gives, for that batch, for a smaller one and for
-shorter sequences, before it is kept. To use it:
+tuple if forward takes several tensors, batch first in each), or else the first tensor of a batch
+for validation, after the data module's hooks of batch transfer. The file takes any number of
+samples and, for integers such as tokens, any length (dimension 1), if nothing in the model fixes
+them. Before it is kept, it is read back and must give what the model gives, for that batch, for a
+smaller one and for shorter sequences. To use it:
 
     model = torch.export.load("epoch_018.pt2").module()
 
-pt2 is torch.export's, which took the place of TorchScript; that is deprecated, and not offered.
-ONNX needs packages that nothing else here needs: onnx, onnxscript, and onnxruntime to compare with.
+pt2 is the format of torch.export, which replaces TorchScript. ONNX needs packages that nothing else
+here needs: onnx, onnxscript, and onnxruntime to compare with.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from runs.folders import whole
 from runs.mistakes import MISTAKES
 from runs.refusal import Refusal, refuse
 
-FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}
+FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}  # and what they need
 TOLERANCE = 1e-4  # of an output, or absolute: other kernels round otherwise
 
 Inputs = tuple[Tensor, ...]
@@ -101,13 +101,13 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
 
 
 def of_several(model: LightningModule, example: Inputs) -> Inputs:
-    """A batch of one sample has it twice, as torch.export takes a size of one for fixed."""
+    """Double a batch of one sample, as torch.export takes a size of one for fixed."""
     twice = tuple(torch.cat([each, each]) if len(each) == 1 else each for each in example)
     try:
         with torch.no_grad():
             model(*twice)
     except Exception:
-        return example  # it may be fixed
+        return example  # the model may fix the size
     return twice
 
 
@@ -151,7 +151,7 @@ def compare(model: LightningModule, exported: Callable[..., Any], batch: Inputs)
 
 
 def takes(model: LightningModule, exported: Callable[..., Any], batch: Inputs) -> bool:
-    """Whether a batch of other sizes works too; raises Refusal as `compare`."""
+    """Whether a batch of other sizes works too; raises Refusal as `compare` does."""
     try:
         compare(model, exported, batch)
     except Refusal:
@@ -162,17 +162,17 @@ def takes(model: LightningModule, exported: Callable[..., Any], batch: Inputs) -
 
 
 def _is_sequence(each: Tensor) -> bool:
-    """Of integers, such as tokens: batches are cut to the length of their samples."""
+    """Integers such as tokens, whose length may differ between batches."""
     return each.ndim > 1 and not each.is_floating_point()
 
 
 def _tensors(output: Any) -> list[Tensor]:
-    """Those in what forward returns, as a file of ONNX has them."""
+    """The tensors in what forward returns, flat, as ONNX returns them."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
 
 
 def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
-    """The file's content, and what is read back from it."""
+    """The file's content, and the model read back from it."""
     buffer = io.BytesIO()
     torch.export.save(program, buffer)
     content = buffer.getvalue()
@@ -180,7 +180,7 @@ def as_pt2(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
 
 
 def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
-    """The same with weights within, for models of at most 2 GiB."""
+    """The same for ONNX, with the weights in the file, for models of at most 2 GiB."""
     import onnxruntime
 
     try:
@@ -198,7 +198,7 @@ def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
 
 
 def export(checkpoint: Path, kind: str) -> str:
-    """Write the file beside the checkpoint; what to print of it."""
+    """Write the file beside the checkpoint, and return what to print of it."""
     lacking = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]
     if lacking:
         pip = f"{sys.executable} -m pip install {' '.join(lacking)}"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def new_folder(parent: Path) -> Path:
-    """A folder named after this second, with a number behind it where another run took it."""
+    """Make a folder named after this second, with a number behind it if another run took it."""
     parent.mkdir(parents=True, exist_ok=True)  # FileExistsError: a link to what is not there
     now = datetime.datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in itertools.count():
@@ -30,9 +30,14 @@ def new_folder(parent: Path) -> Path:
 
 @contextlib.contextmanager
 def whole(file: Path) -> Iterator[IO[bytes]]:
-    """To write a file that is whole, or what was there before, whenever it is interrupted: it is on
-    the disk before it has its name, as a host may go down just after. Raises Refusal where it
-    cannot be written; makes its folder."""
+    """Write a file, in a folder that is made if needed, so that it is never seen half written.
+
+    Whenever this is interrupted, the whole new file is there or the one before it. It is on the
+    disk before it has its name, as a host may go down just after.
+
+    Raises:
+        Refusal: when it cannot be written.
+    """
     unfinished = file.with_name(f"{file.name}.part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -42,7 +47,7 @@ def whole(file: Path) -> Iterator[IO[bytes]]:
             os.fsync(part.fileno())
         unfinished.replace(file)
     except (OSError, RuntimeError) as error:
-        # torch, which closes its archive after an error, has one of its own then.
+        # After an error of writing torch closes its archive, and raises one of its own.
         reason = error if isinstance(error, OSError) else error.__context__
         if not isinstance(reason, OSError):
             raise
@@ -55,12 +60,12 @@ def whole(file: Path) -> Iterator[IO[bytes]]:
 
 
 def quoted(path: Path) -> str:
-    """As Hydra reads it on a command line: what is behind `=`."""
+    """As Hydra reads a path on a command line, behind `=`."""
     if re.fullmatch(r"[\w./@+-]+", str(path), re.ASCII):
         return str(path)
     return "'" + str(path).replace("'", r"\'") + "'"
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be said: from the repository, when it is in it."""
+    """A path as messages show it: relative to the repository if it is in there."""
     return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else str(path)

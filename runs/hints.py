@@ -1,4 +1,7 @@
-"""What a run did not do, though it was likely meant to: why, and what to do about it."""
+"""What a run was likely meant to do and did not: why, and what to do about it.
+
+Each function returns what to print: empty if all is well.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +21,13 @@ NO_STEP = "no step was made: training_step has to return the loss, and batches m
 
 
 def missing_metrics(trainer: pl.Trainer, callbacks: Any) -> list[str]:
-    """What callbacks watch and the sanity check did not log. All ranks must call it.
+    """What callbacks watch that the sanity check did not log. All ranks must call it.
 
     Args:
         callbacks: the group of the configuration.
     """
-    logged = list(trainer.callback_metrics)  # on all ranks: it may be reduced over them
-    # What a sanity check logs of each of several loaders Lightning keeps to itself.
+    logged = list(trainer.callback_metrics)  # reading them may reduce them over the ranks
+    # Where there are several loaders, Lightning does not show what the sanity check logs of each.
     results = trainer.fit_loop.epoch_loop.val_loop._results.values()
     logged += [_name_of(result.meta) for result in results]
     members = [member for member in callbacks.values() if isinstance(member, DictConfig)]
@@ -34,9 +37,9 @@ def missing_metrics(trainer: pl.Trainer, callbacks: Any) -> list[str]:
 
 
 def same_batches(trainer: pl.Trainer, batch: Any) -> str:
-    """Told where all ranks have this one first. Lightning splits data sets over ranks, and no
-    stream, nor what has a sampler of its own with use_distributed_sampler=false. All ranks must
-    call it."""
+    """Whether all ranks begin with the same batch: Lightning splits data sets over ranks, but no
+    streams, and no samplers of one's own with use_distributed_sampler=false. All ranks must call
+    it."""
     loaders = [x for x in tree_leaves(trainer.train_dataloader) if isinstance(x, DataLoader)]
     whole = [loader for loader in loaders if not _is_share(loader)]
     if not whole or trainer.world_size == 1 or not same_on_all(trainer.strategy, batch):
@@ -50,11 +53,11 @@ def same_batches(trainer: pl.Trainer, batch: Any) -> str:
 
 
 def no_validation(trainer: pl.Trainer, first: int, epochs: int) -> str:
-    """A stream of unknown length has an epoch that may be shorter than what was asked for.
+    """An epoch of a stream, whose length is unknown, may be shorter than the validation interval.
 
     Args:
-        first: how many batches were trained when this run began.
-        epochs: that it trained.
+        first: how many batches were trained before this run.
+        epochs: how many this run trained.
     """
     every, batches = trainer.check_val_every_n_epoch, trainer.val_check_interval
     trained = trainer.fit_loop.epoch_loop._batches_that_stepped - first
@@ -70,7 +73,11 @@ def no_validation(trainer: pl.Trainer, first: int, epochs: int) -> str:
 
 def no_curves(trainer: pl.Trainer, first: int) -> str:
     """Loggers got no step of training. They count one for each batch, also where several optimizers
-    step; `first` were counted when this run began."""
+    step.
+
+    Args:
+        first: how many were counted before this run.
+    """
     every = trainer.log_every_n_steps  # type: ignore[attr-defined]
     if not (every and trainer.loggers) or trainer.fast_dev_run:  # type: ignore[attr-defined]
         return ""
@@ -84,6 +91,7 @@ def no_curves(trainer: pl.Trainer, first: int) -> str:
 
 
 def not_trained(trainer: pl.Trainer, resumed: bool) -> str:
+    """Why no batch was trained, for a run in which none was."""
     if resumed:
         return (
             f"the checkpoint has {trainer.current_epoch} of {trainer.max_epochs} epochs, "
@@ -98,7 +106,7 @@ def not_trained(trainer: pl.Trainer, resumed: bool) -> str:
 
 
 def stopped_early(trainer: pl.Trainer) -> list[str]:
-    """By each EarlyStopping that did: its metric, and what became of it."""
+    """For each EarlyStopping that ended the training: its metric, and what became of it."""
     reasons = []
     for callback in trainer.early_stopping_callbacks if trainer.should_stop else []:
         if callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED:
@@ -115,13 +123,13 @@ def stopped_early(trainer: pl.Trainer) -> list[str]:
 
 
 def counted(number: int, what: str) -> str:
-    """As "1 step", "2 steps", "2 classes"."""
+    """E.g. "1 step", "2 steps", "2 classes"."""
     ending = "" if number == 1 else "es" if what.endswith("s") else "s"
     return f"{number} {what}{ending}"
 
 
 def _name_of(logged: _Metadata) -> str:
-    """What callbacks call it."""
+    """The name by which callbacks know it."""
     indexed = logged.dataloader_idx is not None and logged.add_dataloader_idx
     return f"{logged.name}/dataloader_idx_{logged.dataloader_idx}" if indexed else logged.name
 

@@ -13,8 +13,8 @@ from runs.refusal import launched_rank
 def mlflow(folder: str, **arguments: Any) -> MLFlowLogger:
     """MLflow at MLFLOW_TRACKING_URI, else in a database in `folder`; the rest is for MLFlowLogger.
 
-    Lightning writes on rank 0 alone but connects on all, where ranks that make the tables of a new
-    database at once fail. So the others get an address that is never asked.
+    Lightning writes on rank 0 alone but connects on all, and ranks that make the tables of a new
+    database at the same time fail. So the others get an address that is never used.
     """
     address = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not address:

@@ -1,4 +1,4 @@
-"""predict=true: what predict_step says of each sample, in one file, under any strategy.
+"""predict=true: what predict_step returns for each sample, in one file, under any strategy.
 
     import torch
     labels = torch.load("logs/classifier/runs/.../predictions.pt")     of shape (samples, ...)
@@ -10,8 +10,8 @@ tuple of these; the file holds the same for all samples. Where batches have samp
 shapes, as texts padded to the longest of theirs, it holds a list with a tensor for each sample.
 Every rank holds all predictions for a moment.
 
-Where samples are files, as torchvision's image folders tell in `samples`, predictions.csv has a row
-for each: the file, and where there is one number for a sample that, with its name if it is a label.
+Where samples are files, which torchvision's image folders list in `samples`, predictions.csv has a
+row for each: the file and, if there is one number a sample, that, with its name if it is a label.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Predictions(BasePredictionWriter):
 
     Attributes:
         file: predictions.pt in the run's folder; None until it is written.
-        samples: in it.
+        samples: how many are in it.
         names_files: whether predictions.csv is beside it.
     """
 
@@ -60,7 +60,7 @@ class Predictions(BasePredictionWriter):
         self.names_files = self._of_test_set = self._checked = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse before training what would fail after it."""
+        """Refuse before training what would fail to predict after it."""
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not trainer.limit_predict_batches:
             raise Refusal("predict=true: trainer.limit_predict_batches=0 leaves nothing to predict")
@@ -86,7 +86,7 @@ class Predictions(BasePredictionWriter):
             data = copy.copy(data)
             data.setup("test" if self._of_test_set else "predict")
         factory = data.test_dataloader if self._of_test_set else data.predict_dataloader
-        # Made anew as Lightning will, which it cannot where batch_size was given by position.
+        # Re-create it as Lightning will, which fails if batch_size was given by position.
         with _replace_dunder_methods(DataLoader, "dataset"):
             loader = factory()
         _check_loader(loader, trainer.world_size)
@@ -151,7 +151,7 @@ def _of_all(strategy: Strategy, parts: Sequence[Any], order: Tensor) -> Tensor |
     """What all ranks predicted, in the order of samples.
 
     Args:
-        parts: of each batch, on this rank.
+        parts: for each batch of this rank.
     """
     if not isinstance(parts[0], Tensor):
         texts = _listed(strategy, [text for texts in parts for text in texts])
@@ -166,7 +166,7 @@ def _of_all(strategy: Strategy, parts: Sequence[Any], order: Tensor) -> Tensor |
 
 
 def _listed(strategy: Strategy, mine: list[Any]) -> list[Any]:
-    """The lists of all ranks, one behind the other."""
+    """The lists of all ranks, joined in the order of ranks."""
     return [one for its in gather_texts(strategy, json.dumps(mine)) for one in json.loads(its)]
 
 
@@ -189,7 +189,7 @@ def _check_loader(loader: Any, ranks: int) -> None:
 
 
 def _are_texts(node: Any) -> bool:
-    """A list of texts is one thing, as a tensor is."""
+    """A list of texts is one leaf, as a tensor is."""
     return isinstance(node, (list, tuple)) and bool(node) and all(isinstance(x, str) for x in node)
 
 

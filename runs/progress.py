@@ -1,7 +1,7 @@
-"""Progress that can be read: a line an epoch, and where training is inside it.
+"""The progress of a training: a line for each epoch, and how far it has come inside one.
 
-On a terminal that place moves in one line. Under horovodrun, in a file and in a batch job's output
-a moving line would leave a thousand: there it is told every ten seconds.
+On a terminal the latter is a line that changes in place. Under horovodrun, in a file and in a batch
+job's output each change would be a line of its own: there it is printed every ten seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Progress(ProgressBar):
     def enable(self) -> None:
         self.is_enabled = True
 
-    def disable(self) -> None:  # by the setup of Lightning's, on all ranks but 0
+    def disable(self) -> None:  # called by Lightning's setup, on all ranks but 0
         self.is_enabled = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -63,24 +63,24 @@ class Progress(ProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._epoch_took = time.monotonic() - self._epoch_began
 
-    def tell_epoch(self, trainer: pl.Trainer) -> None:
+    def print_epoch(self, trainer: pl.Trainer) -> None:
         self._print(self._line(trainer, f"{self._epoch_took:.1f} s"))
 
     def _line(self, trainer: pl.Trainer, where: str) -> str:
-        # On all ranks: reading a metric may reduce it over them.
+        # All ranks come here, not rank 0 alone: reading a metric may reduce it over them.
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
         named = {name: float(value) for name, value in trainer.callback_metrics.items()}
         metrics = "  ".join(
             f"{name} {value:.4g}"
             for name, value in named.items()
             if (self._validated or not name.startswith("val/"))  # of an earlier epoch
-            # What is logged on_step and on_epoch is there three times.
+            # A metric that is logged on_step and on_epoch is there three times.
             and not (name.endswith(("_step", "_epoch")) and name.rpartition("_")[0] in named)
         )
         return f"epoch {trainer.current_epoch + 1}{last}  {where}  {metrics}"
 
     def print(self, *arguments: Any, **options: Any) -> None:
-        """For `self.print` of modules: not behind the moving line."""
+        """For `self.print` of modules: clears the moving line first."""
         if self._moving:
             print("\r\x1b[K", end="")
         print(*arguments, **options)
@@ -93,10 +93,10 @@ class Progress(ProgressBar):
 
 
 class EpochEnd(Checkpoint):
-    """Has an epoch told when the module has logged at its end: a Checkpoint's turn comes later."""
+    """Prints an epoch's line after the module has logged at its end: Checkpoints come last."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.progress.tell_epoch(trainer)
+        self.progress.print_epoch(trainer)

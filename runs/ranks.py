@@ -1,4 +1,4 @@
-"""What all ranks have to say, under any strategy."""
+"""Texts and rows of all ranks, gathered under any strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def gather_texts(strategy: Strategy, text: str) -> list[str]:
-    """The text of every rank, in order, under any strategy. All ranks must call it."""
+    """The text of every rank, in the order of ranks. All ranks must call it."""
     encoded = torch.tensor(list(text.encode() + b"\0"), dtype=torch.uint8)
     return bytes(gather_rows(strategy, encoded).tolist()).decode().split("\0")[:-1]
 

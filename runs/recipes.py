@@ -1,7 +1,7 @@
 """What is wrong with a file of conf/experiment or conf/debug, found before Hydra reads it.
 
-Hydra names neither the file nor what it lacks where such a file chooses from the groups of
-conf/config.yaml: `override /model: denoiser` below `# @package _global_`.
+Such a file chooses from the groups of conf/config.yaml, by `override /model: denoiser` below
+`# @package _global_`. Where that is wrong, Hydra names neither the file nor the mistake.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ RECIPES = ("experiment", "debug")  # groups whose files change all the others
 
 
 def read(conf: Path, group: str, name: str) -> dict[str, Any]:
-    """The keys of a file, without its defaults, which are checked.
+    """Check the defaults of a file; its other keys.
 
     Raises:
-        Refusal: without its first line, or for a choice that conf/ has not.
+        Refusal: when its first line is missing, or conf/ has no such choice.
     """
     file = conf / group / f"{name}.yaml"
     where, text = f"conf/{group}/{name}.yaml", file.read_text()
-    if not re.match(r"\s*# *@package +_global_\s", text + "\n"):  # below a comment Hydra reads none
+    if not re.match(r"\s*# *@package +_global_\s", text + "\n"):  # Hydra reads only the first line
         raise Refusal(f"{where}: its first line has to be `# @package _global_`")
     keys = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     if not isinstance(keys, dict):
@@ -47,13 +47,13 @@ def _check_choice(conf: Path, where: str, key: str, choice: Any) -> None:
 
 
 def groups(conf: Path) -> list[str]:
-    """Those that conf/config.yaml chooses from."""
+    """The groups that conf/config.yaml chooses from."""
     defaults = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
     return [str(group) for entry in defaults if isinstance(entry, dict) for group in entry]
 
 
 def missing(conf: Path, group: str, choice: Any) -> str | None:
-    """What to say where a group has no such file; None where it has."""
+    """What to say of a group that has no such file; None if it has."""
     files = (conf / group).rglob("*.yaml")
     options = sorted(str(file.relative_to(conf / group).with_suffix("")) for file in files)
     if choice in options:

@@ -1,4 +1,4 @@
-"""A user's mistake is told in one line, once, however many ranks made it."""
+"""How a user's mistake ends a run: with one line, printed once, however many ranks made it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Refusal(Exception):
 
 
 def guess(word: Any, known: Iterable[str]) -> str:
-    """What was meant, to put behind a message; nothing where nothing is close."""
+    """What was meant, to put behind a message; empty if no known word is close."""
     close = difflib.get_close_matches(str(word), list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
 
 
 def launched_rank() -> int:
-    """The rank that a launcher gave this process; 0 without one. Known before any set-up."""
+    """The rank that a launcher gave this process; 0 without one. It is known from the start."""
     names = [*RANK_VARIABLES, "SLURM_PROCID"] if slurm_tasks() else RANK_VARIABLES
     return int(next((os.environ[name] for name in names if name in os.environ), 0))
 
@@ -37,7 +37,7 @@ def launched_size() -> int | None:
 
 
 def slurm_tasks() -> int | None:
-    """How many `srun` started with this one; None if alone. Only MPI and torch know of them."""
+    """How many processes `srun` started with this one; None if it is alone."""
     # Not SLURM_NTASKS, which a batch script sees too.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", 1))
     return tasks if tasks > 1 else None
@@ -52,8 +52,8 @@ def of_srun(tasks: int) -> str:
 
 
 def let_rank_0_tell() -> None:
-    """Wait, on other ranks, before an error is told: mostly rank 0 has the same one, and its end
-    ends them meanwhile. Only an error that is theirs alone do they tell themselves."""
+    """On other ranks, wait before an error is printed: mostly rank 0 has the same one, and its end
+    ends them meanwhile. Only an error of their own is still theirs to print."""
     if launched_rank() > 0:
         time.sleep(TELL_SECONDS)
 
@@ -62,7 +62,7 @@ def refuse(message: str, a_rank: bool = True) -> None:
     """Print one line and end this process with status 2.
 
     Args:
-        a_rank: False before a launch, where the rank is one that another launcher left behind.
+        a_rank: False before a launch: a rank in the environment is then another launcher's.
     """
     line = " ".join(message.split())
     rank = launched_rank() if a_rank else 0

@@ -1,4 +1,4 @@
-"""What a run says at its start and end, and the summary that it leaves."""
+"""The lines that a run prints at its start and end, and summary.json."""
 
 from __future__ import annotations
 
@@ -17,151 +17,142 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from runs import beforehand, hints
 from runs.anatomy import Anatomy
-from runs.beforehand import (
-    classes_of,
-    is_sized,
-    refuse_batch_sampler,
-    refuse_clashes,
-    refuse_classes,
-    refuse_model,
-    refuse_shares,
-)
 from runs.folders import shown, whole
-from runs.hints import (
-    NO_STEP,
-    counted,
-    missing_metrics,
-    no_curves,
-    no_validation,
-    not_trained,
-    same_batches,
-    stopped_early,
-)
+from runs.hints import counted
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
-from runs.refusal import Refusal
 from runs.resuming import kept_settings, settings
 from runs.versions import commit, versions
 
-SLOW = ("advanced", "pytorch", "trace")  # profilers that steps take longer with
+SLOW = ("advanced", "pytorch", "trace")  # profilers that make steps longer
 
 
 class Report(pl.Callback):
-    """Tells what runs and how it ended, on rank 0; counts samples and the seconds they took.
+    """Prints on rank 0 what runs and how it ended; counts samples and the seconds they took.
 
     Args:
         config: of the whole job.
         choices: which file of each group of conf/ was taken.
 
     Attributes:
-        started: whether a batch was trained or evaluated, be it to check the validation.
+        started: whether a batch was trained or evaluated, be it in the sanity check.
         trained: whether a batch was trained.
+        samples: trained in this run, by this rank; when training has ended, by all.
+        seconds: that their training took, without evaluations.
+        epochs, steps: of the training so far, with those before a resume.
     """
 
     def __init__(self, config: DictConfig, choices: dict[str, str]) -> None:
         self.config = config
         self.choices = choices
         self.started = self.trained = False
-        self.hosts: dict[str, int] = {}
-        self._asked: dict[str, list[Any]] = {}  # settings of optimizers and schedulers
+        self.hosts: dict[str, int] = {}  # and how many ranks each has
         self.metrics: dict[str, float] = {}
-        self.samples = self.epochs = self.steps = self.first_step = self.first_epoch = 0
-        self.batches = 0
-        self._first_logged = 0
-        self._validated = self._has_loss = False
+        self.samples = self.batches = self.epochs = self.steps = 0
         self.seconds = 0.0
         self.train_samples: int | None = None
         self.classes: list[str] = []
         self.drop_last = False
+        # Where this run began: in steps of optimizers, epochs, and batches as loggers count them.
+        self._first_step = self._first_epoch = self._first_batch = 0
+        # Before a checkpoint replaces them: settings of optimizers and schedulers, learning rates.
+        self._asked: dict[str, list[Any]] = {}
         self._lr = ""
-        self._clock: float | None = None
+        self._validated = self._has_loss = False
+        self._clock: float | None = None  # when training went on last
         self._epoch_began = (0, 0.0)  # samples and seconds until then
 
     # ---------------------------------------------------------------- before the first batch
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         profiler = trainer.profiler  # type: ignore[attr-defined]
-        if profiler.dirpath:  # under DDP it is only now that ranks hear of the run's folder
+        if profiler.dirpath:  # under DDP only now can ranks hear of the run's folder
             profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
         data = trainer.datamodule  # type: ignore[attr-defined]
         if data is None:
             return
-        refuse_clashes(trainer, pl_module, data)
+        beforehand.refuse_clashes(trainer, pl_module, data)
         if stage != "fit":
             return
-        refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
+        beforehand.refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()
-        refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
-        refuse_batch_sampler(trainer, loader, self.choices["data"])
-        self.classes = classes_of(loader)
-        refuse_classes(pl_module, self.classes, self.choices["data"])
-        if is_sized(loader):
+        beforehand.refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
+        beforehand.refuse_batch_sampler(trainer, loader, self.choices["data"])
+        self.classes = beforehand.classes_of(loader)
+        beforehand.refuse_classes(pl_module, self.classes, self.choices["data"])
+        if beforehand.is_sized(loader):
             self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
         else:  # a stream may know how many it has for all ranks
             self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn of a metric whose lack would end the run an epoch later; some are not logged yet."""
-        problems = missing_metrics(trainer, self.config.get("callbacks") or {})
+        """Warn of a missing metric, which would end the run an epoch later; it may still come."""
+        problems = hints.missing_metrics(trainer, self.config.get("callbacks") or {})
         if trainer.is_global_zero:
             for problem in problems:
                 _tell({"warning": f"{problem}; as it is, the run ends with an epoch"})
 
     def _announce(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.hosts:
-            return
-        strategy = trainer.strategy
+            return  # already, before training
         self._lr, self._asked = _lr(pl_module), settings(trainer)
-        self.hosts = dict(Counter(gather_texts(strategy, socket.gethostname())))
+        self.hosts = dict(Counter(gather_texts(trainer.strategy, socket.gethostname())))
         if not trainer.is_global_zero:
             return
-        ranks = trainer.world_size
-        batch, windows = self.config.data.get("batch_size"), trainer.accumulate_grad_batches
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
-        samples = ""
-        if self.train_samples:
-            names = ", ".join(self.classes[:3]) + (", ..." if len(self.classes) > 3 else "")
-            of = f" of {counted(len(self.classes), 'class')} ({names})" if self.classes else ""
-            samples = f", {self.train_samples:,} samples{of} to train"
-        hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
-        operations = getattr(strategy, "operations", None)
-        over = f" over {operations}" if operations and ranks > 1 else ""
-        device = str(strategy.root_device)
-        if strategy.root_device.type == "cuda":
-            device = f"{torch.cuda.get_device_name(strategy.root_device)} ({device})"
-        total = ""
-        if batch:
-            accumulated = f" x {windows} accumulated" if windows > 1 else ""
-            total = f"{batch} a process x {counted(ranks, 'rank')}{accumulated}"
-            total += f" = {batch * ranks * windows} global"
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
+        ranks = trainer.world_size
+        hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
+        operations = getattr(trainer.strategy, "operations", None)
+        over = f" over {operations}" if operations and ranks > 1 else ""
+        curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
+        device = trainer.strategy.root_device
+        gpu = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else ""
         _tell(
             {
                 "model": f"{self.choices['model']}, {parameters:,} parameters{lr}",
-                "data": f"{self.choices['data']}{samples}",
+                "data": f"{self.choices['data']}{self._samples_to_train()}",
                 "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}{over}",
-                "device": f"{device}, precision {trainer.precision}",
-                "batch": total,
+                "device": f"{gpu or device}, precision {trainer.precision}",
+                "batch": self._global_batch(trainer),
                 "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
                 "run": shown(Path(self.config.run_dir)),
-                "look": "make tensorboard" if self.config.train and _has_curves(trainer) else "",
+                "look": "make tensorboard" if self.config.train and curves else "",
             }
         )
 
     on_fit_start = on_test_start = on_predict_start = _announce
 
+    def _samples_to_train(self) -> str:
+        if not self.train_samples:
+            return ""
+        names = ", ".join(self.classes[:3]) + (", ..." if len(self.classes) > 3 else "")
+        of = f" of {counted(len(self.classes), 'class')} ({names})" if self.classes else ""
+        return f", {self.train_samples:,} samples{of} to train"
+
+    def _global_batch(self, trainer: pl.Trainer) -> str:
+        batch, ranks = self.config.data.get("batch_size"), trainer.world_size
+        if not batch:
+            return ""
+        windows = trainer.accumulate_grad_batches
+        accumulated = f" x {windows} accumulated" if windows > 1 else ""
+        factors = f"{batch} a process x {counted(ranks, 'rank')}{accumulated}"
+        return f"{factors} = {batch * ranks * windows} global"
+
     # ---------------------------------------------------------------- counting
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.first_step, self.first_epoch = trainer.global_step, trainer.current_epoch
-        self._first_logged = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self._first_step, self._first_epoch = trainer.global_step, trainer.current_epoch
+        self._first_batch = trainer.fit_loop.epoch_loop._batches_that_stepped
         self._begin_epoch()  # on_train_epoch_start is left out when a run resumes within an epoch
-        if self.config.ckpt_path and trainer.is_global_zero and _lr(pl_module) != self._lr:
-            print(f"lr      {_lr(pl_module)}, as the checkpoint has it", flush=True)
-        kept = kept_settings(trainer, self._asked) if self.config.ckpt_path else ""
-        if kept and trainer.is_global_zero:
-            print(f"kept    {kept}, as the checkpoint has it", flush=True)
+        if not self.config.ckpt_path:
+            return
+        lr, kept = _lr(pl_module), kept_settings(trainer, self._asked)
+        changed = {"lr": lr if lr != self._lr else "", "kept": kept}
+        if trainer.is_global_zero:
+            _tell({k: f"{text}, as the checkpoint has it" for k, text in changed.items() if text})
 
     def _start(self, *_: Any, **__: Any) -> None:
         self.started = True
@@ -169,22 +160,22 @@ class Report(pl.Callback):
     on_train_batch_start = on_validation_batch_start = _start
     on_test_batch_start = on_predict_batch_start = _start
 
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begin_epoch()
-
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self, *_: Any, **__: Any) -> None:
         self._clock = time.monotonic()
         self._epoch_began = self.samples, self.seconds
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *arguments: Any) -> None:
+    on_train_epoch_start = _begin_epoch
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
+    ) -> None:
         self.batches += 1
-        _, outputs, batch, *_ = arguments
         self._has_loss |= isinstance(outputs, Tensor) or bool(outputs)
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
         self.samples += len(tensors[0]) if tensors else 0
         if not self.trained:
             self.trained = True
-            if (problem := same_batches(trainer, batch)) and trainer.is_global_zero:
+            if (problem := hints.same_batches(trainer, batch)) and trainer.is_global_zero:
                 _tell({"warning": f"data={self.choices['data']}: {problem}"})
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -216,22 +207,22 @@ class Report(pl.Callback):
         self.metrics |= _plain(trainer.callback_metrics)
         if not trainer.is_global_zero:
             return
-        stepped = self._has_loss and self.steps > self.first_step
+        stepped = self._has_loss and self.steps > self._first_step
         stepped |= not pl_module.automatic_optimization  # by hand, perhaps past the Trainer
         if self.trained and not stepped:
-            _tell({"warning": NO_STEP})
+            _tell({"warning": hints.NO_STEP})
         elif self.trained:
-            _tell({"curves": no_curves(trainer, self._first_logged)})
+            _tell({"curves": hints.no_curves(trainer, self._first_batch)})
         if not self._validated:
-            epochs = self.epochs - self.first_epoch
-            _tell({"warning": no_validation(trainer, self._first_logged, epochs)})
-        for reason in stopped_early(trainer):
+            epochs = self.epochs - self._first_epoch
+            _tell({"warning": hints.no_validation(trainer, self._first_batch, epochs)})
+        for reason in hints.stopped_early(trainer):
             print(f"stopped early: {reason}", flush=True)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.trained and trainer.is_global_zero:
             resumed = bool(self.config.ckpt_path)
-            print(f"nothing was trained: {not_trained(trainer, resumed)}", flush=True)
+            print(f"nothing was trained: {hints.not_trained(trainer, resumed)}", flush=True)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.metrics |= _plain(trainer.callback_metrics)
@@ -241,7 +232,7 @@ class Report(pl.Callback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        # What was trained, and tested, before is told all the same.
+        # What was trained or tested before the error is not lost.
         trained, tested = self.config.train, self.config.test and trainer.predicting
         if trainer.state.fn != "fit" and (trained or tested):
             self.finish(trainer, trainer.ckpt_path)  # type: ignore[arg-type]
@@ -258,45 +249,39 @@ class Report(pl.Callback):
         anatomy = next((c.found for c in callbacks if isinstance(c, Anatomy)), None)
         predicted = next((c for c in callbacks if isinstance(c, Predictions)), None)
         predictions = predicted.file if predicted else None
-        file = Path(self.config.run_dir) / "summary.json"
         tests = [f"{k} {v:.4g}" for k, v in self.metrics.items() if k.startswith("test/")]
-        predict, speed, step, limit = "", "", "", ""
+        lines = {"test": "  ".join(tests)}
         if predicted and predictions:
-            predict = f"{shown(predictions)}: {predicted.samples:,} samples"
-            predict += "; their files in predictions.csv" if predicted.names_files else ""
+            also = "; their files in predictions.csv" if predicted.names_files else ""
+            lines["predict"] = f"{shown(predictions)}: {predicted.samples:,} samples{also}"
         if self.samples:
-            speed = (
-                f"{self._rate:,.0f} samples/s: {counted(self.steps - self.first_step, 'step')}, "
-                f"{counted(self.epochs - self.first_epoch, 'epoch')} in {self.seconds:.1f} s of "
-                f"training on {counted(trainer.world_size, 'rank')}"
-            )
+            lines["speed"] = self._speed(trainer.world_size)
         if anatomy and self.choices.get("profiler") not in SLOW:
-            parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
-            ms = f"{anatomy['step_ms']['median']:.1f} ms"
-            if self.batches != self.steps - self.first_step:  # the median one may make no step
-                ms = f"{anatomy['step_ms']['mean']:.1f} ms a batch"
-            step = f"{ms}: {', '.join(parts)}".replace("_", "-")
-            limit = anatomy["verdict"]
+            lines |= {"step": self._step(anatomy), "limit": anatomy["verdict"]}
+        lines["profile"] = _tables(trainer)
         summary = self._summary(trainer, checkpoint, anatomy, predictions)
-        problem = None
+        text = json.dumps(summary, indent=2) + "\n"
+        file = Path(self.config.run_dir) / "summary.json"
         try:  # before the lines, which may find nobody who reads them
             with whole(file) as part:
-                part.write((json.dumps(summary, indent=2) + "\n").encode())
-        except Refusal as refusal:
-            problem = refusal
-        _tell(
-            {
-                "test": "  ".join(tests),
-                "predict": predict,
-                "speed": speed,
-                "step": step,
-                "limit": limit,
-                "profile": _tables(trainer),
-                "summary": "" if problem else shown(file),
-            }
+                part.write(text.encode())
+            lines["summary"] = shown(file)
+        finally:  # whoever has no space left reads what came of the run
+            _tell(lines)
+
+    def _speed(self, ranks: int) -> str:
+        return (
+            f"{self._rate:,.0f} samples/s: {counted(self.steps - self._first_step, 'step')}, "
+            f"{counted(self.epochs - self._first_epoch, 'epoch')} in {self.seconds:.1f} s of "
+            f"training on {counted(ranks, 'rank')}"
         )
-        if problem:  # behind the lines: who has no space left has read what came of it
-            raise problem
+
+    def _step(self, anatomy: dict[str, Any]) -> str:
+        parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
+        ms = f"{anatomy['step_ms']['median']:.1f} ms"
+        if self.batches != self.steps - self._first_step:  # the median one may make no step
+            ms = f"{anatomy['step_ms']['mean']:.1f} ms a batch"
+        return f"{ms}: {', '.join(parts)}".replace("_", "-")
 
     @property
     def _rate(self) -> float:
@@ -337,14 +322,14 @@ class Report(pl.Callback):
 
 
 def _tell(lines: dict[str, str]) -> None:
-    """A line for each that has something to say, its name before it."""
+    """Print those lines that are not empty, each behind its name."""
     for name, text in lines.items():
         if text:
             print(f"{name:<7} {text}", flush=True)
 
 
 def _tables(trainer: pl.Trainer) -> str:
-    """Where the profiler has left its tables; "" without."""
+    """Where the profiler has left its tables; "" if it has none."""
     profiler = trainer.profiler  # type: ignore[attr-defined]
     if not (profiler.dirpath and profiler.filename):
         return ""
@@ -355,15 +340,11 @@ def _tables(trainer: pl.Trainer) -> str:
 
 def _lr(module: pl.LightningModule) -> str:
     groups = [group for o in module.trainer.optimizers for group in o.param_groups]
-    # A schedule may begin lower, to warm up; it leaves the rate itself in initial_lr, OneCycleLR in
+    # A schedule that warms up begins lower and keeps the full rate in initial_lr, OneCycleLR in
     # max_lr.
     rates = dict.fromkeys(g.get("max_lr", g.get("initial_lr", g.get("lr"))) for g in groups)
-    # Of an optimizer that finds its own, as Adafactor with relative steps, it is None.
+    # An optimizer that finds its own rate, as Adafactor with relative steps, has None.
     return ", ".join("none" if lr is None else f"{lr:g}" for lr in rates) or "none"
-
-
-def _has_curves(trainer: pl.Trainer) -> bool:
-    return any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
 
 
 def _plain(metrics: Any) -> dict[str, float]:

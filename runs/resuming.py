@@ -1,8 +1,8 @@
-"""Callbacks of Lightning that a resumed run, which has a folder and settings of its own, needs;
-what averaged weights need to be tested; and which settings a checkpoint brings.
+"""What a run resumed from a checkpoint needs beyond Lightning: it has a folder and settings of its
+own, and goes on as the run before would have.
 
-Names of the first are Lightning's: checkpoints keep their state by name, so a Trainer without this
-package takes it as well, and the other way round.
+ModelCheckpoint and EarlyStopping have the names of Lightning's: checkpoints keep the state of
+callbacks by name, so a Trainer without this package can take it, and the other way round.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runs.refusal import Refusal
 
-# Of a group of parameters, what is no setting: the rate is told apart, the rest is how to compute.
+# No settings in an optimizer's group: rates are told apart, the rest is how to compute.
 NO_SETTINGS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
-    """Knows what was best before the resume. Lightning's forgets it where the folder is another,
-    and takes the best of the epochs since then, which may be worse."""
+    """Remembers what was best before the resume. Lightning's forgets it in another folder, and
+    takes the best of the epochs since then, which may be worse."""
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -34,10 +34,10 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         state = checkpoint["callbacks"].get(self.state_key)
         if state is None:
             return
-        if trainer.state.fn != TrainerFn.FITTING:  # no epochs follow: what it knows stays
+        if trainer.state.fn != TrainerFn.FITTING:  # what this run's training found stays
             del checkpoint["callbacks"][self.state_key]
             return
-        # Where the folder was moved, the best lies beside the checkpoint all the same.
+        # If the folder was moved, the best still lies beside the checkpoint.
         beside = Path(str(trainer.ckpt_path)).parent
         places = {
             file: next((str(p) for p in (Path(file), beside / Path(file).name) if p.is_file()), "")
@@ -59,8 +59,8 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Has the patience that it is given now; Lightning's takes that of the checkpoint. And it says
-    so where there is no validation that it could stop after."""
+    """Has the patience that it is given now, not that of the checkpoint, as Lightning's does; and
+    warns when there is no validation that it could stop after."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._check_on_train_epoch_end and not trainer.enable_validation:
@@ -74,8 +74,8 @@ class EarlyStopping(callbacks.EarlyStopping):
 
 
 class EvaluatesAverages(callbacks.Callback):
-    """Behind Lightning's WeightAveraging (EMA): a checkpoint's averages are tested and predict also
-    after training. There Lightning's puts the weights that training would go on from."""
+    """Behind Lightning's WeightAveraging (EMA), puts a checkpoint's averages into the model to test
+    and predict. After training, Lightning puts those weights that training would go on from."""
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -86,8 +86,8 @@ class EvaluatesAverages(callbacks.Callback):
 
 
 class EndsEpochsOnce(callbacks.Callback):
-    """A checkpoint of an epoch's end goes on with the next one. With max_steps Lightning comes to
-    that end once more (`FitLoop.restarting`): schedules step twice, or a batch too many is trained.
+    """A run resumed from an epoch's end begins with the next epoch. With max_steps Lightning comes
+    to that end again (`FitLoop.restarting`): schedules step twice, or a batch too many is trained.
     """
 
     def on_load_checkpoint(
@@ -107,9 +107,9 @@ class EndsEpochsOnce(callbacks.Callback):
 
 
 class KeepsUnfrozen(callbacks.Callback):
-    """What a BackboneFinetuning has unfrozen is trained after a resume, too, and its running means
-    move. Lightning's freezes it in `setup` and unfreezes it as one epoch begins, to which a resume
-    from a later checkpoint never comes."""
+    """What a BackboneFinetuning has unfrozen stays so after a resume, and its running means move.
+    Lightning freezes it in `setup` and unfreezes it as one certain epoch begins, which a run
+    resumed after that never reaches."""
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -126,7 +126,7 @@ class KeepsUnfrozen(callbacks.Callback):
     ) -> None:
         if trainer.state.fn != TrainerFn.FITTING or "frozen" not in checkpoint:
             return
-        if _finetunes(trainer):  # else nothing was frozen in `setup`
+        if _finetunes(trainer):  # without the callback, nothing was frozen in `setup`
             for name, parameter in pl_module.named_parameters():
                 parameter.requires_grad = name not in checkpoint["frozen"]
             for name, layer in _norms(pl_module):
@@ -144,14 +144,14 @@ def _norms(module: nn.Module) -> list[tuple[str, _BatchNorm]]:
 
 
 class StepsPlateausFirst(callbacks.Callback):
-    """ReduceLROnPlateau steps before a checkpoint of the epoch's end is written, and at the end of
-    an epoch that was resumed within. Lightning steps it behind the checkpoints, which lack that
-    step then, and not in such an epoch: a resumed run would train on with other rates.
+    """ReduceLROnPlateau steps before the checkpoints of an epoch's end are written, and also in an
+    epoch that was resumed within. Lightning steps it after them, and in such an epoch not at all:
+    a resumed run would train on with other rates.
     """
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Before those that keep checkpoints, which Lightning has last, and behind the module's own
-        # hook. Only now: it would be the checkpoint callback that a Trainer gets where it has none.
+        # Before those that keep checkpoints, which Lightning puts last, and after the module's own
+        # hook. Only now: a Trainer given a Checkpoint adds no ModelCheckpoint of its own.
         all_ = trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, StepsPlateaus) for callback in all_):
             keep = [isinstance(callback, callbacks.Checkpoint) for callback in all_].count(True)
@@ -159,7 +159,7 @@ class StepsPlateausFirst(callbacks.Callback):
 
 
 class StepsPlateaus(callbacks.Checkpoint):
-    """As a Checkpoint it comes when all metrics of an epoch are there."""
+    """A Checkpoint, so that its turn comes when all metrics of an epoch are there."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         loop = trainer.fit_loop
@@ -177,15 +177,15 @@ class StepsPlateaus(callbacks.Checkpoint):
 
 
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
-    """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first that is a
-    Checkpoint to Lightning, as ours are that only want a turn behind all others."""
+    """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first
+    Checkpoint, which may be one of ours that only want a turn after all others."""
     keepers = (c for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint))
     return next(keepers, None)
 
 
 def save_average(trainer: pl.Trainer) -> str | None:
-    """Write averaged.ckpt with the weights that StochasticWeightAveraging leaves, which no
-    checkpoint has; None without it, and where training ended before the average was made."""
+    """Write averaged.ckpt, of the weights that StochasticWeightAveraging leaves, which no other
+    checkpoint has; None without it, or if training ended before the average was made."""
     checkpointer = keeping(trainer)
     averaging = [
         callback
@@ -202,7 +202,7 @@ def save_average(trainer: pl.Trainer) -> str | None:
 
 
 def settings(trainer: pl.Trainer) -> dict[str, list[Any]]:
-    """What optimizers and schedulers were made with and keep in checkpoints, as {"SGD.momentum":
+    """What optimizers and schedulers were made with and checkpoints keep, e.g. {"SGD.momentum":
     [0.9]}: a value for each group of parameters."""
     by_name: dict[str, list[Any]] = {}
     for optimizer in trainer.optimizers:
@@ -221,7 +221,7 @@ def settings(trainer: pl.Trainer) -> dict[str, list[Any]]:
 
 
 def kept_settings(trainer: pl.Trainer, asked: dict[str, list[Any]]) -> str:
-    """Which of them are the checkpoint's and not those asked for; none: "".
+    """Those settings that are the checkpoint's and not as `asked`, in words; "" if there are none.
 
     Raises:
         Refusal: for a checkpoint of another kind of optimizer, which would fail in its first step.

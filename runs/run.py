@@ -1,9 +1,8 @@
-"""One run: its folder, made by rank 0 for all, and an end that leaves nothing half done.
+"""What `with Run(config) as run:` in template.py does around the training.
 
-    with Run(config) as run: ...
-
-Mistakes that show before the first training step end it with one line and no folder; an error in
-the middle of training keeps the folder, its traceback and what was saved.
+It makes what conf/ names, has rank 0 make one folder for all ranks, and prints and writes what the
+run gave. A mistake found before the first batch ends the run with one line and leaves no folder; an
+error in the middle of training keeps its traceback, the folder and what was saved in it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import signal
 import sys
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -32,7 +30,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from runs.checkpoints import NAMED, unreadable
 from runs.folders import ROOT, new_folder, quoted, shown
-from runs.mistakes import MISTAKES, mistake
+from runs.mistakes import MISTAKES, ended_by_another, mistake
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import (
@@ -56,27 +54,32 @@ from runs.resuming import (
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
 
-# Of torch.distributed where another rank is gone.
-PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read error|Broken pipe)")
-# Horovod's errors that begin so were caused on this rank, and not by the end of another.
-OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
-MADE = {  # by each group of which there is one
+MADE = {  # the groups of conf/ that make one object each, and its class
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
 }  # fmt: skip
 LR_POWERS = {"linear": 1, "sqrt": 0.5}  # of the number of ranks, by lr_scaling
+QUIETED = (  # warnings that tell a user of this template nothing
+    ".*Profiler clears events.*",
+    ".*LeafSpec.*is deprecated.*",
+    ".*does not have many workers.*",
+    ".*smaller than the logging interval.*",  # the report says it at the end, where it matters
+    ".*srun. command is available.*",  # others launch here
+    ".*Experiment logs directory.*is not empty.*",
+)
 
 
 class Run:
-    """The run's folder, the warnings of all ranks, and its report.
+    """One run of the template, from its configuration to its last line.
 
     Args:
-        config: of the whole job; `log_dir`, `data_dir`, `run_dir` and `ckpt_path` become absolute.
+        config: of the whole job; `open` makes its paths absolute.
 
     Attributes:
-        folder: made on rank 0; where logs, checkpoints and results go.
-        report: the callback that tells of the run at start and end and writes summary.json.
-        callbacks: the report and those that evaluation needs.
+        report: the callback that prints the lines at start and end and writes summary.json.
+        callbacks: the report, what a resume needs, and the predictions when they are asked for.
         choices: which file of each group of conf/ was taken, e.g. {"model": "classifier"}.
+        folder: of the run, with its logs, checkpoints and results; None on all ranks but 0.
+        strategy: that of the Trainer; None until `open`.
     """
 
     def __init__(self, config: DictConfig) -> None:
@@ -88,29 +91,27 @@ class Run:
         self.callbacks = [self.report, *resuming, *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
-        self._parents: list[Path] = []  # of the folder, ours too
+        self._parents: list[Path] = []  # of the folder: removed with it, if they are empty
         self._warnings: list[str] = []
 
     def __enter__(self) -> Run:
-        # Lightning's own start-up lines and hints: the report says it in fewer.
+        # Without Lightning's start-up lines and hints: the report says it in fewer.
+        level = logging.ERROR if launched_rank() else logging.WARNING
         for name in ("pytorch_lightning", "lightning_fabric"):
-            logging.getLogger(name).setLevel(
-                logging.WARNING if not launched_rank() else logging.ERROR
-            )
+            logging.getLogger(name).setLevel(level)
         if not torch.cuda.is_available():  # torch's profilers would say so, as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
-        warnings.filterwarnings("ignore", ".*Profiler clears events.*")
-        warnings.filterwarnings("ignore", ".*LeafSpec.*is deprecated.*")
-        warnings.filterwarnings("ignore", ".*does not have many workers.*")
-        warnings.filterwarnings("ignore", ".*smaller than the logging interval.*")  # by the report
-        warnings.filterwarnings("ignore", ".*srun. command is available.*")  # others launch here
-        warnings.filterwarnings("ignore", ".*Experiment logs directory.*is not empty.*")
+        for text in QUIETED:
+            warnings.filterwarnings("ignore", text)
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
         return self
 
     def open(self, strategy: Strategy) -> Path:
-        """Check paths and make the run's folder, with the configuration in .hydra/."""
+        """Check what was asked for and make the run's folder, on rank 0, for all ranks.
+
+        `log_dir`, `data_dir`, `run_dir` and `ckpt_path` become absolute paths.
+        """
         config = self.config
         self.strategy = strategy
         for key in ("log_dir", "data_dir"):
@@ -125,20 +126,20 @@ class Run:
                 "train=false: give the checkpoint to test: ckpt_path=best for that of the newest "
                 "finished training with one, or a path, as ckpt_path=logs/.../last.ckpt"
             )
-        # Rank 0 looks and writes; the others hear where, or why not.
+        # Rank 0 looks for the checkpoint and makes the folder; the others hear where, or why not.
         requested = ROOT / Path(str(config.run_dir)).expanduser() if config.run_dir else None
         config.run_dir = str(requested or runs)
         problem = self._make_folder(runs, requested) if launched_rank() == 0 else None
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
         config.run_dir, config.ckpt_path = strategy.broadcast([config.run_dir, config.ckpt_path])
-        # Ranks of DDP meet in fit, and none has heard a thing; they see the same files.
+        # Under DDP broadcast does nothing yet, as ranks meet in fit: each looks for itself.
         if config.ckpt_path in NAMED and (problem := self._find_checkpoint(runs)):
             raise Refusal(problem)
         return Path(config.run_dir)
 
     def _find_checkpoint(self, runs: Path) -> str | None:
-        """Put a path in the place of last or best; what stands against it, if anything."""
+        """Replace ckpt_path=last or best by a path; why it cannot be, or None."""
         find, what = NAMED[self.config.ckpt_path]
         try:
             checkpoint = find(runs)
@@ -146,14 +147,14 @@ class Run:
             return f"ckpt_path={self.config.ckpt_path}: {error}"
         if checkpoint is None:
             where = f"{shown(runs)} has {what}"
-            if launched_rank():  # for which rank 0 has found one
+            if launched_rank():  # rank 0 has found one
                 where += ", unlike on the host of rank 0: with strategy=ddp each host needs it"
             return f"ckpt_path={self.config.ckpt_path}: no run in {where}"
         self.config.ckpt_path = str(checkpoint)
         return None
 
     def _make_folder(self, runs: Path, requested: Path | None) -> str | None:
-        """The run's folder with what was asked for in it; what stands against it, if anything."""
+        """Make the folder, with the configuration in .hydra/; why it cannot be, or None."""
         config, hydra = self.config, HydraConfig.get()
         if config.ckpt_path in NAMED and (problem := self._find_checkpoint(runs)):
             return problem
@@ -180,10 +181,10 @@ class Run:
         return None
 
     def instantiate(self, group: str, **arguments: Any) -> Any:
-        """What a group of the configuration names; a list for callbacks, logger.
+        """Make what a group of conf/ names; a list for callbacks and logger; None for none.
 
         Raises:
-            Refusal: with the group and the reason, when it cannot be made so.
+            Refusal: with the group and the reason, when it cannot be made.
         """
         config = self.config.get(group)
         try:
@@ -196,7 +197,7 @@ class Run:
                     f"{group}.{given[0]}: template.py sets this itself and would ignore yours: "
                     f"leave it out (strategy, logger, callbacks, profiler are groups of conf/)"
                 )
-            # all: a list of the configuration arrives as a list, which checkpoints can hold
+            # "all": lists arrive as plain lists, which checkpoints can hold
             instance = instantiate(config, _convert_="all", **arguments) if config else None
             if of_other_lightning(instance):
                 raise Refusal(f"{type(instance).__name__}: {OTHER_LIGHTNING}")
@@ -214,21 +215,24 @@ class Run:
         return instance
 
     def _members(self, group: str, config: DictConfig) -> list[DictConfig]:
-        members = {str(name): member for name, member in config.items() if member}
-        bare = [
-            name
-            for name, member in members.items()
-            if not isinstance(member, DictConfig) or "_target_" not in member
-        ]
-        # An experiment's change of a callback that another choice, as of debug=, has taken out.
-        if bare and self.choices[group] != "none":
-            raise Refusal(
-                f"{group}.{bare[0]}: there is no such member of it, and no _target_ for one"
-            )
-        return [member for name, member in members.items() if name not in bare]
+        """Those of callbacks or logger that are to be made."""
+        members = []
+        for name, member in config.items():
+            if isinstance(member, DictConfig) and "_target_" in member:
+                members.append(member)
+            # With callbacks=none, as of debug=, an experiment's changes of callbacks are left over.
+            elif member and self.choices[group] != "none":
+                raise Refusal(
+                    f"{group}.{name!s}: there is no such member of it, and no _target_ for one"
+                )
+        return members
 
     def check_ranks(self, ranks: int) -> None:
-        """Refuse a strategy that leaves out some of the launched processes: each would be alone."""
+        """Refuse a strategy that leaves out some of the launched processes: they would train alone.
+
+        Args:
+            ranks: the Trainer's world size.
+        """
         launched = launched_size()
         if launched in (None, ranks):
             return
@@ -240,8 +244,7 @@ class Run:
         )
 
     def scale_learning_rate(self, ranks: int) -> None:
-        """With more ranks, make model.lr larger as lr_scaling asks; what in model refers to it by
-        ${model.lr} follows."""
+        """Multiply model.lr as lr_scaling asks; what refers to it by ${model.lr} follows."""
         scaling, model = self.config.lr_scaling, self.config.model
         if scaling == "none":
             return
@@ -253,8 +256,8 @@ class Run:
         model.lr *= ranks ** LR_POWERS[scaling]
 
     def checkpoint(self, trainer: Trainer) -> str | None:
-        """The checkpoint to evaluate: after training the average (SWA), else the best, else None:
-        the weights as they are. Without training, that of ckpt_path."""
+        """The checkpoint to evaluate: after training the average (SWA), else the best, else None,
+        which is the weights as they are; without training, that of ckpt_path."""
         if not self.config.train:
             return self.config.ckpt_path
         if average := save_average(trainer):
@@ -262,12 +265,7 @@ class Run:
         checkpointer = keeping(trainer)
         return (checkpointer and checkpointer.best_model_path) or None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         warnings.showwarning = self._show
         if error is None:
             self._tell_warnings_of_other_ranks()
@@ -276,34 +274,32 @@ class Run:
             if launched_rank() == 0:
                 print(f"stopped; to go on: {to_go_on(Path(error.args[0]))}", flush=True)
             sys.exit(128 + error.args[1])
-        line = mistake(error, started=self.report.started, callbacks=self.config.get("callbacks"))
-        # Horovod: the same error tells of mistakes of this rank's own (collectives that do not
-        # match, NCCL, CUDA); OWN knows them from the end of another.
-        internal = type(error).__name__ == "HorovodInternalError"
-        other_ended = internal and not OWN.match(str(error))
-        other_ended |= isinstance(error, RuntimeError) and bool(PEER_ENDED.search(str(error)))
-        if self.folder is not None and not self.report.started:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            for parent in self._parents:
-                with contextlib.suppress(OSError):  # other runs are there
-                    parent.rmdir()
+        if not self.report.started:
+            self._remove_folder()
         rank = f"rank {launched_rank()} on {os.uname().nodename}"
         if isinstance(error, SIGTERMException):  # a SystemExit, of status 0
             print(f"{rank}: ended by SIGTERM, without a checkpoint", file=sys.stderr, flush=True)
             sys.exit(128 + signal.SIGTERM)
         if os.environ.get("HYDRA_FULL_ERROR"):
             return
-        if line:
+        callbacks = self.config.get("callbacks")
+        if line := mistake(error, started=self.report.started, callbacks=callbacks):
             refuse(line)
-        if other_ended:
-            # Another rank ended in the middle of a collective: its own words tell why.
-            if not self.report.started:  # of a mistake, in one line: no line of each other rank
+        if ended_by_another(error):  # whose own words tell why
+            if not self.report.started:  # by a mistake, in one line: no line of each other rank
                 let_rank_0_tell()
             reason = str(error).splitlines()[0][:150]
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
         if isinstance(error, Exception):
             let_rank_0_tell()
+
+    def _remove_folder(self) -> None:
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            for parent in self._parents:
+                with contextlib.suppress(OSError):  # other runs are there
+                    parent.rmdir()
 
     def _warning(self, message: Warning, category: type, *place: Any, **named: Any) -> None:
         """Rank 0 shows a warning at once; the others keep theirs until the end."""
@@ -325,9 +321,9 @@ class Run:
 
 
 def to_go_on(checkpoint: Path) -> str:
-    """The line to type: this run's changes and its checkpoint, quoted for Hydra and the shell.
+    """The command to type: this run's changes and its checkpoint, quoted for Hydra and the shell.
 
-    The launcher's part is "..." where it is not ours: the run goes on with any number of ranks.
+    Another launcher than ours is written as "...": the run goes on with any number of ranks.
     """
     here = Path.cwd()
     path = checkpoint.relative_to(here) if checkpoint.is_relative_to(here) else checkpoint
@@ -346,6 +342,6 @@ def to_go_on(checkpoint: Path) -> str:
 
 
 def _for_the_shell(word: str) -> str:
-    """As shlex does it, but readable around the quotes of Hydra."""
+    """Like shlex.quote, but a word with Hydra's quotes in it stays readable."""
     double = "'" in word and not re.search(r'["$`\\!]', word)
     return f'"{word}"' if double else shlex.quote(word)

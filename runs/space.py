@@ -3,8 +3,8 @@
     model.lr=0.1,0.01  data.batch_size=choice(32,64)  seed=range(1,4)  model=glob(*)     a grid
     model.lr=tag(log,interval(1e-4,1e-1))  model.width=int(interval(8,64))          to draw from
 
-A grid needs nothing more; trials are drawn by Optuna, which is not in requirements.txt. It runs in
-the process of the sweep alone: ranks get plain values, the same for all.
+Optuna, which is not in requirements.txt, is needed to draw trials, not for a grid. It runs in the
+process of the sweep alone: ranks get plain values, the same on all.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ OPTUNA = "optuna==5.0.0"
 
 
 class Space:
-    """What is tried: for each change its values, or the interval that they are drawn from.
+    """The values to try: for each change a list, or the interval that they are drawn from.
 
     Args:
         arguments: the changes, some of them with several values.
-        trials: how many are drawn; None: all combinations.
+        trials: how many to draw; None: all combinations.
 
     Raises:
         Refusal: for a misspelt key or value, when there is nothing to try, or no Optuna.
@@ -44,10 +44,10 @@ class Space:
             loader = GlobalHydra.instance().config_loader()  # glob() asks it
             for override in overrides:
                 override.config_loader = loader
-            # By key as it was written, with its + or ~.
+            # By the key as it was written, with its + or ~.
             self.values = {_key(override): _values(override) for override in overrides}
         self.swept = [_key(override) for override in overrides if override.is_sweep_override()]
-        self.intervals: dict[str, Any] = {  # IntervalSweep, whose hints fit no arithmetic
+        self.intervals: dict[str, Any] = {  # of IntervalSweep, whose hints allow no arithmetic
             _key(override): override.value()
             for override in overrides
             if isinstance(override.value(), IntervalSweep)
@@ -76,15 +76,15 @@ class Space:
     def draw(
         self, tried: Sequence[tuple[list[str], float | None]], number: int, mode: str
     ) -> list[str]:
-        """The changes of trial `number`, drawn where Optuna expects the best of what it is told.
-        Where all values are listed, none is drawn twice: another one at random takes its place.
+        """The changes of trial `number`, drawn where Optuna expects the best by the trials so far.
+        If all values are listed, none is drawn twice: another one, at random, takes its place.
 
         The same is drawn after the same results, so that an interrupted sweep goes on as it would
         have; the first ten draws are random. Optuna's TPE sampler: https://optuna.readthedocs.io.
 
         Args:
-            tried: changes of earlier trials, and what each gave; None: no number, which counts as
-                worse than any: else it would go on drawing where training fails.
+            tried: the changes of each earlier trial and what it gave. None, for no number, counts
+                as worse than any, lest more are drawn where training fails.
             number: of the trial, from 1.
             mode: min or max.
         """
@@ -99,12 +99,11 @@ class Space:
         for changes, value in tried:
             drawn = {key: self._read(key, changes) for key in space}
             states = optuna.trial.TrialState
-            state = states.COMPLETE if value is not None else states.PRUNED  # worse than all
-            study.add_trial(
-                optuna.trial.create_trial(
-                    params=drawn, distributions=space, value=value, state=state
-                )
+            state = states.PRUNED if value is None else states.COMPLETE  # pruned: worse than all
+            trial = optuna.trial.create_trial(
+                params=drawn, distributions=space, value=value, state=state
             )
+            study.add_trial(trial)
         drawn = study.ask(space).params
         proposal = [
             self._write(key, drawn[key]) if key in drawn else self.values[key][0]
@@ -137,7 +136,7 @@ class Space:
         return change
 
     def _write(self, key: str, drawn: Any) -> str:
-        """The change for what Optuna drew: four digits are enough, but within the interval."""
+        """The change for what Optuna drew: rounded to four digits, but within the interval."""
         interval = self.intervals.get(key)
         if isinstance(drawn, float) and interval:
             drawn = min(max(float(f"{drawn:.4g}"), interval.start), interval.end)
@@ -155,7 +154,7 @@ class Space:
                 raise Refusal(f"{key}: the interval begins above its end")
 
     def _check_values(self) -> None:
-        """Each value once, beside the first of the others."""
+        """Check each value once, beside the first of all other keys."""
         first = {key: values[0] for key, values in self.values.items()}
         check(list(first.values()))
         for key in self.swept:
@@ -168,7 +167,7 @@ def _key(override: Override) -> str:
 
 
 def _values(override: Override) -> list[str]:
-    """Each value as a change of its own; of an interval its ends."""
+    """Each value as a change of its own; for an interval, its ends."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     value = override.value()

@@ -1,15 +1,15 @@
 """Stop when asked to, with a checkpoint to go on from: make stop, Ctrl-C, a time limit.
 
-The launcher asks by SIGUSR1. Without one it is SIGTERM, or Ctrl-C itself; a second Ctrl-C ends at
-once. (The terminal sends it to a loader's workers as well: forked ones go on, spawned ones end, and
+A launcher asks by SIGUSR1. Without a launcher SIGTERM or Ctrl-C does; a second Ctrl-C ends at once.
+(The terminal sends Ctrl-C to a loader's workers as well: forked ones go on, spawned ones end, and
 with them the run, without a checkpoint.)
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
-of them at the same batch. So once a second they ask each other; how many batches that is, they
-agree on too. Where gradients are accumulated they ask when a step is done, as no checkpoint holds
-gradients; after an epoch's last batch, when its validation is done. During an evaluation nobody
-asks: it ends first. After the last one they ask again. A test or a prediction, which changes no
-weights, ends at once, as by Ctrl-C: what is known until then is told.
+of them at the same batch. So about once a second the ranks ask each other whether one was asked;
+they also agree on how many batches lie between two questions. With accumulated gradients, which no
+checkpoint holds, they ask only when a step is done; after an epoch's last batch, only when its
+validation is done. An evaluation is not interrupted: they ask after it. A test or a prediction,
+which changes no weights, ends at once, as by Ctrl-C, and the run tells what is known until then.
 """
 
 from __future__ import annotations
@@ -35,13 +35,10 @@ class Stopped(Exception):
 
 
 class StopOnSignal(Checkpoint):
-    """Write a checkpoint and end, on all ranks, when one of them got the signal.
+    """Write `checkpoint` and end, on all ranks, when one of them got the signal.
 
-    As a Checkpoint it comes after the module's own hook at an epoch's end, whose metrics others
-    save by.
-
-    Args:
-        checkpoint: where to.
+    It is a Checkpoint to come after the module's own hook at an epoch's end, which may log the
+    metrics that other callbacks save by.
     """
 
     def __init__(self, checkpoint: str) -> None:
@@ -50,14 +47,14 @@ class StopOnSignal(Checkpoint):
         self._batches = 1  # from one question to the next
         self._left = 1
         self._since = 0.0
-        self._before: dict[int, Any] = {}  # handlers of signals
+        self._before: dict[int, Any] = {}  # the handlers of signals that ours replace
         self._process = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Behind the other checkpoints: a resume does not come to this epoch's end again.
+        # After the other checkpoints: a resumed run does not come to this epoch's end again.
         others = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
         trainer.callbacks = [*others, self]  # type: ignore[attr-defined]
-        # Then ranks wait for each other: once one is past that, all have this handler.
+        # Ranks wait for each other after setup: once one goes on, all have this handler.
         asked = self._ask if stage == "fit" else signal.default_int_handler
         self._before = {SIGNAL: signal.signal(SIGNAL, asked)}
         self._process = os.getpid()
@@ -71,8 +68,8 @@ class StopOnSignal(Checkpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if launched_size() is None:  # a launcher ends ranks by it
-            # Only now: behind on_fit_start Lightning sets its own. Nor is that put back: before
-            # teardown Lightning has restored what was there before both.
+            # Only now: Lightning sets its own after on_fit_start. It is not in _before: Lightning
+            # restores what was there before both, before teardown.
             signal.signal(signal.SIGTERM, self._ask)
 
     def _ask(self, number: int, _: Any) -> None:
@@ -81,7 +78,7 @@ class StopOnSignal(Checkpoint):
         self.asked = number
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            # Not by print, which the signal may have interrupted.
+            # Not print, in the middle of which the signal may have come.
             os.write(2, b"\nstopping, with a checkpoint; Ctrl-C again ends at once\n")
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
@@ -106,7 +103,7 @@ class StopOnSignal(Checkpoint):
         self._stop_if_asked(trainer, 0)  # meanwhile, as in the last evaluation
 
     def _stop_if_asked(self, trainer: pl.Trainer, pace: float) -> float:
-        """On all ranks if one was; else the slowest pace, in seconds a batch."""
+        """Stop all ranks if one was asked to; else the pace of the slowest, in seconds a batch."""
         mine = torch.tensor([float(self.asked), pace], device=trainer.strategy.root_device)
         asked, slowest = trainer.strategy.reduce(mine, reduce_op="max").tolist()
         if asked:

@@ -5,10 +5,10 @@
 
     python -m runs.sweep --arguments "model.lr=0.1,0.01" -- horovodrun -np 2 python template.py
 
-Each trial is the command behind `--` with the trial's changes: no rank draws anything. What a trial
-is judged by is the best value of the metric over its epochs. A trial that fails is noted and the
-sweep goes on; the same command again runs what is not done yet, the failed ones too, and with more
-TRIALS draws further ones. Trials do not run side by side, and none is ended early for doing badly.
+Each trial is the command behind `--` with the trial's changes: no rank draws anything. A trial is
+judged by the best value of the metric over its epochs. One that fails is noted and the sweep goes
+on; the same command again runs what is not done yet, the failed ones too, and with more TRIALS
+draws further ones. Trials do not run side by side, and none is ended early for doing badly.
 """
 
 from __future__ import annotations
@@ -37,22 +37,20 @@ from runs.space import Space
 from runs.trials import Trial, best_of, judge, reason, write_results
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-LAST_LINES = 8  # of a failed trial's output
-
-
+LAST_LINES = 8  # of a failed trial's output, which are shown
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 
 
 def _end_with_parent() -> None:
-    """A sweep that is killed leaves no trial that trains: the same command would begin another."""
+    """A killed sweep leaves no trial training: the same command would begin another beside it."""
     PRCTL(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 class Launcher:
-    """Runs commands one after the other; a signal to end goes to the one that runs."""
+    """Runs commands one after the other, and passes a signal to end on to the one that runs."""
 
     def __init__(self) -> None:
-        self.stopped = 0  # the signal
+        self.stopped = 0  # the signal that asked to end
         self._process: subprocess.Popen[bytes] | None = None
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -65,7 +63,7 @@ class Launcher:
                 start_new_session=True,  # a Ctrl-C reaches it once: through us
                 preexec_fn=_end_with_parent,
             )  # fmt: skip
-            if self.stopped:  # just now
+            if self.stopped:  # before there was a process to pass it on to
                 self._process.send_signal(self.stopped)
             return self._process.wait()
 
@@ -76,12 +74,12 @@ class Launcher:
 
 
 class Sweep:
-    """The folder of a sweep and its trials, kept in sweep.json whole at any moment.
+    """The folder of a sweep and its trials, kept in sweep.json, which is whole at any moment.
 
     Args:
-        command: that each trial adds its changes to.
+        command: the training, to which each trial adds its changes.
         arguments: the changes with several values.
-        count: of trials to draw; None: all combinations.
+        count: how many trials to draw; None: all combinations.
         metric, mode: what trials are compared by, and whether min or max of it is best.
     """
 
@@ -92,8 +90,8 @@ class Sweep:
         self.command, self.metric, self.mode = command, metric, mode
         self.count = count or len(self.space.grid())
         self.drawn = count is not None
-        # What makes two sweeps the same. METRIC may be mended: it is read when a trial has ended;
-        # and of those that draw, TRIALS may grow: a sweep of its own would draw the same again.
+        # What makes two sweeps the same. METRIC may differ: it is read when a trial has ended. So
+        # may TRIALS of those that draw: a sweep of its own would draw the same trials again.
         self._key = {"command": command, "arguments": arguments, "drawn": self.drawn}
         sweeps = _sweeps_folder([values[0] for values in self.space.values.values()])
         self.trials: list[Trial] = []
@@ -147,7 +145,7 @@ class Sweep:
         self._tell_trial(trial, output)
 
     def _judge(self, trials: list[Trial]) -> None:
-        """Those that have ended well. METRIC may be one that only some have, but not none."""
+        """Read METRIC of trials that have ended well; refuse one that none has given so far."""
         for trial in trials:
             self._measured |= judge(trial, self.metric, self.mode)
         if trials and not self._measured:
@@ -157,7 +155,7 @@ class Sweep:
             )
 
     def _new_folder(self, name: str) -> Path:
-        """What an earlier attempt at the trial left stays."""
+        """A folder beside those of earlier attempts at the trial, which stay."""
         folder = self.folder / name
         for attempt in itertools.count(2):
             if not _output(folder).exists():
@@ -168,11 +166,11 @@ class Sweep:
     # ---------------------------------------------------------------- what is kept
 
     def _find(self, sweeps: Path) -> Path | None:
-        """The newest sweep of the same command, when something of it is left to do."""
+        """The folder of the newest sweep of the same command, if it has something left to do."""
         for file in sorted(sweeps.glob("*/sweep.json"), reverse=True):
             try:
                 content = json.loads(file.read_text())
-                content.setdefault("drawn", content.get("trials") is not None)  # an older one
+                content.setdefault("drawn", content.get("trials") is not None)  # older files
                 if {key: content.get(key) for key in self._key} != self._key:
                     continue
                 trials = [Trial(**trial) for trial in content["tried"]]
@@ -185,10 +183,10 @@ class Sweep:
         return None
 
     def _lock(self) -> None:
-        # Until this process ends.
-        try:  # a file to write to: NFS locks no folder, nor what is only read
+        # Held until this process ends.
+        try:  # a file that is open to write: NFS locks neither folders nor what is only read
             self.held = os.open(self.folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
-        except PermissionError:  # another user's; on a local disk it will do
+        except PermissionError:  # another user's file; on a local disk this locks it, too
             self.held = os.open(self.folder / ".lock", os.O_RDONLY)
         try:
             fcntl.flock(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -250,7 +248,7 @@ class Sweep:
 
 
 def _output(folder: Path) -> Path:
-    """Beside the run's folder, which a trial that is refused does not have."""
+    """A trial's output, beside its folder, which a run that is refused does not leave."""
     return folder.with_suffix(".txt")
 
 

@@ -1,6 +1,6 @@
 """What a `_target_` of the configuration takes, by its signature.
 
-To look at it is to import it, and torch with it, which takes seconds.
+This imports the target, and torch with it, which takes seconds.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ OTHER_LIGHTNING = (
 
 
 def of_other_lightning(instance: object) -> bool:
-    """Whether it is a module that the Trainer here does not take as one; callbacks it would."""
+    """Whether it is made of the package `lightning`: the Trainer here refuses its modules."""
     return any(base.__module__.split(".")[0] == "lightning" for base in type(instance).__mro__)
 
 
 def arguments(target: str) -> list[str] | None:
-    """The names; None where it takes any, or cannot be looked at: making it will tell."""
+    """Names of its arguments; None if it takes any, or cannot be imported: making it will tell."""
     try:
         parameters = inspect.signature(get_object(target)).parameters.values()
     except Exception:  # no such class, or what importing it raises
@@ -71,9 +71,11 @@ def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -
 
 
 def misfit(config: DictConfig) -> str:
-    """The first of its values that is no number or no truth value, where the constructor says that
-    it takes one; or argument that is unknown to what is made later (`_partial_`), in the middle of
-    a run; "" without. Where it stands, in conf/ or in an experiment, is not known."""
+    """What is wrong with the values of a `_target_`, in words; "" if nothing is.
+
+    That is one that is no number or no truth value where the constructor's type hint says so, or an
+    argument unknown to what is made later (`_partial_`), which would fail in the middle of a run.
+    """
     target = config.get("_target_")
     for name in map(str, config):
         member = config[name] if not OmegaConf.is_missing(config, name) else None

@@ -4,13 +4,13 @@
     python template.py profiler=trace      each rank's part alone, in the run's folder
 
 Rank n writes trace/rank-<n>.json.gz, a trace of torch.profiler in which Lightning's actions are
-ranges of their own. It holds the rank's host, and how far its clock is ahead of rank 0's. Where
+ranges of their own. It holds the rank's host, and how far its clock is ahead of rank 0's. If
 HOROVOD_TIMELINE=DYNAMIC was set when the job started, rank 0 adds Horovod's timeline of the same
 steps, trace/horovod.json.gz; the thread that writes it keeps a core of its host busy. On a GPU,
 Horovod then has rank 0 wait for each of its operations, which it does not do otherwise.
 
-Times are those of the system's clock of each host. Not seen: clocks that drift from each other
-within the traced steps, or that are set meanwhile.
+Times are those of each host's system clock. Clocks that drift apart within the traced steps, or are
+set meanwhile, are not noticed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StepTrace(Profiler):
         dirpath: where traces go.
         warmup: batches before the first that is traced; at least 1.
         steps: batches that are traced.
-        stop: end the training when they are.
+        stop: end the training after them.
     """
 
     _profile: profile | None = None
@@ -53,7 +53,7 @@ class StepTrace(Profiler):
         if warmup < 1 or steps < 1:
             raise ValueError(f"warmup={warmup}, steps={steps}: at least 1 batch of each is needed")
         self.warmup, self.steps, self._stop_training = warmup, steps, stop
-        self._batches = -1  # begun so far, less one
+        self._batches = -1  # how many have begun, less one
         self._ranges: dict[str, record_function] = {}
 
     def start(self, action_name: str) -> None:
@@ -105,7 +105,7 @@ class StepTrace(Profiler):
             return
         hvd.stop_timeline()
         if self._trainer.global_rank == 0 and file.exists():
-            if file.stat().st_size:  # one rank has nothing to tell
+            if file.stat().st_size:  # it is empty for a single rank
                 with gzip.open(f"{file}.gz", "wb") as packed:
                     packed.write(file.read_bytes())
             file.unlink()

@@ -1,4 +1,4 @@
-"""What is known of a sweep's trials: how each ended, what it gave, and the tables of all."""
+"""The trials of a sweep: how each ended, what it gave, and the tables of all."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ class Trial:
         folder: of its run.
         value: the best of the metric over its epochs.
         tests: the metrics of its test.
+        seconds: that it took; None until it has ended.
         exit: status of the launcher.
         reason: why it failed, or has no value.
     """
@@ -43,16 +44,15 @@ class Trial:
 
 
 def judge(trial: Trial, metric: str, mode: str) -> bool:
-    """Fill in what a trial gave, from the summary and the curves that it left; whether they have
-    the metric.
+    """Fill in what a trial gave, by its summary and curves; whether they have the metric.
 
     Raises:
-        Refusal: when they are not here: so it is with all trials.
+        Refusal: when they are not on this host, as then those of no trial are.
     """
     folder = Path(trial.folder)
     try:
         metrics = json.loads((folder / "summary.json").read_text())["metrics"]
-        # Where a value is no number the summary has null.
+        # In the summary null stands for what is not finite.
         numbers = {name: v for name, v in metrics.items() if v is not None}
     except FileNotFoundError:
         raise Refusal(
@@ -82,14 +82,14 @@ def judge(trial: Trial, metric: str, mode: str) -> bool:
 
 
 def best_of(trials: list[Trial], mode: str) -> Trial | None:
-    """The best; the first of equals."""
+    """The best trial, the first among equals; None if none has a value."""
     valued = [trial for trial in trials if trial.value is not None]
     sign = 1 if mode == "min" else -1
     return min(valued, key=lambda trial: sign * (trial.value or 0), default=None)
 
 
 def reason(output: Path) -> str:
-    """The line of a failed trial's output that tells most: its last error, else its last line."""
+    """The most telling line of a failed trial's output: its last error, else its last line."""
     lines = [
         LINE_OF_A_RANK.sub("", line) for line in output.read_text(errors="replace").split("\n")
     ]

@@ -12,7 +12,7 @@ PACKAGES = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "horovo
 
 
 def versions() -> dict[str, str]:
-    """Of the packages that are installed."""
+    """The versions of those packages that are installed."""
     installed = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -21,8 +21,8 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """With -dirty behind it when files differ from it; None outside a repository."""
-    # In a container the checkout may be another user's.
+    """The commit, with -dirty behind it if files differ from it; None outside a repository."""
+    # safe.directory: in a container the checkout may be another user's.
     command = ["git", "-c", "safe.directory=*", "-C", str(ROOT), "describe", "--always"]
     command += ["--dirty", "--abbrev=40", "--exclude=*"]  # a tag would take the commit's place
     try:

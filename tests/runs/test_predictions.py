@@ -17,7 +17,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-from runs.mistakes import BY_POSITION, mistake
+from runs.mistakes import mistake
 from runs.predictions import Predictions
 from runs.refusal import Refusal
 from strategies import HorovodStrategy
@@ -288,7 +288,7 @@ class ByPosition(Numbers):
 
 def test_predictions_of_a_loader_that_lightning_cannot_make_are_refused_before_training() -> None:
     trainer: Any = SimpleNamespace(datamodule=ByPosition(), world_size=2, limit_predict_batches=1.0)
-    with pytest.raises(MisconfigurationException, match=BY_POSITION):
+    with pytest.raises(MisconfigurationException, match="more than one `__init__` argument"):
         Predictions().setup(trainer, Doubles(), "fit")
 
 

@@ -1,13 +1,13 @@
 # Type `make` to see what there is. Every target installs by itself what it needs.
 
-# What to run on, how many processes, and with which changes to conf/:
-ARGS ?=
-ifneq ($(origin NP),undefined)
-  ifeq ($(shell echo ' $(NP) ' | grep -Ex '( *[1-9][0-9]*)+ *'),)
-    $(error NP=$(NP): give a number of processes, as NP=2)
-  endif
-endif
-# ARGS may have several lines: the shell of a recipe would run each as a command of its own.
+# Variables of these names in the environment mean other things there.
+OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT
+$(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
+
+# KILL=0 is no.
+$(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name))),$(eval override $(name) :=)))
+
+# ARGS, changes to conf/, may have several lines: the shell of a recipe would run each as a command.
 define NEWLINE
 
 
@@ -16,106 +16,15 @@ ifneq ($(findstring $(NEWLINE),$(ARGS)),)
   override ARGS := $(subst $(NEWLINE), ,$(ARGS))
   export ARGS
 endif
-# make would take $HOME for $(H)OME, and the shell what follows a semicolon for a command.
-ifneq ($(findstring $$,$(subst $$$$,,$(value ARGS))),)
-  $(error ARGS has a $$, which make would take: ARGS="..." has your shell fill a variable in; for Hydra, within single quotes, it is '$$$${seed}')
-endif
-ifneq ($(filter %;,$(ARGS)),)
-  $(error ARGS=$(ARGS): write changes with blanks between, not semicolons)
-endif
-ifeq ($(origin HOSTS)$(HOSTS),command line)
-  $(error HOSTS=: give hosts, as HOSTS=node1:4,node2:4)
-endif
-HOSTS_ARE := $(firstword $(origin HOSTS))
-# A list may be written with blanks after its commas.
-COMMA := ,
-ifdef HOSTS
-  override HOSTS := $(subst $(COMMA) ,$(COMMA),$(HOSTS))
-endif
-ifneq ($(or $(word 2,$(HOSTS)),$(findstring ;,$(HOSTS)),$(findstring &,$(HOSTS)),$(findstring |,$(HOSTS))),)
-  $(error HOSTS=$(HOSTS): write name:slots, with commas between, as node1:4,node2:4)
-endif
-# Sizes and hosts of make bench: as given, before they get their defaults.
-SIZES := $(if $(NP),--np $(NP)) $(if $(HOSTFILE),--hostfile "$(HOSTFILE)") $(if $(HOSTS),-H $(HOSTS))
-ONE_SIZE = $(if $(word 2,$(NP)),$(error NP="$(NP)": give one number of processes; several are for make bench))
-ifdef HOSTFILE
-  WHERE = $(ONE_SIZE) $(if $(NP),-np $(NP)) --hostfile "$(HOSTFILE)" $(if $(HOSTS),-H $(HOSTS))
-else
-  WHERE = $(ONE_SIZE)-np $(NP) -H $(HOSTS)
-ifdef HOSTS
-  NP ?= $(shell echo '$(HOSTS)' | tr ',' '\n' | awk -F: '{n += $$2 ? $$2 : 1} END {print n}')
-else
-  # Two processes, but on a host with a single GPU, or where one is visible, one: a rank needs its own.
-  # nvidia-smi lists the parts of a GPU (MIG) below it, of which a process sees one.
-  VISIBLE = listed=$${CUDA_VISIBLE_DEVICES-$$(seq -s, 99)}; echo "$$listed" | tr , '\n' | grep -c '^[^-]'
-ifndef NP
-  # Asked once, and not by who looks or stops: it takes seconds, or for ever where a driver hangs.
-  NP = $(eval NP := $(if $(filter 1,$(shell nvidia-smi -L 2>/dev/null | grep ^GPU | head -n $$($(VISIBLE)) | wc -l)),1,2))$(NP)
-endif
-  HOSTS = localhost:$(NP)
-endif
+
+# Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.
+WHERE := $(shell $(or $(PYTHON),python3) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
+ifeq ($(firstword $(WHERE)),error:)
+  $(error $(subst error: ,,$(WHERE)))
 endif
 
 # Seconds that ranks get for a checkpoint when told to stop:
 STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
-
-# Variables of these names in the environment mean other things there.
-OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT
-$(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
-
-# KILL=0 is no.
-$(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name))),$(eval override $(name) :=)))
-
-# Before anything is installed: make takes model.lr=0.1 and DRY_RUN=1 for variables of its own, which
-# nothing reads.
-KNOWN := ARGS NP HOSTS HOSTFILE PYTHON STOP_SECONDS STRATEGY LAUNCHER FOLLOW MPI INSTALL $(OURS)
-ENVIRONMENT := WHEELS FORWARD PRELOAD HOROVOD_% NCCL_% GLOO_% UCX_% CUDA_% OMP_% MKL_% OPENBLAS_% TORCH% \
-  PYTORCH_% PL_% HYDRA_% PIP_% CXX SHELL MAKEFLAGS __BASH_MAKE_COMPLETION__
-ifeq ($(MAKELEVEL),0) # another Makefile hands on its own
-$(foreach name,$(filter-out $(KNOWN) $(ENVIRONMENT),$(.VARIABLES)),\
-  $(if $(filter command,$(firstword $(origin $(name)))),\
-    $(error $(name)=$($(name)): no variable of this Makefile, see make help; changes to conf/ go into \
-      ARGS="key=value ...", variables for the environment before make)))
-endif
-ifneq ($(filter train launch sweep profile,$(MAKECMDGOALS)),)
-  $(if $(filter command,$(firstword $(origin STRATEGY))),$(error STRATEGY=$(STRATEGY): it belongs to make bench; here write ARGS="strategy=$(STRATEGY)"))
-endif
-ifneq ($(filter command,$(origin LAUNCHER)),)
-  $(if $(filter-out mpi,$(LAUNCHER)),$(error LAUNCHER=$(LAUNCHER): there is mpi; leave it out for our own))
-  $(if $(filter-out train sweep,$(MAKECMDGOALS)),$(error LAUNCHER=$(LAUNCHER): it is of make train and make sweep))
-endif
-ifneq ($(filter export,$(MAKECMDGOALS)),)
-  $(if $(CKPT),,$(error CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt))
-endif
-$(if $(filter bench-step,$(MAKECMDGOALS)),$(ONE_SIZE))
-# What each takes of CHECKED; make would hand on nothing else, without a word.
-CHECKED := NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK BATCH RUN ALLREDUCE OLD NEW TRIALS METRIC ARGS
-TAKES_train := NP HOSTS HOSTFILE LAUNCHER STOP_SECONDS
-TAKES_launch := NP HOSTS HOSTFILE AT STOP_SECONDS
-TAKES_sweep := NP HOSTS HOSTFILE TRIALS METRIC MODE LAUNCHER STOP_SECONDS
-TAKES_profile := NP HOSTS HOSTFILE STEPS
-TAKES_predict := RUN ALLREDUCE NETWORK NP
-TAKES_bench-check := OLD NEW
-TAKES_bench-readme := nothing
-TAKES_bench := NP HOSTS HOSTFILE STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK
-TAKES_bench-step := $(if $(filter override,$(origin HOSTS)),HOSTS,NP) REPEATS
-TAKES_bench-step-slow := REPEATS
-TAKES_bench-overheads := NP REPEATS
-TAKES_bench-allreduce := NP HOSTS HOSTFILE NETWORK
-TAKES_bench-split := BATCH STEPS REPEATS
-TAKES_bench-start := NP REPEATS
-TAKES_bench-losses := NP STEPS
-NO_ARGS := bench-check bench-readme
-# What one of several goals takes is not lost: make bench bench-readme NP="1 2".
-TAKEN := $(foreach goal,$(MAKECMDGOALS),$(TAKES_$(goal))) $(if $(filter-out $(NO_ARGS),$(MAKECMDGOALS)),ARGS) \
-  $(if $(filter hello doctor sync,$(MAKECMDGOALS)),NP HOSTS HOSTFILE) $(if $(filter logs stop,$(MAKECMDGOALS)),RUN)
-GIVEN = $(filter command override,$(if $(filter HOSTS,$(1)),$(HOSTS_ARE),$(firstword $(origin $(1)))))
-$(foreach goal,$(MAKECMDGOALS),$(if $(TAKES_$(goal)),\
-  $(foreach name,$(filter-out $(TAKEN),$(CHECKED)),$(if $(call GIVEN,$(name)),\
-    $(error $(name)=$($(name)): make $(goal) takes $(TAKES_$(goal))$(if $(filter $(NO_ARGS),$(goal)),, and ARGS))))))
-ifneq ($(filter bench-check,$(MAKECMDGOALS)),)
-  $(if $(and $(OLD),$(NEW)),,$(error OLD=$(OLD) NEW=$(NEW): give two files of benchmarks/results/))
-endif
 
 # Into which environment: .venv here, or that of the interpreter PYTHON.
 ifeq ($(PYTHON),)
@@ -207,7 +116,8 @@ check: dev-environment ## lint, format and types
 	@$(BIN)/mypy
 
 bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both; REPEATS=5, STEPS= or EPOCHS=, WARMUP=
-	@$(PYTHON) -m benchmarks.scaling $(SIZES) $(if $(STRATEGY),--strategy $(STRATEGY)) \
+	@$(PYTHON) -m benchmarks.scaling $(if $(NP),--np $(NP)) $(if $(HOSTS),-H "$(HOSTS)") \
+	  $(if $(HOSTFILE),--hostfile "$(HOSTFILE)") $(if $(STRATEGY),--strategy $(STRATEGY)) \
 	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(EPOCHS),--epochs $(EPOCHS)) $(if $(WARMUP),--warmup $(WARMUP)) \
 	  $(if $(NETWORK),--network "$(NETWORK)") -- $(ARGS)
@@ -219,7 +129,7 @@ bench-readme: dev-environment ## write the README's table from the newest result
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
 bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
-	@$(PYTHON) -m benchmarks.step --hosts $(or $(HOSTS),localhost:$(or $(NP),2)) $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
+	@$(PYTHON) -m benchmarks.step --hosts "$(or $(HOSTS),localhost:$(or $(NP),2))" $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
@@ -227,7 +137,7 @@ bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of
 	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
-	@$(PYTHON) -m benchmarks.overheads $(if $(filter command environment,$(origin NP)),--ranks $(NP)) \
+	@$(PYTHON) -m benchmarks.overheads $(if $(NP),--ranks $(NP)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
 bench-allreduce: dev-environment ## all-reduce bandwidth between HOSTS by size; NETWORK=25gbit names it
@@ -236,7 +146,7 @@ bench-allreduce: dev-environment ## all-reduce bandwidth between HOSTS by size; 
 
 predict: dev-environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
 	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
-	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(filter command environment,$(origin NP)),--ranks "$(NP)") $(ARGS)
+	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks "$(NP)") $(ARGS)
 
 predict-proof: dev-environment ## check predictions against measurements, on hosts made of this one (root)
 	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
@@ -246,11 +156,11 @@ bench-split: environment ## when splitting a network over two devices pays: a ta
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
 bench-start: environment ## time from launch to first step, beside plain horovodrun; NP="2 4 8"
-	@$(PYTHON) -m benchmarks.start $(if $(filter command environment,$(origin NP)),--np $(NP)) \
+	@$(PYTHON) -m benchmarks.start $(if $(NP),--np $(NP)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
 bench-losses: dev-environment ## losses of one process, Horovod and DDP at the same global batch; NP="2 4"
-	@$(PYTHON) -m benchmarks.losses $(if $(filter command environment,$(origin NP)),--np $(NP)) \
+	@$(PYTHON) -m benchmarks.losses $(if $(NP),--np $(NP)) \
 	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
 
 export: environment ## write a trained model beside CKPT= as one file that needs torch alone; FORMAT=pt2|onnx

@@ -517,30 +517,6 @@ class TestMistakes:
         assert (f"HorovodInternalError: {why}" in done.stdout) == (whose == "its own"), done.stdout
         assert (f"another rank ended ({why})" in done.stdout) == (whose == "another's")
 
-    def test_make_leaves_out_variables_that_mean_other_things(self) -> None:
-        done = run(["make", "--eval=probe:;@env", "probe", f"PYTHON={sys.executable}"], RANK="0")
-        assert done.returncode == 0 and "RANK=" not in done.stdout
-
-    @pytest.mark.parametrize(
-        "where", [["make", "HOSTS=a:1, b:2"], ["env", "HOSTS=a:1, b:2", "make"]]
-    )
-    def test_make_takes_hosts_with_blanks_between(self, where: list[str]) -> None:
-        done = run([*where, "-n", "hello"])
-        assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
-
-    def test_make_takes_a_checkpoint_with_blanks(self) -> None:
-        done = run(["make", "-n", "export", "CKPT=my logs/last.ckpt", "INSTALL=true"])
-        assert ' -m runs.export  "my logs/last.ckpt"\n' in done.stdout, done.stdout
-
-    @pytest.mark.parametrize("target", ["train", "sweep"])
-    def test_make_takes_arguments_on_several_lines(self, target: str) -> None:
-        probe = ["--eval=probe:;@env", "probe"] if target == "sweep" else ["-n", "train"]
-        done = run(["make", *probe, "ARGS=seed=1\nmodel.lr=2\n"])
-        match = re.search(
-            "^ARGS=.*" if target == "sweep" else r"exec .* seed=.*", done.stdout, re.M
-        )
-        assert match and match[0].endswith("seed=1 model.lr=2 "), done.stdout
-
     def test_sigterm_to_make_reaches_the_training(self, tmp_path: Path) -> None:
         """With a letter in ARGS that make calls a shell for, which would end alone."""
         changes = "~callbacks.early_stopping trainer.max_epochs=100000"
@@ -570,36 +546,6 @@ class TestMistakes:
         assert "horovodrun: stopped by SIGTERM" in text
         assert (folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt").is_file()
 
-    def test_make_takes_0_for_no(self) -> None:
-        for value, flags in (("0", 0), ("1", 2)):
-            asked = [f"{name}={value}" for name in ("ENV", "DRY")]
-            done = run(["make", "-n", "sync", *asked, "HOSTFILE=my hosts.yaml", "RUN="])
-            assert done.stdout.count(" --env") + done.stdout.count(" --dry-run") == flags
-            assert ' --hostfile "my hosts.yaml" ' in done.stdout
-
-    @pytest.mark.parametrize(
-        ("gpus", "parts", "visible", "ranks"),
-        [
-            (0, 0, None, 2), (1, 0, None, 1), (4, 0, None, 2), (4, 0, "1", 1), (4, 0, "0,1", 2),
-            (4, 0, "", 2), (1, 2, None, 1), (4, 7, "1", 1), (4, 0, "-1", 2),
-        ],
-    )  # fmt: skip
-    def test_make_takes_a_rank_a_gpu(
-        self, gpus: int, parts: int, visible: str | None, ranks: int, tmp_path: Path
-    ) -> None:
-        mig = "echo '  MIG 1g.5gb Device'\n" * parts
-        smi = "".join(f"echo GPU {number}\n{mig}" for number in range(gpus))
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho asked >> {tmp_path}/log\n{smi}")
-        (tmp_path / "nvidia-smi").chmod(0o755)
-        command = ["env", "-u", "CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{os.environ['PATH']}"]
-        command += [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
-        done = run([*command, "make", "-n", "hello"])
-        assert f" -np {ranks} -H localhost:{ranks} " in done.stdout, done.stdout
-        assert (tmp_path / "log").read_text().split() == ["asked"]  # it can take a second
-        for goal in ("stop", "help"):  # or hang
-            assert run([*command, "make", "-n", goal]).returncode == 0
-        assert (tmp_path / "log").read_text().split() == ["asked"]
-
     def test_make_train_refuses_before_launching(self, tmp_path: Path) -> None:
         make = ["make", "train", f"PYTHON={sys.executable}"]
         done = run([*make, f"ARGS=trainer.max_epoch=1 log_dir={tmp_path}"])
@@ -611,87 +557,6 @@ class TestMistakes:
         assert "usage" not in done.stdout
         done = run([*make, "NP=1 2", "INSTALL=true"])
         assert done.returncode != 0 and "give one number of processes" in done.stdout
-
-    def test_make_lets_be_what_is_no_mistake(self) -> None:
-        """What make itself, the installer, or a shell that completes sets; another Makefile's."""
-        for variable in (
-            "CXX=ccache g++",
-            "MAKEFLAGS=",
-            "__BASH_MAKE_COMPLETION__=1",
-            "UCX_TLS=tcp",
-        ):
-            done = run(["make", "-n", "hello", variable])
-            assert done.returncode == 0 and "cluster.exchange" in done.stdout, done.stdout
-        assert run(["make", "-n", "hello", "VERBOSE=1"], MAKELEVEL="1").returncode == 0
-        assert run(["make", "-n", "hello", "VERBOSE=1"]).returncode == 2
-
-    @pytest.mark.parametrize(
-        ("target", "message"),
-        [
-            (["train", "NP="], "NP=: give a number of processes"),
-            (["train", "HOSTS=a:2 b:2"], "HOSTS=a:2 b:2: write name:slots, with commas between"),
-            (["doctor", "HOSTS=a:1;true"], "HOSTS=a:1;true: write name:slots, with commas"),
-            (["train", "HOSTS="], "HOSTS=: give hosts, as HOSTS=node1:4"),
-            (["train", "NP=two"], "NP=two: give a number of processes"),
-            (["bench", "NP=2 0"], "NP=2 0: give a number of processes"),
-            (["train", "model.lr=0.1"], "model.lr=0.1: no variable of this Makefile, see make"),
-            (["sync", "DRY_RUN=1"], "DRY_RUN=1: no variable of this Makefile"),
-            (["doctor", "HOST=node1:2"], "HOST=node1:2: no variable of this Makefile"),
-            (["train", "np=4"], "np=4: no variable of this Makefile"),
-            (["launch", "STRATEGY=ddp"], 'here write ARGS="strategy=ddp"'),
-            (["export"], "CKPT=: give a checkpoint"),
-            (["train", "LAUNCHER=openmpi"], "LAUNCHER=openmpi: there is mpi"),
-            (["launch", "LAUNCHER=mpi"], "it is of make train and make sweep"),
-            (
-                ["bench-step", "HOSTFILE=x.yaml"],
-                "HOSTFILE=x.yaml: make bench-step takes NP REPEATS",
-            ),
-            (["bench-step", "NP=2", "HOSTS=a:2"], "NP=2: make bench-step takes HOSTS REPEATS and"),
-            (["bench-step", "NP=2 1"], 'NP="2 1": give one number of processes'),
-            (["bench-split", "HOSTS=a:2"], "HOSTS=a:2: make bench-split takes BATCH STEPS REPEATS"),
-            (["bench-check", "OLD=a"], "OLD=a NEW=: give two files"),
-            (["train", "EPOCHS=5"], "EPOCHS=5: make train takes NP HOSTS HOSTFILE LAUNCHER STOP_S"),
-            (["launch", "STEPS=3"], "STEPS=3: make launch takes NP HOSTS HOSTFILE AT STOP_SECONDS"),
-            (["sweep", "STEPS=10"], "STEPS=10: make sweep takes NP HOSTS HOSTFILE TRIALS METRIC M"),
-            (["profile", "WARMUP=3"], "WARMUP=3: make profile takes NP HOSTS HOSTFILE STEPS and A"),
-            (
-                ["predict", "HOSTS=a:2"],
-                "HOSTS=a:2: make predict takes RUN ALLREDUCE NETWORK NP and",
-            ),
-            (["predict", "STEPS=3"], "STEPS=3: make predict takes"),
-            (["bench-check", "OLD=a", "NEW=b", "NP=3"], "NP=3: make bench-check takes OLD NEW"),
-            (["bench-check", "OLD=a", "NEW=b", "ARGS=-v"], "ARGS=-v: make bench-check takes OLD N"),
-            (["bench-readme", "RUN=a"], "RUN=a: make bench-readme takes nothing"),
-            (["train", "RUN=a"], "RUN=a: make train takes"),
-            (["train", "ARGS=data_dir=$HOME/x"], "ARGS has a $, which make would take"),
-            (["sweep", "ARGS=a=1; b=2"], "ARGS=a=1; b=2: write changes with blanks between, not"),
-            (["bench", "METRIC=a"], "METRIC=a: make bench takes"),
-        ],
-    )
-    def test_make_says_what_it_lacks(self, target: list[str], message: str) -> None:
-        done = run(["make", *target, "INSTALL=echo installs"])
-        assert done.returncode == 2 and message in done.stdout, done.stdout
-        assert "usage" not in done.stdout and "installs" not in done.stdout
-
-    def test_hosts_in_the_environment_are_not_for_each_target(self) -> None:
-        done = run(["make", "-n", "bench-step", "INSTALL=true"], HOSTFILE="x.yaml")
-        assert done.returncode == 0 and "--hosts localhost:2" in done.stdout, done.stdout
-        done = run(["make", "-n", "predict", "INSTALL=true"], HOSTS="a:2", STEPS="3", ARGS="")
-        assert done.returncode == 0 and "benchmarks.predict" in done.stdout, done.stdout
-
-    @pytest.mark.parametrize(
-        "line",
-        [
-            "bench bench-readme NP=2 STEPS=9 ARGS=seed=1", "stop train RUN=a NP=2",
-            "sync predict HOSTS=a:1 RUN=b", "sweep TRIALS=2 METRIC=a MODE=max LAUNCHER=mpi",
-            "launch AT=02:00 STOP_SECONDS=9 HOSTFILE=a", "bench-check OLD=a NEW=b", "logs RUN=a",
-            "predict NP=2 RUN=a ALLREDUCE=b NETWORK=c ARGS=d", "profile NP=2 STEPS=9",
-            "train ARGS='model.lr=$${seed}'",
-        ],
-    )  # fmt: skip
-    def test_make_takes_what_one_of_its_targets_uses(self, line: str) -> None:
-        done = run(["make", "-n", *line.split(), "INSTALL=true"])
-        assert done.returncode == 0, done.stdout
 
 
 def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:

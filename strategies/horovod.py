@@ -172,28 +172,7 @@ class HorovodStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         return self.lightning_module.trainer
 
-    @property
-    def operations(self) -> str:
-        """What Horovod moves this strategy's tensors with: NCCL, MPI or Gloo."""
-        if self.root_device.type == "cuda" and hvd.nccl_built():
-            return "NCCL"
-        return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
-
-    def take_exchanges(self) -> list[Exchange]:
-        """What combining gradients took, in each backward since this was last asked."""
-        if self._buckets is None:
-            return []
-        exchanges = list(self._buckets.exchanges)
-        self._buckets.exchanges.clear()
-        return exchanges
-
-    def sent_bytes(self, size: int) -> float:
-        """What each rank sends to combine `size` bytes of gradients."""
-        ranks = self.world.size
-        if self.op == "adasum":
-            return size * (ranks.bit_length() - 1)
-        divisor = 1 if self.compression == "none" else 2
-        return 2 * (ranks - 1) / ranks * size / divisor
+    # ---------------------------------------------------------------- setting up, and tearing down
 
     @override
     def setup_environment(self) -> None:
@@ -285,24 +264,23 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Evaluation visits each sample once, and a resumed epoch none that was trained."""
-        trainer = self._trainer
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        if self.root_device.type == "cpu":
-            dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
-        # estimated_stepping_batches, asked for in the sanity check, makes the training loader then;
-        # those of validation are there already.
-        made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
-        for_training = trainer.sanity_checking and made
-        if for_training or trainer.state.stage == RunningStage.TRAINING:
-            return dataloader
-        if trainer.state.stage in EVALUATING:
-            stage = "test" if trainer.testing else "validate"
-            dataloader = each_sample_once(dataloader, self.world, stage)
-        self._evaluation.count(dataloader)
-        return dataloader
+    def teardown(self) -> None:
+        if self._buckets is not None:
+            self._buckets.remove()
+            self._buckets = None
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+        self.world.later, self.world.alone = None, str
+        self._looked = self._warned = False
+        self._evaluation = Evaluation(self.world)
+        if self.lightning_module is not None:
+            leave_metrics(self.lightning_module, self.world)
+        if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
+            self._layer_sync.revert(self.lightning_module)
+        super().teardown()
+
+    # ---------------------------------------------------------------- a step, in the order of calls
 
     @override
     def on_train_start(self) -> None:
@@ -318,35 +296,6 @@ class HorovodStrategy(ParallelStrategy):
         resume(loop, self._resumed.get("global_batch_size", 0), self.world.size, loaders)
 
     @override
-    def on_validation_start(self) -> None:
-        if self._buckets is None:
-            return
-        if not self._looked and self._trainer.fit_loop.epoch_loop.batch_progress.total.ready:
-            self._looked = True
-            self._look_at_all_ranks()
-        self._evaluation.start(self._trainer)
-
-    @override
-    def on_train_end(self) -> None:
-        self.world.look_back()
-        self._look_at_all_ranks()
-
-    def _look_at_all_ranks(self) -> None:
-        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if self._buckets is not None and not self._warned and trained:
-            assert self.lightning_module is not None
-            own_buffers = not self.broadcast_buffers  # where they are, they cannot differ for long
-            self._warned = warn_of_drift(self.lightning_module, self.world, own_buffers)
-
-    @override
-    def on_validation_end(self) -> None:
-        warn_of_own_values(self._trainer, self.world)
-
-    @override
-    def on_test_end(self) -> None:
-        self.on_validation_end()
-
-    @override
     def batch_to_device(
         self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0
     ) -> Any:
@@ -358,31 +307,6 @@ class HorovodStrategy(ParallelStrategy):
             )
         with self._draws():  # on_after_batch_transfer may augment it
             return super().batch_to_device(batch, device, dataloader_idx)
-
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # A step that takes dataloader_iter has samplers draw in it, which all must do alike.
-        by_iterator = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
-        with nullcontext() if by_iterator else self._draws():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
-        with self._draws():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
-        with self._draws():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
-        with self._draws():
-            return super().predict_step(*args, **kwargs)
 
     @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
@@ -398,16 +322,29 @@ class HorovodStrategy(ParallelStrategy):
             self.world.broadcast(shared_buffers(self.lightning_module, self.world))
 
     @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._buckets is None:
-            return
-        self.world.look_back()  # before anything is begun that others never come to
-        self._buckets.prepare()
-        if self._average:
-            # Where max_steps ends the training, it is no matter who has more batches.
-            is_last_step = self._trainer.global_step + 1 == self._trainer.max_steps
-            progress = self._trainer.fit_loop.epoch_loop.batch_progress
-            self._buckets.start(last_batch=progress.is_last_batch or is_last_step)
+    def optimizer_step(
+        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._steps is not None:
+            self._steps.check(optimizer)
+        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # A step that takes dataloader_iter has samplers draw in it, which all must do alike.
+        by_iterator = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        with nullcontext() if by_iterator else self._draws():
+            return super().training_step(*args, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Gradients stay local inside: all batches of an accumulation but the last."""
+        self._average = False
+        try:
+            yield
+        finally:
+            self._average = True
 
     @override
     def backward(
@@ -422,6 +359,18 @@ class HorovodStrategy(ParallelStrategy):
             self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
             self.post_backward(loss)
             return self.precision_plugin.post_backward(loss, self.lightning_module)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._buckets is None:
+            return
+        self.world.look_back()  # before anything is begun that others never come to
+        self._buckets.prepare()
+        if self._average:
+            # Where max_steps ends the training, it is no matter who has more batches.
+            is_last_step = self._trainer.global_step + 1 == self._trainer.max_steps
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            self._buckets.start(last_batch=progress.is_last_batch or is_last_step)
 
     @override
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -449,22 +398,75 @@ class HorovodStrategy(ParallelStrategy):
         )
 
     @override
-    def optimizer_step(
-        self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
-    ) -> Any:
-        if self._steps is not None:
-            self._steps.check(optimizer)
-        return super().optimizer_step(optimizer, closure, *args, **kwargs)
+    def on_train_end(self) -> None:
+        self.world.look_back()
+        self._look_at_all_ranks()
 
-    @contextmanager
+    # ---------------------------------------------------------------- evaluation
+
     @override
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients stay local inside: all batches of an accumulation but the last."""
-        self._average = False
-        try:
-            yield
-        finally:
-            self._average = True
+    def process_dataloader(self, dataloader: object) -> object:
+        """Evaluation visits each sample once, and a resumed epoch none that was trained."""
+        trainer = self._trainer
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        if self.root_device.type == "cpu":
+            dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
+        # estimated_stepping_batches, asked for in the sanity check, makes the training loader then;
+        # those of validation are there already.
+        made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+        for_training = trainer.sanity_checking and made
+        if for_training or trainer.state.stage == RunningStage.TRAINING:
+            return dataloader
+        if trainer.state.stage in EVALUATING:
+            stage = "test" if trainer.testing else "validate"
+            dataloader = each_sample_once(dataloader, self.world, stage)
+        self._evaluation.count(dataloader)
+        return dataloader
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._buckets is None:
+            return
+        if not self._looked and self._trainer.fit_loop.epoch_loop.batch_progress.total.ready:
+            self._looked = True
+            self._look_at_all_ranks()
+        self._evaluation.start(self._trainer)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.begin(self._trainer, *args, **kwargs)
+        with self._draws():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.begin(self._trainer, *args, **kwargs)
+        with self._draws():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.begin(self._trainer, *args, **kwargs)
+        with self._draws():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        warn_of_own_values(self._trainer, self.world)
+
+    @override
+    def on_test_end(self) -> None:
+        self.on_validation_end()
+
+    def _look_at_all_ranks(self) -> None:
+        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self._buckets is not None and not self._warned and trained:
+            assert self.lightning_module is not None
+            own_buffers = not self.broadcast_buffers  # where they are, they cannot differ for long
+            self._warned = warn_of_drift(self.lightning_module, self.world, own_buffers)
+
+    # ---------------------------------------------------------------- collectives
 
     @property
     def _by_itself(self) -> bool:
@@ -513,6 +515,8 @@ class HorovodStrategy(ParallelStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         return obj if self._by_itself else self.world.broadcast_object(obj, src)
 
+    # ---------------------------------------------------------------- checkpoints
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
@@ -545,19 +549,27 @@ class HorovodStrategy(ParallelStrategy):
         self._resumed = {**checkpoint.get(SAVED, {}), "loaders": states.get("combined_loader", [])}
         return checkpoint
 
-    @override
-    def teardown(self) -> None:
-        if self._buckets is not None:
-            self._buckets.remove()
-            self._buckets = None
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
-        self.world.later, self.world.alone = None, str
-        self._looked = self._warned = False
-        self._evaluation = Evaluation(self.world)
-        if self.lightning_module is not None:
-            leave_metrics(self.lightning_module, self.world)
-        if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
-            self._layer_sync.revert(self.lightning_module)
-        super().teardown()
+    # ---------------------------------------------------------------- what reports ask
+
+    @property
+    def operations(self) -> str:
+        """What Horovod moves this strategy's tensors with: NCCL, MPI or Gloo."""
+        if self.root_device.type == "cuda" and hvd.nccl_built():
+            return "NCCL"
+        return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
+
+    def take_exchanges(self) -> list[Exchange]:
+        """What combining gradients took, in each backward since this was last asked."""
+        if self._buckets is None:
+            return []
+        exchanges = list(self._buckets.exchanges)
+        self._buckets.exchanges.clear()
+        return exchanges
+
+    def sent_bytes(self, size: int) -> float:
+        """What each rank sends to combine `size` bytes of gradients."""
+        ranks = self.world.size
+        if self.op == "adasum":
+            return size * (ranks.bit_length() - 1)
+        divisor = 1 if self.compression == "none" else 2
+        return 2 * (ranks - 1) / ranks * size / divisor

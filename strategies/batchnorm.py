@@ -76,7 +76,7 @@ class _Normalize(torch.autograd.Function):
         else:
             variance = mean = values.new_zeros(x.shape[1])
         mine = torch.cat([mean, variance, mean.new_full((1,), values.numel() / x.shape[1])])
-        world.together()
+        world.before_collective()
         handle = hvd.allgather_async(mine.unsqueeze(0), f"{name}.forward", world.process_set)
         gathered = wait(handle)
         means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
@@ -106,7 +106,7 @@ class _Normalize(torch.autograd.Function):
         # The statistics depend on the values of all ranks, so on their gradients too. The gradients
         # of weight and bias stay this rank's: they are averaged with all others.
         sums = torch.stack([grad_bias, grad_weight])
-        ctx.world.look_back()
+        ctx.world.run_deferred_check()
         wait(
             hvd.allreduce_async_(
                 sums, name=f"{ctx.name}.backward", op=hvd.Sum, process_set=ctx.world.process_set

@@ -72,7 +72,7 @@ class Evaluation:
             what = (
                 f"batch {batch_idx} of the {'prediction' if trainer.predicting else 'evaluation'}"
             )
-            self.world.alone = lambda: (
+            self.world.uneven_batch = lambda: (
                 what if total.ready == number and now.completed < now.ready else ""
             )
         if self._own_buffers:

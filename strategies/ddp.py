@@ -66,7 +66,7 @@ class HorovodrunEnvironment(LaunchedEnvironment):
             port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
             url = f"http://{server}:{port}/ddp/rank-0"
             if self.global_rank() == 0:
-                # What follows the name is what its own server may ask for (cluster/rendezvous.py).
+                # A secret may follow the address, for our own server (cluster/rendezvous.py).
                 address = _own_address(re.split("[:/]", server)[0])
                 request = urllib.request.Request(url, address.encode(), method="PUT")
                 DIRECT.open(request, timeout=30).close()
@@ -85,7 +85,7 @@ def _own_address(launcher: str) -> str:
 
 
 def _read(url: str) -> str:
-    """What is there, or will be within two minutes: the server says 404 until then."""
+    """Wait up to two minutes for what is there: until then the server answers 404."""
     deadline = time.monotonic() + 120
     while True:
         try:
@@ -133,10 +133,10 @@ def ddp(accelerator: str = "auto", **arguments: Any) -> DDPStrategy:
 
 
 def leave() -> None:
-    """End the threads of Gloo while Python can still be asked for its lock by them.
+    """End the threads of Gloo while they can still take Python's lock.
 
-    Lightning does so for NCCL only; without it many a job on CPUs ends with "terminate called
-    without an active exception" after all its work is done.
+    Lightning does so for NCCL only; without it many jobs on CPUs end with "terminate called without
+    an active exception" after all their work is done.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

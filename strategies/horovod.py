@@ -435,7 +435,7 @@ class HorovodStrategy(ParallelStrategy):
         if trainer.state.stage in EVALUATING:
             stage = "test" if trainer.testing else "validate"
             dataloader = each_sample_once(dataloader, self.world, stage)
-        self._evaluation.count(dataloader)
+        self._evaluation.count_batches(dataloader)
         return dataloader
 
     @override
@@ -445,23 +445,23 @@ class HorovodStrategy(ParallelStrategy):
         if not self._drift_checked and self._batches_trained:
             self._drift_checked = True
             self._check_drift()
-        self._evaluation.start(self._trainer)
+        self._evaluation.before_validation(self._trainer)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
+        self._evaluation.before_step(self._trainer, *args, **kwargs)
         with self._draws():
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
+        self._evaluation.before_step(self._trainer, *args, **kwargs)
         with self._draws():
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
+        self._evaluation.before_step(self._trainer, *args, **kwargs)
         with self._draws():
             return super().predict_step(*args, **kwargs)
 

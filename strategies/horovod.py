@@ -44,13 +44,7 @@ from .cores import usable_cores
 from .drift import warn_of_drift
 from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
 from .evaluation import Evaluation
-from .metrics import (
-    keep_wide,
-    leave_metrics,
-    read_by_all,
-    synchronize_metrics,
-    warn_of_own_values,
-)
+from .metrics import keep_wide, leave_metrics, read_by_all, synchronize_metrics, warn_of_own_values
 from .randomness import OwnDraws
 from .reductions import COMPRESSIONS, Reduction, adasum
 from .refusals import (
@@ -173,9 +167,13 @@ class HorovodStrategy(ParallelStrategy):
         return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._seed}
 
     @property
-    def _trainer(self) -> pl.Trainer:
+    def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
+
+    @property
+    def _trainer(self) -> pl.Trainer:
+        return self._module.trainer
 
     # ---------------------------------------------------------------- setting up, and tearing down
 
@@ -202,9 +200,9 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
+        module = self._module
         fitting, several = trainer.state.fn == TrainerFn.FITTING, self.world.size > 1
         if fitting and several:
             if not isinstance(self._layer_sync, SyncLayers):
@@ -236,15 +234,13 @@ class HorovodStrategy(ParallelStrategy):
 
     def _share_model(self, sent: set[Tensor]) -> None:
         """Give all ranks the parameters and buffers of rank 0, except those `sent` before."""
-        assert self.lightning_module is not None
-        module = self.lightning_module
+        module = self._module
         refuse_other_models(module, self.world)
         tensors = [*module.parameters(), *shared_buffers(module, self.world)]
         self.world.broadcast([tensor for tensor in tensors if tensor not in sent])
 
     def _make_buckets(self) -> GradientBuckets:
-        assert self.lightning_module is not None
-        module, world = self.lightning_module, self.world
+        module, world = self._module, self.world
         divisor = self.gradient_predivide_factor or world.size
         averaged = self.op == "average"
         before, after = (1 / divisor, divisor / world.size) if averaged else (1.0, 1.0)
@@ -289,8 +285,8 @@ class HorovodStrategy(ParallelStrategy):
         self._evaluation = Evaluation(self.world)
         if self.lightning_module is not None:
             leave_metrics(self.lightning_module, self.world)
-        if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
-            self._layer_sync.revert(self.lightning_module)
+            if isinstance(self._layer_sync, SyncLayers):
+                self._layer_sync.revert(self.lightning_module)
         super().teardown()
 
     # ---------------------------------------------------------------- a step, in the order of calls
@@ -330,8 +326,7 @@ class HorovodStrategy(ParallelStrategy):
             for optimizer in self.optimizers:
                 refuse_strangers(optimizer, self._buckets.known)
         if self.broadcast_buffers and not self._buckets.accumulates:
-            assert self.lightning_module is not None
-            self.world.broadcast(shared_buffers(self.lightning_module, self.world))
+            self.world.broadcast(shared_buffers(self._module, self.world))
 
     @override
     def optimizer_step(
@@ -365,13 +360,12 @@ class HorovodStrategy(ParallelStrategy):
         # Horovod: Lightning's with its last two calls exchanged, as precision_plugin.post_backward
         # calls on_after_backward hooks: these see the gradients of all ranks, as under DDP, which
         # averages within backward.
-        assert self.lightning_module is not None
         with shown_as(f"{type(self).__name__}.backward"):  # profilers do not see manual_backward
             self.pre_backward(closure_loss)
-            loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
+            loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
             self.post_backward(loss)
-            return self.precision_plugin.post_backward(loss, self.lightning_module)
+            return self.precision_plugin.post_backward(loss, self._module)
 
     @override
     def pre_backward(self, closure_loss: Tensor) -> None:
@@ -480,9 +474,8 @@ class HorovodStrategy(ParallelStrategy):
     def _check_drift(self) -> None:
         """In the first validation after a batch, and when training ends; warns once."""
         if self._buckets is not None and not self._drift_found and self._batches_trained:
-            assert self.lightning_module is not None
             buffers = not self.broadcast_buffers  # the next step would make them equal
-            self._drift_found = warn_of_drift(self.lightning_module, self.world, buffers)
+            self._drift_found = warn_of_drift(self._module, self.world, buffers)
 
     # ---------------------------------------------------------------- collectives
 

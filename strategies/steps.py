@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -24,10 +23,7 @@ class GuardedSteps:
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        buckets: GradientBuckets,
-        combine: Callable[[Any], Any],
+        self, optimizers: Sequence[Optimizer], buckets: GradientBuckets, combine: Callable
     ) -> None:
         self._buckets = buckets
         self._combine = combine
@@ -75,10 +71,10 @@ class GuardedSteps:
         self.check(optimizer)
         if not isinstance(optimizer, LBFGS):
             return None
+
         # Its line search calls the closure, its only argument, until the loss is low enough: by the
         # loss of all ranks, so that they call it equally often.
-        shared = partial(partial, self._of_all_ranks)
-        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}
+        def shared(closure: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: self._combine(closure())
 
-    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        return self._combine(closure())
+        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}

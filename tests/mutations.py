@@ -93,7 +93,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what ranks have moved apart is not looked at", "horovod.py",
-        "self._drift_found = warn_of_drift(self.lightning_module, self.world, buffers)", "pass",
+        "self._drift_found = warn_of_drift(self._module, self.world, buffers)", "pass",
         "gone_apart", "test_strategy",
     ),
     Mutation(
@@ -360,7 +360,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a line search goes by this rank's loss", "steps.py",
-        "shared = partial(partial, self._of_all_ranks)", "return None", "horovod-2 and line_search",
+        "return lambda: self._combine(closure())", "return closure", "horovod-2 and line_search",
     ),
     Mutation(
         "learning rates are not compared", "refusals.py",
@@ -442,7 +442,7 @@ MUTATIONS = [
     Mutation(
         "on_after_backward sees the gradients of its own rank", "horovod.py",
         "            self.post_backward(loss)\n",
-        "            self.lightning_module.on_after_backward()\n"
+        "            self._module.on_after_backward()\n"
         "            self.post_backward(loss)\n",
         "horovod-2 and after_backward",
     ),

@@ -206,8 +206,7 @@ class HorovodStrategy(ParallelStrategy):
         fitting, several = trainer.state.fn == TrainerFn.FITTING, self.world.size > 1
         if fitting and several:
             if not isinstance(self._layer_sync, SyncLayers):
-                # Trainer(sync_batchnorm=True) asks for all layers; torch's own need
-                # torch.distributed.
+                # Trainer(sync_batchnorm=True) has set Lightning's, which needs torch.distributed.
                 kind = nn.SyncBatchNorm if self._layer_sync is None else _BatchNorm
                 self._layer_sync = SyncLayers(self.world, kind)
             self._layer_sync.apply(module)
@@ -321,7 +320,7 @@ class HorovodStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._buckets is None:
             return
-        if batch_idx == 0:  # the number is infinite where it is not known before the epoch ends
+        if batch_idx == 0:  # the number of batches is infinite where it is not known
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
             for optimizer in self.optimizers:
                 refuse_strangers(optimizer, self._buckets.known)

@@ -93,12 +93,11 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
                 f"{world.size} ranks, of a data set of {samples}: some are left out, or count twice"
             )
         return loader
-    # Otherwise the user's own batches, or sampler, stay.
-    plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
-    if plain:
-        assert isinstance(batches, BatchSampler)
-        if batches.drop_last:
-            samples -= samples % (world.size * batches.batch_size)
+    # None where batches, or the sampler, are the user's own: those stay.
+    known = wrapped or type(sampler) is DistributedSampler
+    plain = batches if known and type(batches) is BatchSampler else None
+    if plain is not None and plain.drop_last:
+        samples -= samples % (world.size * plain.batch_size)
     if samples < world.size:
         raise MisconfigurationException(
             f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "
@@ -106,16 +105,15 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
         )
     once = copy.copy(loader)  # which may be that of training too
     once._iterator = None
-    if not plain:
+    if plain is None:
         _give_share(once, sampler, samples, world)
         return once
-    assert isinstance(batches, BatchSampler)
     order: Order | None = None
     if wrapped:
         order = partial(draw, sampler.dataset, world)
     elif sampler.shuffle:
         order = partial(shuffled, sampler)
-    replace_batches(once, EvenBatches(samples, world.size, world.rank, batches.batch_size, order))
+    replace_batches(once, EvenBatches(samples, world.size, world.rank, plain.batch_size, order))
     return once
 
 

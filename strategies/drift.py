@@ -1,4 +1,4 @@
-"""Find weights and buffers that differ between ranks, though averaged gradients keep them equal."""
+"""Find weights and buffers that differ between ranks: averaged gradients need equal ones."""
 
 from __future__ import annotations
 
@@ -55,18 +55,14 @@ def _first_apart(mine: Mapping[str, object], world: World) -> str:
 
 def _sums(module: nn.Module) -> list[int]:
     """For each parameter the sum of its bits, read as integers of its element size."""
-    with torch.no_grad():
-        tensors = [
-            torch.view_as_real(p) if p.is_complex() else p.detach() for p in module.parameters()
-        ]
-        sums = [_sum(p.view(WHOLE[p.element_size()]).reshape(-1)) for p in tensors]
-        return torch.stack([total.cpu() for total in sums]).tolist() if sums else []
-
-
-def _sum(numbers: Tensor) -> Tensor:
-    # In pieces, because torch copies them to 64 bits.
-    pieces = [piece.sum(dtype=torch.int64) for piece in numbers.split(PIECE)]
-    return torch.stack(pieces).sum()
+    sums = []
+    for parameter in module.parameters():
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        integers = values.view(WHOLE[values.element_size()]).reshape(-1)
+        # In pieces, because torch copies them to 64 bits.
+        sums.append(sum(piece.sum(dtype=torch.int64) for piece in integers.split(PIECE)))
+    return [int(total) for total in sums]
 
 
 def _digest(buffer: Tensor) -> bytes:

@@ -94,16 +94,15 @@ def _find(process_set: hvd.ProcessSet) -> None:
         tuple(ranks): number
         for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()
     }
-    number = numbers.get(tuple(process_set.ranks))
-    if number is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+    if (ranks := tuple(process_set.ranks)) in numbers:
+        process_set.process_set_id = numbers[ranks]
+    elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+        hvd.add_process_set(process_set)
+    else:
         raise MisconfigurationException(
             f"process_sets: Horovod runs already and knows no set {process_set.ranks}; make this "
             "strategy before anything calls hvd.init(), or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
         )
-    if number is None:
-        hvd.add_process_set(process_set)
-    else:
-        process_set.process_set_id = number
 
 
 def own_gpu(local_rank: int, ranks: int) -> torch.device:

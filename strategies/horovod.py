@@ -320,7 +320,7 @@ class HorovodStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._buckets is None:
             return
-        if batch_idx == 0:  # the number of batches is infinite where it is not known
+        if batch_idx == 0:  # before the epoch; infinitely many where the number is not known
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
             for optimizer in self.optimizers:
                 refuse_strangers(optimizer, self._buckets.known)

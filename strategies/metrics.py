@@ -67,30 +67,22 @@ def leave_metrics(module: nn.Module, world: World) -> None:
                 metric.__dict__.pop(name, None)
 
 
-def _lists(metric: Metric) -> list[str]:
-    """Names of list states whose tensors are gathered one by one. torchmetrics concatenates the
-    others before."""
-    return [
-        name for name, reduction in metric._reductions.items()
-        if reduction is not dim_zero_cat and isinstance(metric._defaults[name], list)
-    ]  # fmt: skip
-
-
 def sync(metric: Metric, world: World, _: Any = None, process_group: Any = None) -> None:
-    """Replaces Metric._sync_dist, which metric.sync() calls with torch.distributed's gather."""
-    if _lists(metric):
-        sync_padded_lists(metric, world, process_group)
-    else:
-        type(metric)._sync_dist(metric, world.gather, process_group)
+    """Replaces Metric._sync_dist, which metric.sync() calls with torch.distributed's gather.
 
-
-def sync_padded_lists(metric: Metric, world: World, process_group: Any) -> None:
-    """Metric._sync_dist where the tensors of lists are gathered one by one.
-
-    All ranks must gather equally many, so ranks with fewer add empty ones. These are dropped before
-    the metric's own reduction. DDP needs none of this: it repeats samples to make shares equal.
+    It gathers the tensors of a list one by one, unless it concatenates them before. All ranks must
+    gather equally many, so ranks with fewer add empty ones, which are dropped before the metric's
+    own reduction. DDP needs none of this: it repeats samples to make shares equal.
     """
-    lists = {name: getattr(metric, name) for name in _lists(metric)}
+    gather = partial(type(metric)._sync_dist, metric, world.gather, process_group)
+    lists = {
+        name: getattr(metric, name)
+        for name, reduction in metric._reductions.items()
+        if reduction is not dim_zero_cat and isinstance(metric._defaults[name], list)
+    }
+    if not lists:
+        gather()
+        return
     mine = {
         name: len(tensors)
         for name, tensors in lists.items()
@@ -109,7 +101,7 @@ def sync_padded_lists(metric: Metric, world: World, process_group: Any) -> None:
     reductions = {name: metric._reductions[name] for name in counts}
     try:
         metric._reductions.update(dict.fromkeys(counts))
-        type(metric)._sync_dist(metric, world.gather, process_group)
+        gather()
     finally:
         metric._reductions.update(reductions)
     for name, lengths in counts.items():

@@ -65,8 +65,6 @@ class GradientBuckets:
 
     Args:
         module: its parameters are the same, in the same order, on all ranks.
-        world: the ranks.
-        reduction: how a bucket is combined.
         bucket_mib: size of a bucket in MiB; the first are of 1, 2, ... MiB.
         before: factor of gradients before the reduction, applied after hooks have seen them.
         after: factor of gradients after the reduction.
@@ -220,9 +218,8 @@ class GradientBuckets:
         if not self._on_the_wire:
             self._busy, self._busy_bytes = self._now(), 0
         with shown_as(f"all-reduce {bucket.name}: start"):
-            bucket.work = InFlight(
-                self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
-            )
+            steps = self.reduction(bucket.buffer, bucket.sizes, bucket.name, self.world)
+            bucket.work = InFlight(steps)
         self._on_the_wire.append(bucket.work)
         self._busy_bytes += bucket.buffer.nbytes
 

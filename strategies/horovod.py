@@ -435,8 +435,7 @@ class HorovodStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._buckets is None:
             return
-        if not self._drift_checked and self._batches_trained:
-            self._drift_checked = True
+        if not self._drift_checked:
             self._check_drift()
         self._evaluation.before_validation(self._trainer)
 
@@ -466,14 +465,12 @@ class HorovodStrategy(ParallelStrategy):
     def on_test_end(self) -> None:
         self.on_validation_end()
 
-    @property
-    def _batches_trained(self) -> int:
-        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-
     def _check_drift(self) -> None:
         """In the first validation after a batch, and when training ends; warns once."""
-        if self._buckets is not None and not self._drift_found and self._batches_trained:
-            buffers = not self.broadcast_buffers  # the next step would make them equal
+        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self._buckets is not None and trained and not self._drift_found:
+            self._drift_checked = True
+            buffers = not self.broadcast_buffers  # else the next step makes them equal
             self._drift_found = warn_of_drift(self._module, self.world, buffers)
 
     # ---------------------------------------------------------------- collectives

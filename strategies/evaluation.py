@@ -27,7 +27,7 @@ class Evaluation:
         self._share_again = False  # buffers, in the next step
 
     def count_batches(self, dataloader: DataLoader) -> None:
-        """Find how many batches the rank that has fewest has, if the loader has a length."""
+        """Find the fewest batches that any rank has of this loader, if it has a length."""
         length = sized_len(dataloader)
         if length is not None and self.world.size > 1:
             self._fewest[dataloader] = int(self.world.reduce(torch.tensor(length), "min"))

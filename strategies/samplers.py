@@ -1,4 +1,4 @@
-"""Which samples a rank evaluates: all ranks together each once, whatever the numbers of both."""
+"""Which samples a rank evaluates: together, the ranks see each sample once."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
                 f"{world.size} ranks, of a data set of {samples}: some are left out, or count twice"
             )
         return loader
-    # None where batches, or the sampler, are the user's own: those stay.
+    # None for a user's own class of batches, or of DistributedSampler: these are kept.
     known = wrapped or type(sampler) is DistributedSampler
     plain = batches if known and type(batches) is BatchSampler else None
     if plain is not None and plain.drop_last:

@@ -154,11 +154,9 @@ class HorovodStrategy(ParallelStrategy):
     @property
     @override
     def root_device(self) -> torch.device:
-        devices = self.parallel_devices
-        assert devices is not None
-        if devices[0].type != "cuda":
-            return devices[0]
-        return own_gpu(hvd.local_rank(), hvd.local_size())
+        assert self.parallel_devices is not None
+        first = self.parallel_devices[0]
+        return own_gpu(hvd.local_rank(), hvd.local_size()) if first.type == "cuda" else first
 
     @property
     @override
@@ -293,10 +291,9 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self._trainer
-        loop = trainer.fit_loop
+        loop = self._trainer.fit_loop
         if isinstance(self._draws, OwnDraws):
-            self._draws.seed(trainer.global_step)
+            self._draws.seed(self._trainer.global_step)
         if self._buckets is not None and loop._data_fetcher is not None:
             # Where the dataset has no length, the first batch is fetched by now.
             refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)

@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed training draws what was drawn before", "horovod.py",
-        "self._draws.seed(trainer.global_step)", "self._draws.seed(0)",
+        "self._draws.seed(self._trainer.global_step)", "self._draws.seed(0)",
         "draws_for_itself", "test_randomness",
     ),
     Mutation(

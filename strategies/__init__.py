@@ -15,7 +15,7 @@ except ImportError as error:
     raise MisconfigurationException(
         f"Horovod cannot be imported ({error}); build it beside this torch (here: make install)"
     ) from None
-if not hasattr(hvd, "init"):  # it prints why and goes on without its operations
+if not hasattr(hvd, "init"):  # the import prints why, and goes on without Horovod's operations
     raise MisconfigurationException(
         "Horovod was built without PyTorch, or for another version of it; build it again (here: "
         "make install)"
@@ -25,7 +25,7 @@ from .horovod import HorovodStrategy
 
 __all__ = ["HorovodStrategy"]
 
-LIGHTNING = "2.6"  # whose loops, loaders and results are used in parts that are private there
+LIGHTNING = "2.6"  # private parts of its loops, loaders and results are used
 if not pl.__version__.startswith(f"{LIGHTNING}."):
     rank_zero_warn(
         f"HorovodStrategy is tested with Lightning {LIGHTNING}, and this is {pl.__version__}: "

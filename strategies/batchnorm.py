@@ -26,15 +26,15 @@ class SyncBatchNorm(_BatchNorm):
 
     Input and output: (batch, channels, ...); the batch may differ between ranks. Costs an
     all-gather of 2 * channels + 1 numbers in forward and an all-reduce of 2 * channels in backward.
-    It is no layer to be made, but what becomes of one: see `SyncLayers`. Its second derivatives (a
-    gradient penalty) are an error.
+    Do not construct it: `SyncLayers` turns layers into it. Second derivatives (a gradient penalty)
+    are an error.
     """
 
     sync_name: str
     sync_world: World
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copies, and what is saved, are layers of the class that this one was made with."""
+        """Copied or saved, it becomes a layer of its original class again."""
         state = {k: value for k, value in vars(self).items() if not k.startswith("sync_")}
         return copyreg._reconstructor, (type(self).__bases__[1], object, None), state  # type: ignore[attr-defined]
 
@@ -76,12 +76,13 @@ class _Normalize(torch.autograd.Function):
         else:
             variance = mean = values.new_zeros(x.shape[1])
         mine = torch.cat([mean, variance, mean.new_full((1,), values.numel() / x.shape[1])])
-        world.together()
+        world.before_collective()
         handle = hvd.allgather_async(mine.unsqueeze(0), f"{name}.forward", world.process_set)
         gathered = wait(handle)
         means, variances, counts = gathered.split([x.shape[1], x.shape[1], 1], dim=1)
         count = counts.sum()
-        if values.numel() < 2 * x.shape[1] and count < 2:  # who has enough need not wait for a GPU
+        # The second condition waits for a GPU; where the first one is false it is not asked.
+        if values.numel() < 2 * x.shape[1] and count < 2:
             raise ValueError(f"batch normalization needs more than 1 value a channel: {x.shape}")
         # Chan et al. 1979: the variance of a union from those of its parts.
         mean = (counts * means).sum(0) / count
@@ -103,10 +104,10 @@ class _Normalize(torch.autograd.Function):
         gradient = gradients[0].to(normalized.dtype)
         grad_bias = gradient.sum(ctx.inner)
         grad_weight = (gradient * normalized).sum(ctx.inner)
-        # The statistics depend on the values of all ranks, so on their gradients too. The gradients
-        # of weight and bias stay this rank's: they are averaged with all others.
+        # The statistics depend on the values of all ranks, so grad_input needs sums over all. The
+        # gradients of weight and bias stay this rank's: buckets average them with all others.
         sums = torch.stack([grad_bias, grad_weight])
-        ctx.world.look_back()
+        ctx.world.run_deferred_check()
         wait(
             hvd.allreduce_async_(
                 sums, name=f"{ctx.name}.backward", op=hvd.Sum, process_set=ctx.world.process_set
@@ -124,18 +125,18 @@ class _Normalize(torch.autograd.Function):
         )  # fmt: skip
 
 
-# Horovod is nothing that torch.compile can trace; it compiles what is around.
+# torch.compile cannot trace Horovod; it compiles what is around this.
 _normalize = torch.compiler.disable(_Normalize.apply)
 
 
 class SyncLayers(LayerSync):
     """Makes layers of batch normalization synchronous, and undoes it.
 
-    They stay the objects that they are, of another class for a while: with their hooks, their
-    attributes, and whoever holds them.
+    Only the class of a layer changes, for a while. It stays the same object, with its hooks and
+    attributes, for all that refer to it.
 
     Args:
-        kind: which layers; nn.SyncBatchNorm are those that somebody asked for one by one.
+        kind: which layers; nn.SyncBatchNorm for those that the module's author chose.
     """
 
     def __init__(self, world: World, kind: type[_BatchNorm] = _BatchNorm) -> None:
@@ -143,7 +144,7 @@ class SyncLayers(LayerSync):
 
     @override
     def apply(self, model: nn.Module) -> nn.Module:
-        """Raises MisconfigurationException for a layer that computes something of its own."""
+        """Raises MisconfigurationException for a layer whose class has its own forward."""
         for name, layer in model.named_modules():
             if isinstance(layer, self.kind) and not isinstance(layer, SyncBatchNorm):
                 if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):

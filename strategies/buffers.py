@@ -1,4 +1,4 @@
-"""The buffers that ranks share: those of rank 0, for evaluation, checkpoints and a start alike."""
+"""Which buffers ranks share: they get those of rank 0 at the start and before evaluations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .collectives import World
 
 
 def shared_buffers(module: nn.Module, world: World) -> list[Tensor]:
-    """The buffers that all ranks have, alike in shape and dtype; a warning names the others.
+    """The buffers that all ranks have with the same shape and dtype; a warning names the others.
 
-    A step may register one on some ranks, or let it grow with what a rank has seen, as a mask for
-    the longest sequence so far. Horovod would wait for the ranks that lack it, or end.
+    A step may register one on some ranks only, or let it grow with what a rank has seen, such as a
+    mask for the longest sequence so far. Horovod would wait for the ranks that lack it, or fail.
     """
     buffers = dict(module.named_buffers())
     mine = {name: (tuple(b.shape), b.dtype, b.stride()) for name, b in buffers.items()}
     digest = int.from_bytes(hashlib.sha256(repr(mine).encode()).digest()[:7], "big")
-    # All ranks have the same where the smallest is the largest: one collective tells both.
+    # All ranks have the same digest if the smallest is the largest: one collective finds both.
     smallest, largest = world.reduce(torch.tensor([digest, -digest]), "min").tolist()
     if smallest == -largest:
         return list(buffers.values())

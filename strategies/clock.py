@@ -1,7 +1,7 @@
 """Moments that cost nothing to note, on CPUs and in the streams of GPUs.
 
-A GPU runs behind the program: what the program's clock says between two lines is not what the GPU
-took. There a moment is an event in the stream, and asked for its time only when it has passed.
+A GPU runs behind the program, so the program's clock does not measure it. There a moment is an
+event in the stream, whose time is asked for only when the GPU has passed it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Moment = float | torch.cuda.Event
 
 
 def moment(device: torch.device) -> Moment:
-    """Now: in seconds, or on a GPU when it has done what was asked of it until here."""
+    """Now, in seconds; for a GPU, when it will have done what was queued until now."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -23,7 +23,7 @@ def moment(device: torch.device) -> Moment:
 
 
 def seconds(first: Moment, second: Moment) -> float:
-    """From one moment to a later one; waits for it on a GPU that has not reached it."""
+    """From one moment to a later one; waits for a GPU that has not reached the later one."""
     if isinstance(first, float) or isinstance(second, float):
         assert isinstance(first, float) and isinstance(second, float)
         return second - first

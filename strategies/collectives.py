@@ -1,8 +1,8 @@
-"""Collectives for the tensors that Lightning and torchmetrics have, on top of Horovod's.
+"""Collectives for all tensors of Lightning and torchmetrics, on top of Horovod's.
 
 Horovod's own know eight dtypes (no bfloat16, no bool for sums), want the same number of
 dimensions everywhere, and write in place, which fails for tensors made under inference mode.
-These take what Lightning and torchmetrics hand over. All ranks must call them, in the same order.
+All ranks must call these, in the same order.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OPERATIONS = {
 
 
 def wait(handle: int) -> Any:
-    """What came of an operation, once it is done; raises what Horovod raises."""
+    """The result of an operation, once it is done; raises what Horovod raises."""
     wait_until(lambda: hvd.poll(handle))
     return hvd.synchronize(handle)
 
@@ -47,8 +47,8 @@ def wait(handle: int) -> Any:
 def wait_until(done: Callable[[], bool]) -> None:
     """Ask again and again, with pauses.
 
-    Horovod: its synchronize() keeps a core busy until then, which the thread that does the work, or
-    the other ranks of the host, may need (measured: benchmarks/NOTES.md).
+    Horovod: its synchronize() keeps a core busy until then, which its own thread or other ranks of
+    the host may need (measured: benchmarks/NOTES.md).
     """
     pause, longest = 2e-5, longest_pause()
     while not done():
@@ -58,8 +58,7 @@ def wait_until(done: Callable[[], bool]) -> None:
 
 @cache
 def longest_pause() -> float:
-    """Between two questions, in seconds: 1e-4 times the ranks that share a core, so that their
-    questions do not fill it."""
+    """In seconds: 1e-4 times the ranks that share a core, lest their questions fill it."""
     return 1e-4 * max(1, hvd.local_size() / usable_cores())
 
 
@@ -76,7 +75,7 @@ def unpack(file: io.BytesIO) -> Any:
 
 
 def sendable(error: Exception | None) -> Exception | None:
-    """An error, or what says the same where it cannot travel, or not arrive."""
+    """The error, or one that says the same if this one cannot be pickled or unpickled."""
     try:
         unpack(pack(error))
         return error
@@ -85,7 +84,7 @@ def sendable(error: Exception | None) -> Exception | None:
 
 
 def on_own_gpu(storage: Any, location: str) -> Any:
-    """What another rank had on its GPU comes to this one's, not to the one of that number."""
+    """Puts what another rank had on its GPU on this rank's, not on the one of the same number."""
     return storage.cuda() if location.startswith("cuda") else storage
 
 
@@ -94,34 +93,34 @@ class World:
 
     def __init__(self, process_set: hvd.ProcessSet) -> None:
         self.process_set = process_set
-        # What others may not be doing; while it is not empty, collectives are refused.
-        self.alone: Callable[[], str] = str
-        self.later: Callable[[], None] | None = None  # to be called before anything collective
-        # Of each rank, where Horovod does not know: here, as all ranks come here.
+        # Names the batch at hand if some ranks do not have it, else "": no collective within it.
+        self.uneven_batch: Callable[[], str] = str
+        self.deferred_check: Callable[[], None] | None = None  # runs before the next collective
+        # Each rank's host, if this world is a part of all ranks: Horovod knows only those of all.
         self._hosts = [] if self.size == hvd.size() else self.gather_objects(os.uname().nodename)
 
-    def look_back(self) -> None:
-        """Call what was left for later."""
-        if self.later is not None:
-            later, self.later = self.later, None
-            later()
+    def run_deferred_check(self) -> None:
+        if self.deferred_check is not None:
+            check, self.deferred_check = self.deferred_check, None
+            check()
 
-    def together(self) -> None:
-        """Before each collective. Raises RuntimeError where not all ranks come to it."""
-        self.look_back()
-        if alone := self.alone():
+    def before_collective(self) -> None:
+        """Raises RuntimeError where not all ranks would come to this collective."""
+        self.run_deferred_check()
+        if batch := self.uneven_batch():
             raise RuntimeError(
-                f"{alone} is there on some ranks only, because the samples do not divide by "
+                f"{batch} is there on some ranks only, because the samples do not divide by "
                 "the ranks: no collective (on_step=True with sync_dist=True, all_gather, ...) can "
                 "be made in it; do it at the end of the epoch, evaluate batches of 2 or more, or "
                 "leave out a batch_sampler of your own"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> World:
-        return self  # callbacks copy modules, whose metrics hold this; Horovod knows one of it
+        return self  # callbacks copy modules, whose metrics hold this; Horovod knows only one
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "later": None, "alone": str}  # a file of a module is no moment of it
+        # Saved with the metrics of a module; what is pending now means nothing in a file.
+        return {**vars(self), "deferred_check": None, "uneven_batch": str}
 
     @cached_property
     def size(self) -> int:
@@ -129,29 +128,29 @@ class World:
 
     @cached_property
     def rank(self) -> int:
-        """Among `size`; Horovod's own rank where the world is all that were launched."""
+        """In this world; equal to hvd.rank() where the world is all that were launched."""
         return self.process_set.rank()
 
     @property
     def local_rank(self) -> int:
-        """Among the ranks of this world that are on this host."""
+        """Counts the ranks of this world on this host."""
         hosts = self._hosts
         return hosts[: self.rank].count(hosts[self.rank]) if hosts else hvd.local_rank()
 
     @property
     def node_rank(self) -> int:
-        """Of this host, among those that have ranks of this world."""
+        """Counts the hosts that have ranks of this world."""
         hosts = self._hosts
         return list(dict.fromkeys(hosts)).index(hosts[self.rank]) if hosts else hvd.cross_rank()
 
     def reduce(self, tensor: Tensor, operation: str) -> Tensor:
         """The mean, sum, min, max or product over all ranks; a new tensor of the same shape.
 
-        The mean of integers is a float: cut to an integer, as under DDP, the mean of 5 and 4
-        samples would be 4, and an average weighted with it wrong. What Horovod cannot add (16-bit
-        floats lose digits, bool and bfloat16 are unknown to it) travels as float32 or int64.
+        The mean of integers is a float. Cut to an integer, as under DDP, the mean of 5 and 4
+        samples would be 4, and an average weighted with it would be wrong. Values travel as int64,
+        float32 or float64: Horovod does not know bool and bfloat16, and loses digits of float16.
         """
-        self.together()
+        self.before_collective()
         if operation not in OPERATIONS:
             raise ValueError(
                 f"cannot reduce with {operation!r} over Horovod; there are: {', '.join(OPERATIONS)}"
@@ -175,11 +174,11 @@ class World:
     def gather(self, tensor: Tensor, group: Any = None) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks; shapes and dtypes may differ between ranks.
 
-        An empty tensor takes the dtype and trailing shape of the others, so that a rank that saw no
-        sample can be concatenated. Bytes travel, so every dtype does. `group` is there because
-        torchmetrics passes it; it is always this world that is gathered.
+        An empty tensor takes the dtype and trailing shape of the others, so that it can be
+        concatenated with theirs. Bytes travel, so any dtype can. torchmetrics passes `group`, which
+        is ignored: this world is gathered.
         """
-        self.together()
+        self.before_collective()
         with torch.inference_mode(False), torch.no_grad():
             tensor = tensor.detach().clone(memory_format=torch.contiguous_format)
             header = torch.zeros(2 + MOST_DIMENSIONS, dtype=torch.int64)
@@ -207,7 +206,7 @@ class World:
             return gathered
 
     def _allgather(self, tensor: Tensor, name: str) -> Tensor:
-        # Horovod: without a name it counts operations, which ranks do not start in one order.
+        # Horovod: nameless operations are matched by number, and ranks start them in other orders.
         return wait(hvd.allgather_async(tensor, name, self.process_set))
 
     def gather_objects(self, obj: T) -> list[T]:
@@ -216,7 +215,7 @@ class World:
         return [unpack(io.BytesIO(part.numpy().tobytes())) for part in parts]
 
     def gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Shape (size, *shape): every rank's tensor, of one shape; gradients of all come back."""
+        """Shape (size, *shape): every rank's tensor, of one shape; gradients flow back to all."""
         return Gather.apply(tensor, self)
 
     def broadcast_object(self, obj: T, root: int = 0) -> T:
@@ -226,7 +225,7 @@ class World:
         with torch.inference_mode(False):
             size = torch.tensor(file.getbuffer().nbytes)
             self.broadcast([size], root)
-            if not mine:  # a checkpoint's bytes are there once, and once as what they say
+            if not mine:  # the file's own memory receives: no second copy of a checkpoint's bytes
                 file.seek(int(size) - 1)
                 file.write(b"\0")
             self.broadcast([torch.frombuffer(file.getbuffer(), dtype=torch.uint8)], root)
@@ -234,9 +233,9 @@ class World:
 
     def broadcast(self, tensors: Iterable[Tensor], root: int = 0) -> None:
         """Overwrite the tensors of all ranks with those of rank `root`, whatever their dtype."""
-        self.together()
+        self.before_collective()
         options = {"process_set": self.process_set}
-        # Horovod: roots are counted among all that were launched.
+        # Horovod: it counts roots among all ranks, those of other process sets too.
         root = self.process_set.ranks[root]
         sent = []
         for index, tensor in enumerate(tensors):
@@ -258,7 +257,7 @@ class World:
                     tensor.copy_(raw.view(tensor.dtype).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        self.together()
+        self.before_collective()
         # Horovod: join() is no barrier (horovod#3121), and barrier() keeps a core busy.
         token = torch.zeros(1)
         wait(hvd.allreduce_async_(token, name="barrier", op=hvd.Sum, process_set=self.process_set))
@@ -268,7 +267,7 @@ class World:
 
 
 class Gather(torch.autograd.Function):
-    """World.gather, stacked; backward adds up what all ranks have to say of this rank's tensor."""
+    """World.gather, stacked; backward adds up all ranks' gradients of this rank's tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
@@ -277,12 +276,12 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:
-        # Horovod's own averages where DDP's adds, and its operations have no names.
+        # Horovod's own averages where DDP adds, and its operations have no names.
         return SumOfMine.apply(gradients, ctx.world), None
 
 
 class SumOfMine(torch.autograd.Function):
-    """What all ranks have in this rank's row, added up; each is the other's derivative."""
+    """The sum over ranks of this rank's row. Gather and SumOfMine are each other's derivative."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, world: World) -> Tensor:

@@ -25,7 +25,7 @@ def usable_cores() -> int:
 
 
 def _groups() -> list[Path]:
-    """Ours and those above it; within a container our own may be the root."""
+    """This process's control groups and their ancestors; in a container its own may be the root."""
     folders = []
     for line in _read(OWN).splitlines():
         _, controllers, path = line.split(":", 2)

@@ -9,6 +9,7 @@ import socket
 import time
 import urllib.error
 import urllib.request
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -29,19 +30,15 @@ class HorovodrunEnvironment(LaunchedEnvironment):
     Rank 0 leaves its address with horovodrun's rendezvous server, where the others find it.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._address: list[str] = []
-
     @property
     @override
     def main_address(self) -> str:
-        return self._meeting_point()[0]
+        return self._meeting_point[0]
 
     @property
     @override
     def main_port(self) -> int:
-        return int(self._meeting_point()[1])
+        return int(self._meeting_point[1])
 
     @override
     def world_size(self) -> int:
@@ -59,19 +56,18 @@ class HorovodrunEnvironment(LaunchedEnvironment):
     def node_rank(self) -> int:
         return int(os.environ["HOROVOD_CROSS_RANK"])
 
+    @cached_property
     def _meeting_point(self) -> list[str]:
         """Address and port of rank 0."""
-        if not self._address:
-            server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
-            port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
-            url = f"http://{server}:{port}/ddp/rank-0"
-            if self.global_rank() == 0:
-                # What follows the name is what its own server may ask for (cluster/rendezvous.py).
-                address = _own_address(re.split("[:/]", server)[0])
-                request = urllib.request.Request(url, address.encode(), method="PUT")
-                DIRECT.open(request, timeout=30).close()
-            self._address = _read(url).split()
-        return self._address
+        server = os.environ["HOROVOD_GLOO_RENDEZVOUS_ADDR"]
+        port = os.environ["HOROVOD_GLOO_RENDEZVOUS_PORT"]
+        url = f"http://{server}:{port}/ddp/rank-0"
+        if self.global_rank() == 0:
+            # Behind the host of our own server there is a secret (cluster/rendezvous.py).
+            address = _own_address(re.split("[:/]", server)[0])
+            request = urllib.request.Request(url, address.encode(), method="PUT")
+            DIRECT.open(request, timeout=30).close()
+        return _read(url).split()
 
 
 def _own_address(launcher: str) -> str:
@@ -85,7 +81,7 @@ def _own_address(launcher: str) -> str:
 
 
 def _read(url: str) -> str:
-    """What is there, or will be within two minutes: the server says 404 until then."""
+    """Wait up to two minutes for what is there: until then the server answers 404."""
     deadline = time.monotonic() + 120
     while True:
         try:
@@ -133,10 +129,10 @@ def ddp(accelerator: str = "auto", **arguments: Any) -> DDPStrategy:
 
 
 def leave() -> None:
-    """End the threads of Gloo while Python can still be asked for its lock by them.
+    """End the threads of Gloo while they can still take Python's lock.
 
-    Lightning does so for NCCL only; without it many a job on CPUs ends with "terminate called
-    without an active exception" after all its work is done.
+    Lightning does so for NCCL only; without it many jobs on CPUs end with "terminate called without
+    an active exception" after all their work is done.
     """
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Weights and buffers that have gone apart between ranks, though gradients suppose them equal."""
+"""Find weights and buffers that differ between ranks: averaged gradients need equal ones."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 
 
 def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
-    """Name the first parameter, or else (with `buffers`) the first buffer, that is not the same on
-    all ranks; return whether there is one."""
+    """Name the first parameter that differs between ranks, or else, with `buffers`, the first
+    buffer; return whether there is one."""
     sums = dict(zip([name for name, _ in module.named_parameters()], _sums(module)))
     if name := _first_apart(sums, world):
         rank_zero_warn(
@@ -27,7 +27,8 @@ def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
             "rank alone, weights set when training had begun, Embedding(max_norm=))"
         )
         return True
-    # Of other shapes, or there on some ranks only: shared_buffers() tells of these.
+    # Shapes are in the names: shared_buffers() warns of other shapes, and of buffers that are there
+    # on some ranks only.
     own = own_buffers(module) if buffers else ()
     digests = {f"{name} {tuple(buffer.shape)}": _digest(buffer) for name, buffer in own}
     if name := _first_apart(digests, world):
@@ -40,7 +41,7 @@ def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All but running means and variances, which training does not read."""
+    """All except running means and variances, which training does not read."""
     for prefix, layer in module.named_modules():
         if not isinstance(layer, _NormBase):
             yield from layer.named_buffers(prefix, recurse=False)
@@ -53,19 +54,15 @@ def _first_apart(mine: Mapping[str, object], world: World) -> str:
 
 
 def _sums(module: nn.Module) -> list[int]:
-    """Of the bits of each parameter, as whole numbers."""
-    with torch.no_grad():
-        tensors = [
-            torch.view_as_real(p) if p.is_complex() else p.detach() for p in module.parameters()
-        ]
-        sums = [_sum(p.view(WHOLE[p.element_size()]).reshape(-1)) for p in tensors]
-        return torch.stack([total.cpu() for total in sums]).tolist() if sums else []
-
-
-def _sum(numbers: Tensor) -> Tensor:
-    # In pieces, of which torch makes copies of 64 bits.
-    pieces = [piece.sum(dtype=torch.int64) for piece in numbers.split(PIECE)]
-    return torch.stack(pieces).sum()
+    """For each parameter the sum of its bits, read as integers of its element size."""
+    sums = []
+    for parameter in module.parameters():
+        values = parameter.detach()
+        values = torch.view_as_real(values) if values.is_complex() else values
+        integers = values.view(WHOLE[values.element_size()]).reshape(-1)
+        # In pieces, because torch copies them to 64 bits.
+        sums.append(sum(piece.sum(dtype=torch.int64) for piece in integers.split(PIECE)))
+    return [int(total) for total in sums]
 
 
 def _digest(buffer: Tensor) -> bytes:

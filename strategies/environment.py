@@ -1,4 +1,4 @@
-"""Who takes part: ranks and sizes as horovodrun gave them, of all processes or a part of them."""
+"""Who takes part: ranks and sizes that horovodrun gave, of all processes or of a part of them."""
 
 from __future__ import annotations
 
@@ -14,38 +14,23 @@ from typing_extensions import override
 
 from .collectives import World
 
+# Set before hvd.init() unless the user has set them; figures in benchmarks/NOTES.md. Gradients come
+# in buckets, so fusing them would only cost a copy into a fusion buffer and one out of it. With
+# nothing to do, Horovod's thread sleeps up to 100 ms instead of asking all ranks each ms; only the
+# Horovod that cluster/wheel.py builds knows this, others ignore it.
+HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
+# On GPUs, and again only with the Horovod of cluster/wheel.py: an operation counts as done when it
+# is queued, so the program goes on to queue what follows. Not where a reduction takes several
+# steps: each would be queued in the midst of backward, which would wait for it. The first strategy
+# of a process decides, as Horovod reads it when it starts.
+IN_STREAM = "HOROVOD_COMPLETE_IN_STREAM"
 # Of glibc's mallopt(3): when freed memory goes back to the system.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-MIB = 2**20
-
-
-# Set before hvd.init() unless the user has set them; figures in benchmarks/NOTES.md. Gradients come
-# in buckets, so there is nothing to wait for that could be fused (a copy into a fusion buffer and
-# one out of it). And where there is nothing to do, Horovod's thread sleeps up to 100 ms instead of
-# asking all ranks each ms; the Horovod that cluster/wheel.py builds knows this, others ignore it.
-HOROVOD_DEFAULTS = {"HOROVOD_FUSION_THRESHOLD": "0", "HOROVOD_IDLE_TIME": "100"}
-# On GPUs, where the Horovod of cluster/wheel.py knows it too: an operation has ended when it is
-# queued, and the program goes on to queue what follows. Not where a reduction takes several steps:
-# each would be queued in the midst of backward, which would wait for it. The first strategy of a
-# process decides, as Horovod reads it when it starts.
-IN_STREAM = "HOROVOD_COMPLETE_IN_STREAM"
-# Where other launchers tell how many processes they started; Horovod without MPI asks none of them.
+# Where other launchers say how many processes they started; Horovod without MPI reads none of them.
 OTHER_LAUNCHERS = {
     "WORLD_SIZE": "torchrun", "OMPI_COMM_WORLD_SIZE": "mpirun", "PMI_SIZE": "mpirun",
     "SLURM_STEP_NUM_TASKS": "srun",
 }  # fmt: skip
-
-
-def keep_freed_memory() -> None:
-    """Have malloc keep what is freed, for the next layer or step: blocks to 32 MiB, 2 GiB in all.
-
-    As it is, glibc gives large blocks back to the system and takes them again, page by page, which
-    is up to a third of a training step on CPUs. Left alone where the user has set MALLOC_*.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
-        mallopt(M_MMAP_THRESHOLD, 32 * MIB)  # the most that it takes
-        mallopt(M_TRIM_THRESHOLD, 2048 * MIB - 1)
 
 
 def initialize(
@@ -54,17 +39,17 @@ def initialize(
     """Start Horovod unless it runs; the world is all ranks, or the set that this rank is in.
 
     Args:
-        process_sets: ranks of each.
+        process_sets: the ranks of each set.
         in_stream: see `IN_STREAM`.
 
     Raises:
-        MisconfigurationException: for sets that do not hold each rank once, for new ones when
+        MisconfigurationException: for sets that do not contain each rank once, for new ones when
             Horovod runs already, and for processes that another launcher started.
     """
     sets = [hvd.ProcessSet(list(ranks)) for ranks in process_sets or []]
     members = sorted(rank for process_set in sets for rank in process_set.ranks)
     if len(sets) == 1:
-        sets = []  # all ranks, of whom Horovod takes no second set
+        sets = []  # all ranks: Horovod has a set of them, and refuses a second one
     if hvd.is_initialized():
         for process_set in sets:
             _find(process_set)
@@ -75,7 +60,7 @@ def initialize(
             os.environ.setdefault(IN_STREAM, "1")
         try:
             hvd.init(process_sets=sets)
-        except ValueError as error:  # of Horovod's start, whatever was wrong
+        except ValueError as error:  # whatever was wrong with Horovod's start
             if not sets:
                 raise
             raise MisconfigurationException(
@@ -104,32 +89,34 @@ def _refuse_other_launchers() -> None:
 
 
 def _find(process_set: hvd.ProcessSet) -> None:
-    """Give a set the number by which Horovod, already running, knows its ranks."""
+    """Give a set the number that it has in a Horovod that runs already."""
     numbers = {
         tuple(ranks): number
         for number, ranks in hvd.mpi_ops._basics._get_process_set_ids_and_ranks().items()
     }
-    number = numbers.get(tuple(process_set.ranks))
-    if number is None and os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") != "1":
+    if (ranks := tuple(process_set.ranks)) in numbers:
+        process_set.process_set_id = numbers[ranks]
+    elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
+        hvd.add_process_set(process_set)
+    else:
         raise MisconfigurationException(
             f"process_sets: Horovod runs already and knows no set {process_set.ranks}; make this "
             "strategy before anything calls hvd.init(), or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
         )
-    if number is None:
-        hvd.add_process_set(process_set)
-    else:
-        process_set.process_set_id = number
 
 
 def own_gpu(local_rank: int, ranks: int) -> torch.device:
-    """Of a rank among those of its host: the one of its number, or the only one it was shown.
+    """The GPU whose number is the local rank, or the only one that this process was shown.
 
     Horovod: a process has one GPU, counted from all visible ones, whatever `devices` says.
+
+    Args:
+        ranks: on this host.
     """
     gpus = torch.cuda.device_count()
     if gpus == 1 and "CUDA_VISIBLE_DEVICES" in os.environ:  # as by HOSTFILE's gpus
         return torch.device("cuda", 0)
-    if ranks > gpus:  # told by all ranks of the host alike
+    if ranks > gpus:  # which all ranks of the host refuse alike
         raise MisconfigurationException(
             f"{ranks} ranks on {os.uname().nodename}, which has {gpus} GPUs: a rank needs its own; "
             "use fewer ranks (NP=, -np, -H) or accelerator=cpu"
@@ -183,3 +170,15 @@ class HorovodEnvironment(LaunchedEnvironment):
     @override
     def node_rank(self) -> int:
         return self.world.node_rank
+
+
+def keep_freed_memory() -> None:
+    """Have malloc keep what is freed, for the next layer or step: blocks to 32 MiB, 2 GiB in all.
+
+    By default glibc gives large blocks back to the system and takes them again, page by page, which
+    is up to a third of a training step on CPUs. Left alone where the user has set MALLOC_*.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt and not any(name.startswith("MALLOC_") for name in os.environ):
+        mallopt(M_MMAP_THRESHOLD, 32 * 2**20)  # the most that it takes
+        mallopt(M_TRIM_THRESHOLD, 2**31 - 1)

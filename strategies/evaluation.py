@@ -1,4 +1,4 @@
-"""Evaluation by several ranks, which may have different buffers and unequal numbers of batches."""
+"""Evaluation on several ranks, which may have different buffers and unequal numbers of batches."""
 
 from __future__ import annotations
 
@@ -19,48 +19,47 @@ from .collectives import World
 
 
 class Evaluation:
-    """What ranks agree on before they validate, test or predict, and keep to in each batch."""
+    """What ranks share before they validate, test or predict, and check before each step."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._fewest: WeakKeyDictionary[DataLoader, int] = WeakKeyDictionary()
-        self._own_buffers = False  # in this evaluation, so far
+        self._share_again = False  # buffers, in the next step
 
-    def count(self, dataloader: DataLoader) -> None:
-        """Ask all ranks for how many batches they have of it, where they know."""
+    def count_batches(self, dataloader: DataLoader) -> None:
+        """Find the fewest batches that any rank has of this loader, if it has a length."""
         length = sized_len(dataloader)
         if length is not None and self.world.size > 1:
             self._fewest[dataloader] = int(self.world.reduce(torch.tensor(length), "min"))
 
-    def start(self, trainer: pl.Trainer) -> None:
-        """Before a validation within training: all ranks get the buffers of rank 0."""
+    def before_validation(self, trainer: pl.Trainer) -> None:
+        """Within training: all ranks get the buffers of rank 0."""
         self._share_buffers(trainer.lightning_module)
         combined = trainer._evaluation_loop._combined_loader
         assert combined is not None
         batches = batches_of_all(combined, 0, self._fewest)
-        # Again in the first batch, if all ranks have it: callbacks that evaluate averaged weights
+        # Again in the first step, if all ranks have it: callbacks that evaluate averaged weights
         # have put theirs in by then.
-        self._own_buffers = batches not in (0, math.inf)
+        self._share_again = batches not in (0, math.inf)
 
     def _share_buffers(self, module: nn.Module) -> None:
-        """Buffers (running means of batch normalization) differ between ranks; a checkpoint has
-        those of rank 0, so they are what is evaluated, as under DDP."""
-        self._own_buffers = False
+        """Buffers (running means of batch normalization) differ between ranks. A checkpoint has
+        those of rank 0, so these are evaluated, as under DDP."""
+        self._share_again = False
         self.world.broadcast(shared_buffers(module, self.world))
 
-    def begin(
+    def before_step(
         self, trainer: pl.Trainer, batch: Any, batch_idx: int | None = None, dataloader_idx: int = 0
     ) -> None:
-        """From the step of a batch that not all ranks have until it is over, `on_*_batch_end` too,
-        no collective can be made; in its `on_*_batch_start` none is noticed.
+        """Have collectives refused in a batch that not all ranks have, from now until it is over,
+        `on_*_batch_end` included. Those in its `on_*_batch_start` are not noticed.
 
         Args:
-            batch, batch_idx, dataloader_idx: what the step is called with.
+            batch, batch_idx, dataloader_idx: arguments of the step.
         """
         loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
         assert loop._combined_loader is not None
         now, total = loop.batch_progress.current, loop.batch_progress.total
-        number = total.ready
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = now.ready - 1
         of_all = batches_of_all(loop._combined_loader, dataloader_idx, self._fewest)
@@ -69,24 +68,25 @@ class Evaluation:
         if isinstance(limit, float) and of_all != math.inf:
             of_all = int(of_all * limit)  # as Lightning cuts them, on each rank its own
         if batch_idx >= of_all:
-            what = (
-                f"batch {batch_idx} of the {'prediction' if trainer.predicting else 'evaluation'}"
-            )
-            self.world.alone = lambda: (
-                what if total.ready == number and now.completed < now.ready else ""
-            )
-        if self._own_buffers:
+            kind = "prediction" if trainer.predicting else "evaluation"
+            name, number = f"batch {batch_idx} of the {kind}", total.ready
+
+            def uneven_batch() -> str:
+                return name if total.ready == number and now.completed < now.ready else ""
+
+            self.world.uneven_batch = uneven_batch
+        if self._share_again:
             self._share_buffers(trainer.lightning_module)
 
 
 def batches_of_all(
     combined: CombinedLoader, dataloader_idx: int, fewest: Mapping[DataLoader, int]
 ) -> float:
-    """So many batches of an evaluation all ranks have, as far as that is known.
+    """How many batches of an evaluation all ranks have; infinite where that is not known.
 
     Args:
-        dataloader_idx: whose batches, where loaders take turns.
-        fewest: batches of a loader on the rank that has fewest.
+        dataloader_idx: of the loader that is asked about, where loaders take turns.
+        fewest: batches of each loader on the rank that has fewest.
     """
     counts = [
         fewest.get(loader, math.inf) if isinstance(loader, DataLoader) else math.inf

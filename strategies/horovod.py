@@ -4,6 +4,11 @@
     python train.py                                         the same in one process
 
 After n steps the weights are those of one process that sees the batches of all ranks together.
+
+Lightning calls the methods below. A step's gradients are combined between `pre_backward` and
+`post_backward`: GradientBuckets (buckets.py) fills a bucket as autograd makes gradients, and starts
+to reduce it (reductions.py) when it is full; `finish` waits for the rest. GuardedSteps (steps.py)
+looks at them once more before the optimizer steps.
 """
 
 from __future__ import annotations
@@ -39,13 +44,7 @@ from .cores import usable_cores
 from .drift import warn_of_drift
 from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
 from .evaluation import Evaluation
-from .metrics import (
-    keep_wide,
-    leave_metrics,
-    read_by_all,
-    synchronize_metrics,
-    warn_of_own_values,
-)
+from .metrics import keep_wide, leave_metrics, read_by_all, synchronize_metrics, warn_of_own_values
 from .randomness import OwnDraws
 from .reductions import COMPRESSIONS, Reduction, adasum
 from .refusals import (
@@ -69,50 +68,50 @@ SAVED = "horovod"  # key of what this strategy adds to checkpoints; others ignor
 class HorovodStrategy(ParallelStrategy):
     """Every rank trains a copy of the model on its share of the data; gradients are averaged.
 
-    Horovod is initialized here, so make it before anything that asks for the rank.
+    The constructor initializes Horovod: call it before anything that asks for the rank.
 
     Args:
-        bucket_mib: gradients travel in buckets of this many MiB, the first of 1, 2, ... MiB.
+        bucket_mib: gradients travel in buckets of this many MiB; the first are of 1, 2, ... MiB.
             Larger ones cost less processor time (8 on a single host: a few percent), smaller ones
             start earlier and leave less to send when backward ends (1 or 2 over a slow network).
         compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is
             the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
             to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.
-        op: "average" over the ranks. "sum", as if the loss were multiplied by their number, helps
-            those who sum losses over samples themselves. "adasum" averages what gradients have in
-            common and adds the rest, so that the learning rate of one rank still works on many; it
-            sends them log2(ranks) times, takes a power of two of ranks, and of several backwards a
-            step those of `accumulate_grad_batches` only.
+        op: "average" over the ranks. "sum" acts as if the loss were multiplied by their number, for
+            losses that are sums over samples. "adasum" averages what gradients have in common and
+            adds the rest, so that the learning rate of one rank still works on many. It sends them
+            log2(ranks) times, needs a power of two of ranks, and allows several backwards a step
+            only by `accumulate_grad_batches`.
         gradient_predivide_factor: f divides gradients by f before they are added and by ranks / f
-            after it. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f). None
-            divides by all ranks before, as DDP does.
+            afterwards. Helps when 16-bit gradients underflow (smaller f) or overflow (larger f).
+            None divides by the number of ranks before, as DDP does.
         broadcast_buffers: all ranks get the buffers of rank 0 before each step of training, as
             under DDP, and not only before an evaluation, which is enough for batch normalization.
-            Helps models that read in training what they keep in buffers and move by their batches
-            (a codebook, a centre); costs a broadcast of all buffers a step.
+            Helps models that update buffers by their batches and read them in training (a codebook,
+            a centre); costs a broadcast of all buffers a step.
         process_sets: all ranks, in groups that train one model each, e.g. [[0, 1], [2, 3]], for
             independent runs under one horovodrun. Rank and world size are then those in the group.
-            Give each group folders of its own (`default_root_dir`, loggers) and prepare data
-            beforehand: each has a rank 0, which writes, and prepares. End the script with
+            Each group has a rank 0, which writes files and prepares data: give each its own folders
+            (`default_root_dir`, loggers), and prepare data beforehand. End the script with
             hvd.barrier(): when one rank ends, Horovod ends for all.
 
-    What steps draw from torch (dropout, noise, augmentation after the transfer) each rank draws for
-    itself, whatever was seeded. What a sampler of your own draws in training is the same on all
-    ranks where these were seeded alike: else their shares overlap. Gradients are views in buffers
-    that the next backward fills again: clone those that you keep.
+    Each rank draws its own random numbers from torch in steps (dropout, noise, augmentation after
+    the transfer), whatever the seed. A sampler of your own must draw the same on all ranks in
+    training, so seed them alike: else their shares overlap. Gradients are views in buffers that the
+    next backward fills again: clone those that you keep.
 
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
             `num_nodes` that contradict horovodrun's, models, numbers of batches or learning rates
-            that differ between ranks, and what else refusals.py, steps.py and buckets.py refuse. A
-            rank that has no batch at all in an epoch after the first is found only when it ends. On
-            GPUs, where batches run out at different steps, ranks hang that call `hvd.*` themselves
-            in the next step.
+            that differ between ranks, and what else refusals.py, steps.py and buckets.py refuse.
+            A rank that has no batch at all in an epoch after the first is found only when that
+            epoch ends. Where batches run out at different steps on GPUs, ranks hang if they call
+            `hvd.*` themselves in the next step.
     """
 
-    # Asked by Lightning: put in distributed samplers, and let sync_dist=True reduce? With one
-    # process too: it then sees samples in the order in which several would.
+    # Lightning asks this before it puts in distributed samplers and lets sync_dist=True reduce.
+    # True for one process too, which then sees samples in the order in which several would.
     is_distributed = True
 
     def __init__(
@@ -138,62 +137,43 @@ class HorovodStrategy(ParallelStrategy):
         self.op = op
         self.gradient_predivide_factor = gradient_predivide_factor
         self.broadcast_buffers = broadcast_buffers
-        self.num_nodes = 1  # the Trainer's, to be refused where it is not horovodrun's
+        self.num_nodes = 1  # set by the Trainer, and refused if horovodrun's is another
         self._seed = 0  # of samplers that Lightning puts in
-        self._buckets: GradientBuckets | None = None
+        self._buckets: GradientBuckets | None = None  # only while several ranks train
         self._steps: GuardedSteps | None = None
         self._draws: Callable[[], AbstractContextManager[None]] = nullcontext
-        self._average = True
-        self._looked = self._warned = False  # for what differs between ranks, and of it
-        self._is_ahead = False  # does a GPU come to gradients later than the program?
+        self._combines = True  # gradients; False within block_backward_sync
+        self._is_ahead = False  # True on a GPU: the program goes on before gradients are there
+        self._drift_checked = self._drift_found = False
         self._evaluation = Evaluation(self.world)
-        self._resumed: dict[str, Any] = {}
+        self._resumed: dict[str, Any] = {}  # what the checkpoint says of the interrupted epoch
         if "OMP_NUM_THREADS" not in os.environ and hvd.local_size() > 1:
-            # The ranks of a host share its cores; torch would start a thread a core in each.
+            # The ranks of a host share its cores; torch would start a thread per core in each.
             torch.set_num_threads(max(1, usable_cores() // hvd.local_size()))
 
     @property
     @override
     def root_device(self) -> torch.device:
-        devices = self.parallel_devices
-        assert devices is not None
-        if devices[0].type != "cuda":
-            return devices[0]
-        return own_gpu(hvd.local_rank(), hvd.local_size())
+        assert self.parallel_devices is not None
+        first = self.parallel_devices[0]
+        return own_gpu(hvd.local_rank(), hvd.local_size()) if first.type == "cuda" else first
 
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        # Horovod: shares of one order, also where ranks were seeded with seed + rank.
+        # Horovod: all ranks share one order, even if they were seeded with seed + rank.
         return {"num_replicas": self.world_size, "rank": self.global_rank, "seed": self._seed}
 
     @property
-    def _trainer(self) -> pl.Trainer:
+    def _module(self) -> pl.LightningModule:
         assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        return self.lightning_module
 
     @property
-    def operations(self) -> str:
-        """What Horovod moves this strategy's tensors with: NCCL, MPI or Gloo."""
-        if self.root_device.type == "cuda" and hvd.nccl_built():
-            return "NCCL"
-        return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
+    def _trainer(self) -> pl.Trainer:
+        return self._module.trainer
 
-    def take_exchanges(self) -> list[Exchange]:
-        """What combining gradients took, in each backward since this was last asked."""
-        if self._buckets is None:
-            return []
-        exchanges = list(self._buckets.exchanges)
-        self._buckets.exchanges.clear()
-        return exchanges
-
-    def sent_bytes(self, size: int) -> float:
-        """What each rank sends to combine `size` bytes of gradients."""
-        ranks = self.world.size
-        if self.op == "adasum":
-            return size * (ranks.bit_length() - 1)
-        divisor = 1 if self.compression == "none" else 2
-        return 2 * (ranks - 1) / ranks * size / divisor
+    # ---------------------------------------------------------------- setting up, and tearing down
 
     @override
     def setup_environment(self) -> None:
@@ -211,48 +191,53 @@ class HorovodStrategy(ParallelStrategy):
         self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if self.root_device.type == "cpu":
             keep_freed_memory()
-        # Evaluation visits every sample once (see process_dataloader), and a resumed epoch goes on
-        # where it was, or says that it does not: these warnings are not true.
+        # Not true here: evaluation visits every sample once (see process_dataloader), and a resumed
+        # epoch goes on where it was, or says that it does not.
         warnings.filterwarnings("ignore", ".*DistributedSampler.*gets evaluated.*")
         warnings.filterwarnings("ignore", ".*ended before the epoch ended and your dataloader is.*")
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        assert self.accelerator is not None and self.lightning_module is not None
+        assert self.accelerator is not None
         self.accelerator.setup(trainer)
-        module = self.lightning_module
-        fitting = trainer.state.fn == TrainerFn.FITTING
-        if fitting and self.world.size > 1:  # torch's own needs torch.distributed
+        module = self._module
+        fitting, several = trainer.state.fn == TrainerFn.FITTING, self.world.size > 1
+        if fitting and several:
             if not isinstance(self._layer_sync, SyncLayers):
-                all_ = self._layer_sync is not None  # by Trainer(sync_batchnorm=True)
-                self._layer_sync = SyncLayers(self.world, _BatchNorm if all_ else nn.SyncBatchNorm)
+                # Trainer(sync_batchnorm=True) has set Lightning's, which needs torch.distributed.
+                kind = nn.SyncBatchNorm if self._layer_sync is None else _BatchNorm
+                self._layer_sync = SyncLayers(self.world, kind)
             self._layer_sync.apply(module)
         self.model = self.precision_plugin.convert_module(module)
         if isinstance(self.precision_plugin, HalfPrecision):
             keep_wide(module)
         self.model_to_device()
-        if self.world.size > 1:
-            refuse_other_models(module, self.world)
-            self.world.broadcast([*module.parameters(), *shared_buffers(module, self.world)])
+        if several:
+            self._share_model(sent=set())
             synchronize_metrics(module, self.world)
             self._draws = OwnDraws(self.world.rank, self.root_device)
         if fitting:
             sent = {*module.parameters(), *module.buffers()}
             self.setup_optimizers(trainer)
-            if self.world.size > 1:
+            if several:
                 refuse_own_clock(trainer)
-                refuse_other_models(module, self.world)  # configure_optimizers may have made some
-                tensors = [*module.parameters(), *shared_buffers(module, self.world)]
-                self.world.broadcast([tensor for tensor in tensors if tensor not in sent])
+                self._share_model(sent)  # configure_optimizers may have made more
                 self._buckets = self._make_buckets()
-                self._steps = GuardedSteps(self.optimizers, self._buckets, self._combine)
+                of_all = partial(self.reduce, reduce_op="sum" if self.op == "sum" else "mean")
+                self._steps = GuardedSteps(self.optimizers, self._buckets, of_all)
                 self._is_ahead = self.root_device.type == "cuda"
                 read_by_all(trainer)
         self.setup_precision_plugin()
 
+    def _share_model(self, sent: set[Tensor]) -> None:
+        """Give all ranks the parameters and buffers of rank 0, except those `sent` before."""
+        module = self._module
+        refuse_other_models(module, self.world)
+        tensors = [*module.parameters(), *shared_buffers(module, self.world)]
+        self.world.broadcast([tensor for tensor in tensors if tensor not in sent])
+
     def _make_buckets(self) -> GradientBuckets:
-        assert self.lightning_module is not None
-        module, world = self.lightning_module, self.world
+        module, world = self._module, self.world
         divisor = self.gradient_predivide_factor or world.size
         averaged = self.op == "average"
         before, after = (1 / divisor, divisor / world.size) if averaged else (1.0, 1.0)
@@ -273,7 +258,7 @@ class HorovodStrategy(ParallelStrategy):
                 "hvd.DistributedOptimizer averages gradients that this strategy averages, too: let "
                 "configure_optimizers return the optimizer that it wraps"
             )
-        # Only a state that configure_optimizers loaded is there yet; a checkpoint's comes later.
+        # Empty, unless configure_optimizers loaded one; a checkpoint's comes later.
         states = [o.state_dict() if o.state else None for o in self.optimizers]
         for optimizer, state in zip(self.optimizers, self.broadcast(states)):
             if state is not None:
@@ -285,66 +270,35 @@ class HorovodStrategy(ParallelStrategy):
         self.model.to(self.root_device)
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """Evaluation visits each sample once, and a resumed epoch none that was trained."""
-        trainer = self._trainer
-        if not isinstance(dataloader, DataLoader):
-            return dataloader
-        if self.root_device.type == "cpu":
-            dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
-        # estimated_stepping_batches, asked for in the sanity check, makes the training loader then;
-        # those of validation are there already.
-        made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
-        for_training = trainer.sanity_checking and made
-        if for_training or trainer.state.stage == RunningStage.TRAINING:
-            return dataloader
-        if trainer.state.stage in EVALUATING:
-            stage = "test" if trainer.testing else "validate"
-            dataloader = each_sample_once(dataloader, self.world, stage)
-        self._evaluation.count(dataloader)
-        return dataloader
+    def teardown(self) -> None:
+        if self._buckets is not None:
+            self._buckets.remove()
+            self._buckets = None
+        if self._steps is not None:
+            self._steps.remove()
+            self._steps = None
+        self.world.deferred_check, self.world.uneven_batch = None, str
+        self._drift_checked = self._drift_found = False
+        self._evaluation = Evaluation(self.world)
+        if self.lightning_module is not None:
+            leave_metrics(self.lightning_module, self.world)
+            if isinstance(self._layer_sync, SyncLayers):
+                self._layer_sync.revert(self.lightning_module)
+        super().teardown()
+
+    # ---------------------------------------------------------------- a step, in the order of calls
 
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
-        trainer = self._trainer
-        loop = trainer.fit_loop
+        loop = self._trainer.fit_loop
         if isinstance(self._draws, OwnDraws):
-            self._draws.seed(trainer.global_step)
+            self._draws.seed(self._trainer.global_step)
         if self._buckets is not None and loop._data_fetcher is not None:
-            # Of an unsized dataset the first batch is fetched by now.
+            # Where the dataset has no length, the first batch is fetched by now.
             refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)
         loaders = self._resumed.pop("loaders", [])
         resume(loop, self._resumed.get("global_batch_size", 0), self.world.size, loaders)
-
-    @override
-    def on_validation_start(self) -> None:
-        if self._buckets is None:
-            return
-        if not self._looked and self._trainer.fit_loop.epoch_loop.batch_progress.total.ready:
-            self._looked = True
-            self._look_at_all_ranks()
-        self._evaluation.start(self._trainer)
-
-    @override
-    def on_train_end(self) -> None:
-        self.world.look_back()
-        self._look_at_all_ranks()
-
-    def _look_at_all_ranks(self) -> None:
-        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if self._buckets is not None and not self._warned and trained:
-            assert self.lightning_module is not None
-            own_buffers = not self.broadcast_buffers  # where they are, they cannot differ for long
-            self._warned = warn_of_drift(self.lightning_module, self.world, own_buffers)
-
-    @override
-    def on_validation_end(self) -> None:
-        warn_of_own_values(self._trainer, self.world)
-
-    @override
-    def on_test_end(self) -> None:
-        self.on_validation_end()
 
     @override
     def batch_to_device(
@@ -360,93 +314,15 @@ class HorovodStrategy(ParallelStrategy):
             return super().batch_to_device(batch, device, dataloader_idx)
 
     @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        # A step that takes dataloader_iter has samplers draw in it, which all must do alike.
-        by_iterator = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
-        with nullcontext() if by_iterator else self._draws():
-            return super().training_step(*args, **kwargs)
-
-    @override
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
-        with self._draws():
-            return super().validation_step(*args, **kwargs)
-
-    @override
-    def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
-        with self._draws():
-            return super().test_step(*args, **kwargs)
-
-    @override
-    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        self._evaluation.begin(self._trainer, *args, **kwargs)
-        with self._draws():
-            return super().predict_step(*args, **kwargs)
-
-    @override
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Ranks with unequal numbers of batches are found before the epoch, if they are known."""
         if self._buckets is None:
             return
-        if batch_idx == 0:
+        if batch_idx == 0:  # before the epoch; infinitely many where the number is not known
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
             for optimizer in self.optimizers:
                 refuse_strangers(optimizer, self._buckets.known)
         if self.broadcast_buffers and not self._buckets.accumulates:
-            assert self.lightning_module is not None
-            self.world.broadcast(shared_buffers(self.lightning_module, self.world))
-
-    @override
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        if self._buckets is None:
-            return
-        self.world.look_back()  # before anything is begun that others never come to
-        self._buckets.prepare()
-        if self._average:
-            # Where max_steps ends the training, it is no matter who has more batches.
-            is_last_step = self._trainer.global_step + 1 == self._trainer.max_steps
-            progress = self._trainer.fit_loop.epoch_loop.batch_progress
-            self._buckets.start(last_batch=progress.is_last_batch or is_last_step)
-
-    @override
-    def backward(
-        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        # Horovod: as the Trainer's, but that hooks named on_after_backward see, as under DDP, the
-        # gradients of all ranks; there they are averaged within backward.
-        assert self.lightning_module is not None
-        with shown_as(f"{type(self).__name__}.backward"):  # manual_backward is no action of its own
-            self.pre_backward(closure_loss)
-            loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
-            self.precision_plugin.backward(loss, self.lightning_module, optimizer, *args, **kwargs)
-            self.post_backward(loss)
-            return self.precision_plugin.post_backward(loss, self.lightning_module)
-
-    @override
-    def post_backward(self, closure_loss: Tensor) -> None:
-        if self._buckets is None:
-            return
-        if not self._average:
-            self._buckets.leave()
-            return
-        agreed = self._buckets.finish()
-        progress = self._trainer.fit_loop.epoch_loop.batch_progress
-        count = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
-        look = partial(self._refuse_other_ends, agreed, count)
-        if self._is_ahead and not progress.is_last_batch:
-            self.world.later = look  # what is queued by then keeps the GPU busy while it answers
-        else:
-            look()
-
-    def _refuse_other_ends(self, agreed: Callable[[], bool], count: float) -> None:
-        if agreed():
-            return
-        refuse_unequal(count, self.optimizers, self.world)
-        raise MisconfigurationException(
-            "for some ranks the epoch ends with this backward, for others it does not: give all "
-            "ranks equally many batches, and call backward equally often"
-        )
+            self.world.broadcast(shared_buffers(self._module, self.world))
 
     @override
     def optimizer_step(
@@ -456,27 +332,155 @@ class HorovodStrategy(ParallelStrategy):
             self._steps.check(optimizer)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        # Samplers draw within a step that takes dataloader_iter, and must draw alike on all ranks.
+        by_iterator = isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        with nullcontext() if by_iterator else self._draws():
+            return super().training_step(*args, **kwargs)
+
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Gradients stay local inside: all batches of an accumulation but the last."""
-        self._average = False
+        """Gradients stay local inside. Accumulation uses it for all batches but the last."""
+        self._combines = False
         try:
             yield
         finally:
-            self._average = True
+            self._combines = True
+
+    @override
+    def backward(
+        self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        # Horovod: Lightning's with its last two calls exchanged, as precision_plugin.post_backward
+        # calls on_after_backward hooks: these see the gradients of all ranks, as under DDP, which
+        # averages within backward.
+        with shown_as(f"{type(self).__name__}.backward"):  # profilers do not see manual_backward
+            self.pre_backward(closure_loss)
+            loss = self.precision_plugin.pre_backward(closure_loss, self._module)
+            self.precision_plugin.backward(loss, self._module, optimizer, *args, **kwargs)
+            self.post_backward(loss)
+            return self.precision_plugin.post_backward(loss, self._module)
+
+    @override
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        if self._buckets is None:
+            return
+        self.world.run_deferred_check()  # before this begins what other ranks may never come to
+        self._buckets.prepare()
+        if self._combines:
+            # Where max_steps ends the training, ranks may have batches left.
+            is_last_step = self._trainer.global_step + 1 == self._trainer.max_steps
+            progress = self._trainer.fit_loop.epoch_loop.batch_progress
+            self._buckets.start(last_batch=progress.is_last_batch or is_last_step)
+
+    @override
+    def post_backward(self, closure_loss: Tensor) -> None:
+        if self._buckets is None:
+            return
+        if not self._combines:
+            self._buckets.leave()
+            return
+        agreed = self._buckets.finish()
+        progress = self._trainer.fit_loop.epoch_loop.batch_progress
+        batches = progress.current.ready if progress.is_last_batch else progress.current.ready + 1
+        check = partial(self._refuse_other_ends, agreed, batches)
+        if self._is_ahead and not progress.is_last_batch:
+            self.world.deferred_check = check  # by then the GPU has more to do while this waits
+        else:
+            check()
+
+    def _refuse_other_ends(self, agreed: Callable[[], bool], batches: int) -> None:
+        """Raise unless all ranks agree whether the epoch ends; `batches`: this rank's, at least."""
+        if agreed():
+            return
+        refuse_unequal(batches, self.optimizers, self.world)
+        raise MisconfigurationException(
+            "for some ranks the epoch ends with this backward, for others it does not: give all "
+            "ranks equally many batches, and call backward equally often"
+        )
+
+    @override
+    def on_train_end(self) -> None:
+        self.world.run_deferred_check()
+        self._check_drift()
+
+    # ---------------------------------------------------------------- evaluation
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Evaluation visits each sample once."""
+        trainer = self._trainer
+        if not isinstance(dataloader, DataLoader):
+            return dataloader
+        if self.root_device.type == "cpu":
+            dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
+        # A sanity check in which estimated_stepping_batches is asked for makes the training loader,
+        # when those of validation are there already.
+        made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
+        for_training = trainer.sanity_checking and made
+        if for_training or trainer.state.stage == RunningStage.TRAINING:
+            return dataloader
+        if trainer.state.stage in EVALUATING:
+            stage = "test" if trainer.testing else "validate"
+            dataloader = each_sample_once(dataloader, self.world, stage)
+        self._evaluation.count_batches(dataloader)
+        return dataloader
+
+    @override
+    def on_validation_start(self) -> None:
+        if self._buckets is None:
+            return
+        if not self._drift_checked:
+            self._check_drift()
+        self._evaluation.before_validation(self._trainer)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.before_step(self._trainer, *args, **kwargs)
+        with self._draws():
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.before_step(self._trainer, *args, **kwargs)
+        with self._draws():
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluation.before_step(self._trainer, *args, **kwargs)
+        with self._draws():
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def on_validation_end(self) -> None:
+        warn_of_own_values(self._trainer, self.world)
+
+    @override
+    def on_test_end(self) -> None:
+        self.on_validation_end()
+
+    def _check_drift(self) -> None:
+        """In the first validation after a batch, and when training ends; warns once."""
+        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        if self._buckets is not None and trained and not self._drift_found:
+            self._drift_checked = True
+            buffers = not self.broadcast_buffers  # else the next step makes them equal
+            self._drift_found = warn_of_drift(self._module, self.world, buffers)
+
+    # ---------------------------------------------------------------- collectives
 
     @property
     def _by_itself(self) -> bool:
-        """After an error the others are elsewhere, and wait for this rank to end: what is saved and
-        logged because of it, until the Trainer has cleared up, is no reason to wait for them."""
+        """Whether to leave collectives out: there is one rank, or this one has failed and others
+        wait elsewhere for it to end. Until the Trainer has cleared up, what this rank saves and
+        logs because of the error must not wait for them."""
         if self.world.size == 1:
             return True
         trainer = None if self.lightning_module is None else self.lightning_module._trainer
         return trainer is not None and trainer.interrupted and trainer.state.stage is not None
-
-    def _combine(self, loss: Any) -> Any:
-        return self.reduce(loss, reduce_op="sum" if self.op == "sum" else "mean")
 
     @override
     def reduce(
@@ -497,7 +501,7 @@ class HorovodStrategy(ParallelStrategy):
     def all_gather(
         self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False
     ) -> Tensor:
-        """One tensor of shape (world size, *shape), as under DDP; shapes are equal on all ranks."""
+        """One tensor of shape (world size, *shape), as under DDP; ranks have equal shapes."""
         if self.world.size == 1:
             return torch.stack([tensor if sync_grads else tensor.detach()])
         if sync_grads:
@@ -513,6 +517,8 @@ class HorovodStrategy(ParallelStrategy):
     def broadcast(self, obj: T, src: int = 0) -> T:
         return obj if self._by_itself else self.world.broadcast_object(obj, src)
 
+    # ---------------------------------------------------------------- checkpoints
+
     @override
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
@@ -525,9 +531,9 @@ class HorovodStrategy(ParallelStrategy):
     def load_checkpoint(
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Rank 0 reads, the others receive: they need not see its file system.
+        """Rank 0 reads and the others receive, so they need not see its file system.
 
-        For ckpt_path="last" they do: Lightning looks for the file on each rank.
+        For ckpt_path="last" they must: Lightning looks for the file on each rank.
         """
         checkpoint: dict[str, Any] = {}
         problem: Exception | None = None
@@ -538,26 +544,34 @@ class HorovodStrategy(ParallelStrategy):
                     checkpoint["optimizer_states"] = []  # Adam's has twice the weights' size
             except Exception as error:  # whatever it is, the others wait to hear of it
                 problem = error
-        if told := self.broadcast(sendable(problem)):
-            raise problem or told
+        if received := self.broadcast(sendable(problem)):
+            raise problem or received
         checkpoint = self.broadcast(checkpoint)
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._resumed = {**checkpoint.get(SAVED, {}), "loaders": states.get("combined_loader", [])}
         return checkpoint
 
-    @override
-    def teardown(self) -> None:
-        if self._buckets is not None:
-            self._buckets.remove()
-            self._buckets = None
-        if self._steps is not None:
-            self._steps.remove()
-            self._steps = None
-        self.world.later, self.world.alone = None, str
-        self._looked = self._warned = False
-        self._evaluation = Evaluation(self.world)
-        if self.lightning_module is not None:
-            leave_metrics(self.lightning_module, self.world)
-        if isinstance(self._layer_sync, SyncLayers) and self.lightning_module is not None:
-            self._layer_sync.revert(self.lightning_module)
-        super().teardown()
+    # ---------------------------------------------------------------- what reports ask
+
+    @property
+    def operations(self) -> str:
+        """What Horovod moves this strategy's tensors with: NCCL, MPI or Gloo."""
+        if self.root_device.type == "cuda" and hvd.nccl_built():
+            return "NCCL"
+        return "MPI" if hvd.mpi_built() and hvd.mpi_enabled() else "Gloo"
+
+    def take_exchanges(self) -> list[Exchange]:
+        """What it took to combine gradients in each backward since the last call."""
+        if self._buckets is None:
+            return []
+        exchanges = list(self._buckets.exchanges)
+        self._buckets.exchanges.clear()
+        return exchanges
+
+    def sent_bytes(self, size: int) -> float:
+        """How many bytes each rank sends to combine `size` bytes of gradients."""
+        ranks = self.world.size
+        if self.op == "adasum":
+            return size * (ranks.bit_length() - 1)
+        divisor = 1 if self.compression == "none" else 2
+        return 2 * (ranks - 1) / ranks * size / divisor

@@ -1,4 +1,4 @@
-"""How gradients lie in memory: which of them share a bucket, and where in it each is."""
+"""How gradients lie in memory: which of them share a bucket, and where each lies in it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ MIB = 2**20
 
 @dataclass
 class Bucket:
-    """Parameters whose gradients travel together. Its memory is taken when it is first used."""
+    """Parameters whose gradients travel together."""
 
     name: str
     parameters: list[Parameter]
-    buffer: Tensor = field(default_factory=lambda: torch.empty(0))
-    views: list[Tensor] = field(default_factory=list)
+    buffer: Tensor = field(default_factory=lambda: torch.empty(0))  # gradients, then flags
+    views: list[Tensor] = field(default_factory=list)  # one for each parameter
     trained: bool = True
-    missing: int = 0
-    unused: list[int] = field(default_factory=list)
+    missing: int = 0  # gradients that this backward has yet to make
+    unused: list[int] = field(default_factory=list)  # indices of parameters that it did not use
     work: InFlight | None = None
 
     @property
@@ -33,8 +33,20 @@ class Bucket:
 
     @property
     def flags(self) -> Tensor:
-        """One a parameter, then "last batch", then "not the last"."""
+        """One for each parameter, then "last batch", then "not the last"."""
         return self.buffer[-len(self.parameters) - 2 :]
+
+    def allocate(self) -> None:
+        """Take memory, at the first use."""
+        if self.views:
+            return
+        first, sizes = self.parameters[0], self.sizes
+        # Horovod: bfloat16 is unknown to it, and sums of 16-bit floats lose digits.
+        dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
+        count = sum(sizes)
+        self.buffer = torch.zeros(count + len(sizes) + 2, dtype=dtype, device=first.device)
+        for parameter, chunk in zip(self.parameters, self.buffer[:count].split(sizes)):
+            self.views.append(strided_as(parameter, chunk))
 
 
 def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:
@@ -68,22 +80,9 @@ def fill(views: list[Tensor], gradients: list[Tensor], factor: float) -> None:
         torch._foreach_mul_(views, factor)
 
 
-def allocate(bucket: Bucket) -> None:
-    """Its memory, unless it has it."""
-    if bucket.views:
-        return
-    first, sizes = bucket.parameters[0], bucket.sizes
-    # Horovod: bfloat16 is unknown to it, and sums of 16-bit floats lose digits.
-    dtype = torch.float64 if first.dtype == torch.float64 else torch.float32
-    count = sum(sizes)
-    bucket.buffer = torch.zeros(count + len(sizes) + 2, dtype=dtype, device=first.device)
-    for parameter, chunk in zip(bucket.parameters, bucket.buffer[:count].split(sizes)):
-        bucket.views.append(strided_as(parameter, chunk))
-
-
 def strided_as(parameter: Parameter, chunk: Tensor) -> Tensor:
     """The memory of `chunk` with the parameter's shape and strides (channels_last, transposed), as
     autograd makes gradients: fused optimizers go through the memory of both alike."""
     strides = torch.empty_like(parameter, device="meta").stride()
-    # data: an ordinary tensor to autograd, where a view that is made under no_grad is none.
+    # .data is an ordinary tensor to autograd, which a view made under no_grad is not.
     return chunk.as_strided(parameter.shape, strides, chunk.storage_offset()).data

@@ -1,4 +1,4 @@
-"""Metrics and logged values that are to be those of all ranks."""
+"""Metrics and logged values of all ranks together."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ warning_cache = WarningCache()
 
 
 def metrics_of(module: nn.Module) -> Iterator[Metric]:
-    """Those that are a part of it, and those in plain dicts and lists, which torch passes by."""
-    seen: set[int] = set()  # containers may hold themselves
+    """Its submodules, and those in plain dicts and lists, which torch does not look into."""
+    seen: set[int] = set()  # containers may contain themselves
     for part in module.modules():
         if isinstance(part, Metric):
             yield part
@@ -44,12 +44,12 @@ def _held(value: object, seen: set[int]) -> Iterator[Metric]:
 def synchronize_metrics(module: nn.Module, world: World) -> None:
     """Have every torchmetrics metric of `module` computed over all ranks.
 
-    torchmetrics asks torch.distributed whether there are others, which under Horovod says no: each
+    torchmetrics asks torch.distributed for other ranks, which under Horovod knows of none: each
     rank would report its own share as everyone's.
     """
     for metric in metrics_of(module):
-        others = getattr(metric.dist_sync_fn, "__self__", None)  # of an earlier strategy
-        if metric.dist_sync_fn is None or isinstance(others, World):
+        earlier = getattr(metric.dist_sync_fn, "__self__", None)  # a World, of another strategy
+        if metric.dist_sync_fn is None or isinstance(earlier, World):
             metric.dist_sync_fn = world.gather
             metric.distributed_available_fn = world.has_several_ranks
             metric._sync_dist = partial(sync, metric, world)  # type: ignore[method-assign]
@@ -57,31 +57,32 @@ def synchronize_metrics(module: nn.Module, world: World) -> None:
                 metric._gather_tuple_list = partial(gather_lists, world)
 
 
-def _lists(metric: Metric) -> list[str]:
-    """States that are lists whose tensors are gathered one by one: all but those that torchmetrics
-    makes one tensor of before."""
-    return [
-        name for name, reduction in metric._reductions.items()
-        if reduction is not dim_zero_cat and isinstance(metric._defaults[name], list)
-    ]  # fmt: skip
+def leave_metrics(module: nn.Module, world: World) -> None:
+    """Undo it, so that a single process can evaluate the module without waiting for others."""
+    for metric in metrics_of(module):
+        if metric.dist_sync_fn == world.gather:
+            metric.dist_sync_fn = None
+            metric.distributed_available_fn = jit_distributed_available
+            for name in ("_sync_dist", "_gather_tuple_list"):
+                metric.__dict__.pop(name, None)
 
 
 def sync(metric: Metric, world: World, _: Any = None, process_group: Any = None) -> None:
-    """In the place of Metric._sync_dist: what it is to gather with, metric.sync() does not know."""
-    if _lists(metric):
-        sync_padded_lists(metric, world, process_group)
-    else:
-        type(metric)._sync_dist(metric, world.gather, process_group)
+    """Replaces Metric._sync_dist, which metric.sync() calls with torch.distributed's gather.
 
-
-def sync_padded_lists(metric: Metric, world: World, process_group: Any) -> None:
-    """Metric._sync_dist where the tensors of lists are gathered one by one.
-
-    Ranks with fewer have empty ones gathered beside the others', which are then dropped, before a
-    reduction of the metric's own. With samples repeated to make shares equal, as under DDP, all
-    have equally many.
+    It gathers the tensors of a list one by one, unless it concatenates them before. All ranks must
+    gather equally many, so ranks with fewer add empty ones, which are dropped before the metric's
+    own reduction. DDP needs none of this: it repeats samples to make shares equal.
     """
-    lists = {name: getattr(metric, name) for name in _lists(metric)}
+    gather = partial(type(metric)._sync_dist, metric, world.gather, process_group)
+    lists = {
+        name: getattr(metric, name)
+        for name, reduction in metric._reductions.items()
+        if reduction is not dim_zero_cat and isinstance(metric._defaults[name], list)
+    }
+    if not lists:
+        gather()
+        return
     mine = {
         name: len(tensors)
         for name, tensors in lists.items()
@@ -100,7 +101,7 @@ def sync_padded_lists(metric: Metric, world: World, process_group: Any) -> None:
     reductions = {name: metric._reductions[name] for name in counts}
     try:
         metric._reductions.update(dict.fromkeys(counts))
-        type(metric)._sync_dist(metric, world.gather, process_group)
+        gather()
     finally:
         metric._reductions.update(reductions)
     for name, lengths in counts.items():
@@ -113,41 +114,31 @@ def sync_padded_lists(metric: Metric, world: World, process_group: Any) -> None:
 
 
 def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> list[Any]:
-    """Of all ranks' lists the first elements, then the second ones, ..."""
+    """The first element of each rank's list, then the second of each, ..."""
     ranks = world.gather_objects(mine)
     longest = max(len(items) for items in ranks)
     return [items[index] for index in range(longest) for items in ranks if index < len(items)]
 
 
 def keep_wide(module: nn.Module) -> None:
-    """Have metrics add up in float32 where a precision as bf16-true made their states 16 bits wide:
-    such a sum grows no more after some hundred batches."""
+    """Have metrics add up in float32 where a precision such as bf16-true made their states 16 bits
+    wide: such a sum stops growing after some hundred batches."""
     for metric in metrics_of(module):
         metric.set_dtype(torch.float32)
 
 
-def leave_metrics(module: nn.Module, world: World) -> None:
-    """Undo it, lest a single process that evaluates the module waits for others."""
-    for metric in metrics_of(module):
-        if metric.dist_sync_fn == world.gather:
-            metric.dist_sync_fn = None
-            metric.distributed_available_fn = jit_distributed_available
-            for name in ("_sync_dist", "_gather_tuple_list"):
-                metric.__dict__.pop(name, None)
-
-
 class ReadByAll(Callback):
-    """Reads the epoch's metrics on all ranks before another callback. To read is to reduce: one of
-    rank 0 alone, as a progress bar, would wait for the others, or be given what they reduce next.
-    """
+    """Reads the epoch's metrics on all ranks before another callback does. Reading reduces them: a
+    callback that reads on rank 0 alone, such as a progress bar, would wait for the others, or
+    receive what they reduce next."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         _ = trainer.progress_bar_metrics
 
 
 def read_by_all(trainer: pl.Trainer) -> None:
-    """Put it before each callback, as the one before may have logged, and behind the last, as some
-    ranks may have none that reads."""
+    """Put ReadByAll before each callback, as the one before may have logged, and after the last, as
+    some ranks may have no callback that reads."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not isinstance(callback, ReadByAll)]
     read = ReadByAll()
@@ -157,7 +148,7 @@ def read_by_all(trainer: pl.Trainer) -> None:
 def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:
     """Name the values that differ between ranks and were logged without sync_dist=True.
 
-    Lightning does so only where torch.distributed runs.
+    Lightning warns of them only under torch.distributed.
     """
     if world.size == 1:
         return

@@ -1,4 +1,4 @@
-"""Random numbers that a rank draws for itself in its steps, though all are seeded alike."""
+"""Each rank draws its own random numbers in its steps, though all are seeded alike."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ import torch
 class OwnDraws:
     """Inside `with draws():`, torch's generators give this rank numbers of its own.
 
-    Where all ranks draw the same, the global batch has a world size-th of the noise it should
-    have: of a diffusion model's noise levels, a GAN's latents, dropout's masks, augmentation on the
-    device. But samplers draw from the generator of the CPU too, and must draw the same everywhere;
-    so outside, it is as if nothing had been drawn inside. From that of a GPU only steps draw.
-    Python's and NumPy's generators stay alike.
+    If all ranks drew the same, the global batch would have only one rank's variety of noise: of a
+    diffusion model's noise levels, a GAN's latents, dropout's masks, augmentation on the device.
+    But samplers draw from the CPU's generator too, and must draw the same everywhere; so outside,
+    it is as if nothing had been drawn inside. Only steps draw from a GPU's generator. Python's and
+    NumPy's generators stay alike.
 
-    The first state follows from that of the generator that all share. So each training, evaluation
-    and prediction of a program draws other numbers, as loaders move that one in between, and a
-    program that is run again with its seed draws the same.
+    The first state follows from the generator that all share. Loaders move that one between
+    trainings, evaluations and predictions of a program, so each draws other numbers; and a program
+    that is run again with its seed draws the same.
 
     Args:
         rank: among those that train together.
@@ -35,11 +35,7 @@ class OwnDraws:
         self.seed(0)
 
     def seed(self, step: int) -> None:
-        """Start anew; a resumed training repeats no draws.
-
-        Args:
-            step: how many were made before.
-        """
+        """Start anew after so many steps: a resumed training repeats no draws."""
         mixed = random.Random(f"{self._of_all} {self.rank} {step}").getrandbits(63)
         self._own = torch.Generator().manual_seed(mixed).get_state()
         if self.device.type == "cuda":

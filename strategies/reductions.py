@@ -1,8 +1,8 @@
 """Ways to combine a flat buffer of gradients over all ranks.
 
-Each is a generator: it starts an operation of Horovod, yields the handle, is sent what came of it,
-and may start the next; when it ends, the buffer holds the result. So operations of several steps
-run beside backward as those of a single step do; `InFlight` drives one.
+Each is a generator: it starts an operation of Horovod, yields its handle, receives its result, and
+may start the next; when it ends, the buffer holds the combined gradients. So reductions of several
+steps run beside backward as those of a single step do; an `InFlight` drives each.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class InFlight:
         self._handle: int | None = next(steps)
 
     def rests(self) -> bool:
-        """Is nothing of it on the wire now?"""
+        """Whether nothing of it is on the wire now."""
         return self._handle is None or hvd.poll(self._handle)
 
     def advance(self) -> bool:
@@ -50,12 +50,12 @@ def add(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
 def add_in_16_bits(dtype: torch.dtype) -> Reduction:
     """The sum of values cut to `dtype`, half as many bytes: an all-to-all, and an all-gather.
 
-    Rank i adds the i-th part of all ranks' buffers in float32 and hands it to all. So a value is
-    rounded twice, whatever the number of ranks, and bfloat16, which Horovod cannot add, goes too.
+    Rank i adds the i-th part of all ranks' buffers in float32 and sends the sum to all. So a value
+    is rounded twice, whatever the number of ranks, and bfloat16, which Horovod cannot add, works.
     """
 
     def steps(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
-        # In pieces, so that of a huge bucket one is on the wire while another is converted.
+        # In pieces, so that one of a huge bucket is on the wire while another is converted.
         pieces = buffer.split(PIECE)
         scattered, gathered = [], []
         for index, piece in enumerate(pieces):
@@ -63,7 +63,7 @@ def add_in_16_bits(dtype: torch.dtype) -> Reduction:
             cut = piece.new_zeros(part * world.size, dtype=dtype)
             cut[: piece.numel()] = piece
             splits = torch.full((world.size,), part, dtype=torch.int32)
-            # Horovod moves float16 and asks no question: bfloat16 travels under its name.
+            # Horovod only moves these bytes, so bfloat16 can travel as float16, which it knows.
             raw = cut.view(torch.float16)
             scatter = f"{name}.{index}.scatter"
             scattered.append(hvd.alltoall_async(raw, splits, scatter, world.process_set))
@@ -90,8 +90,8 @@ def adasum(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
     """Adasum (Maleki et al. 2021, https://arxiv.org/abs/2006.02924), parameter by parameter.
 
     Gradients that point the same way are averaged, orthogonal ones are added. In log2(n) rounds
-    each rank exchanges the whole buffer with one other. What lies behind the parameters in the
-    buffer is added. Horovod's own Adasum needs a build with MPI; this one runs on any.
+    each rank exchanges the whole buffer with one other. The flags behind the gradients are added.
+    Horovod's own Adasum needs a build with MPI; this one runs on any.
     """
     end = sum(sizes)
     for distance in (2**k for k in range(world.size.bit_length() - 1)):

@@ -1,10 +1,11 @@
-"""What HorovodStrategy refuses, on all ranks: it would end in a hang, or ranks would go apart."""
+"""What HorovodStrategy refuses, on all ranks: it would hang, or make their weights differ."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import horovod.torch as hvd
@@ -22,7 +23,7 @@ OPS = ("average", "sum", "adasum")
 
 
 def refuse_options(bucket_mib: float, compression: str, op: str, predivide: float | None) -> None:
-    """Those that are unknown or cannot work together."""
+    """Values that are unknown or cannot work together."""
     problem = ""
     if not bucket_mib > 0:
         problem = f"bucket_mib={bucket_mib}: a size above 0 is needed"
@@ -41,9 +42,27 @@ def refuse_options(bucket_mib: float, compression: str, op: str, predivide: floa
 
 
 def refuse_other_models(module: nn.Module, world: World) -> None:
-    """Models that differ between ranks would wait for each other, or add what is not alike."""
-    mine = []
-    caches = {  # which a step may have grown on some ranks; no checkpoint has them
+    """Models that differ between ranks would wait for each other, or add unlike gradients."""
+    mine = _tensors_of(module)
+    digest = hashlib.sha256("\n".join(mine).encode()).digest()
+    if len(set(world.gather_objects(digest))) == 1:
+        return
+    ranks = world.gather_objects((os.uname().nodename, mine))
+    _, first = ranks[0]
+    for rank, (host, other) in enumerate(ranks):
+        if other != first:
+            padded = zip_longest(first, other, fillvalue="nothing")
+            expected, actual = next(pair for pair in padded if pair[0] != pair[1])
+            raise MisconfigurationException(
+                f"rank {rank} on {host} has another model than rank 0: {actual} where rank 0 "
+                f"has {expected}; make it from the same code and configuration on all ranks"
+            )
+
+
+def _tensors_of(module: nn.Module) -> list[str]:
+    """A line for each parameter and buffer; raises for those that Horovod cannot send."""
+    lines = []
+    caches = {  # non-persistent: not in checkpoints, and steps of some ranks may have grown them
         f"{prefix}.{name}".lstrip(".")
         for prefix, layer in module.named_modules()
         for name in layer._non_persistent_buffers_set
@@ -63,29 +82,16 @@ def refuse_other_models(module: nn.Module, world: World) -> None:
         kind = str(tensor.dtype).removeprefix("torch.")
         trained = " trained" if tensor.requires_grad else ""
         if name not in caches:
-            mine.append(f"{name} {tuple(tensor.shape)} {kind}{strides}{trained}")
-    digest = hashlib.sha256("\n".join(mine).encode()).digest()
-    if len(set(world.gather_objects(digest))) == 1:
-        return
-    ranks = world.gather_objects((os.uname().nodename, mine))
-    _, first = ranks[0]
-    for rank, (host, other) in enumerate(ranks):
-        if other != first:
-            length = max(len(first), len(other))
-            padded = zip(*(names + ["nothing"] * (length - len(names)) for names in (first, other)))
-            expected, actual = next(pair for pair in padded if pair[0] != pair[1])
-            raise MisconfigurationException(
-                f"rank {rank} on {host} has another model than rank 0: {actual} where rank 0 "
-                f"has {expected}; make it from the same code and configuration on all ranks"
-            )
+            lines.append(f"{name} {tuple(tensor.shape)} {kind}{strides}{trained}")
+    return lines
 
 
 def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, world: World) -> None:
-    """`devices` or `num_nodes` that contradict horovodrun's; of several ranks also GPUs without
-    NCCL, and GPUs that two of them share or only some have.
+    """`devices` or `num_nodes` that contradict horovodrun's, GPUs without NCCL, and GPUs that two
+    ranks share or only some have.
 
     Args:
-        devices: how many the Trainer has for this host; 1 for CPUs by itself, or all GPUs.
+        devices: how many the Trainer has for this host; by default 1 for CPUs, or all GPUs.
         device: this rank's.
     """
     ranks, cuda = hvd.local_size(), device.type == "cuda"
@@ -111,8 +117,8 @@ def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, wo
 
 
 def _refuse_others_gpus(device: torch.device, world: World) -> None:
-    """NCCL wants one for each rank; its own message names none. And where a driver is broken,
-    accelerator=auto takes the CPU, for which the others would wait forever."""
+    """NCCL needs one for each rank, and its own message names none. Where a driver is broken,
+    accelerator=auto takes the CPU, and the other ranks would wait forever."""
     cuda = device.type == "cuda"
     mine = os.uname().nodename, str(torch.cuda.get_device_properties(device).uuid) if cuda else ""
     ranks = world.gather_objects(mine)
@@ -134,7 +140,6 @@ def _refuse_others_gpus(device: torch.device, world: World) -> None:
 
 
 def refuse_own_clock(trainer: pl.Trainer) -> None:
-    """By its own clock each rank would validate after another batch."""
     if seconds := getattr(trainer, "_val_check_time_interval", None):  # Lightning 2.6
         raise MisconfigurationException(
             f"a val_check_interval of {seconds:g} s: by its own clock each rank would validate "

@@ -1,4 +1,4 @@
-"""A resumed epoch goes on behind the samples that were trained: none is seen twice."""
+"""A resumed epoch goes on after the samples that were trained: none is seen twice."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from .samplers import replace_batches
 
 
 def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:
-    """Have an epoch of training that a checkpoint was written in go on where it was.
+    """Have the epoch in which the checkpoint was written go on where it was.
 
-    Horovod: loaders may be older than what a checkpoint says of the epoch: they are made when
-    configure_optimizers asks how many steps there are. Their workers have begun with the order of
-    the first epoch by then.
+    Horovod: loaders may be made before the checkpoint is read, when configure_optimizers asks how
+    many steps there are. By now their workers have begun with the order of the first epoch.
 
     Args:
-        loop: which may not be restarting; then nothing is done.
+        loop: nothing is done if it is not restarting.
         then: global batch size when the checkpoint was written; 0 where it does not say.
-        states: in the checkpoint, of loaders that go on by themselves. Lightning has given them
-            theirs; the iterator that it made then has used it up.
+        states: in the checkpoint, of loaders that go on by themselves. Lightning has given these to
+            them, but the iterator that it made then has used them up.
     """
     if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
         return
@@ -52,7 +51,7 @@ def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:
 
 
 def global_batch_size(loop: _FitLoop, ranks: int) -> int:
-    """Of the first loader of this epoch's training that tells; 0 where none does."""
+    """Of the first training loader that has a batch size; 0 where none has."""
     loaders = loop._combined_loader.flattened if loop._combined_loader is not None else []
     batches = [getattr(loader, "batch_sampler", None) for loader in loaders]
     sizes = [getattr(each, "batch_size", None) or 0 for each in batches]
@@ -60,8 +59,8 @@ def global_batch_size(loop: _FitLoop, ranks: int) -> int:
 
 
 def drawn_anew(batches: Any) -> str:
-    """The class of the sampler whose order a resume does not find again, as far as one can know;
-    empty where it follows from a seed and the epoch, or is that of the data set."""
+    """The class of the sampler, if a resume may not find its order again; "" if the order follows
+    from a seed and the epoch, or is that of the data set."""
     sampler = getattr(batches, "sampler", batches)
     if isinstance(sampler, DistributedSamplerWrapper):
         sampler = getattr(sampler.dataset, "_sampler", None)
@@ -72,19 +71,19 @@ def drawn_anew(batches: Any) -> str:
 def leave_out_trained(
     dataloaders: list[Any], progress: Any, then: int, now: int, cycles: bool
 ) -> None:
-    """Have a resumed epoch go on behind the batches that were trained.
+    """Have a resumed epoch go on after the batches that were trained.
 
-    Rounded up: where batches have another size than before, some samples may be left out of this
-    epoch; none is seen twice.
+    Their number is rounded up: where the batch size has changed, some samples may be left out of
+    this epoch, but none is seen twice.
 
     Args:
-        progress: Lightning's, of the batches in this epoch; counts batches of now afterwards.
+        progress: Lightning's, of the batches in this epoch; afterwards it counts batches of `now`.
         then: global batch size when the checkpoint was written.
-        now: that of the first of the loaders.
+        now: global batch size of the first loader.
         cycles: whether shorter loaders begin again until the longest one ends.
     """
     ready, moved = progress.current.ready, 0
-    if not ready:  # LearningRateFinder, too, leaves the loop as one that restarts
+    if not ready:  # LearningRateFinder leaves the loop restarting, too
         return
     for dataloader in dataloaders:
         if hasattr(dataloader, "load_state_dict"):  # it goes on by itself
@@ -114,7 +113,7 @@ def leave_out_trained(
             )
         trained = -(-ready * then // now)
         length = len(batches)  # type: ignore[arg-type]
-        # A shorter loader beside it is in another of its rounds, or has ended (max_size).
+        # Where loaders cycle, a shorter one is in another of its rounds; else it may have ended.
         of_round = trained % length if cycles and trained > length else trained
         replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
         moved = trained - ready
@@ -122,19 +121,19 @@ def leave_out_trained(
 
 
 def move(progress: Any, batches: int) -> None:
-    """Have Lightning's progress in an epoch count so many batches more."""
+    """Have Lightning's progress in an epoch count this many batches more."""
     for count in ("ready", "started", "processed", "completed"):
         setattr(progress.current, count, getattr(progress.current, count) + batches)
 
 
 class WithoutFirst(Sampler[list[int]]):
-    """The batches of a seeded sampler; the first time without those that were trained already."""
+    """The batches of a seeded sampler; the first pass leaves out those already trained."""
 
     def __init__(self, batches: BatchSampler, trained: int) -> None:
         self.batches, self.trained = batches, trained
 
     def __getattr__(self, name: str) -> Any:
-        if name == "batches":  # asked of a copy that is not filled yet
+        if name == "batches":  # copy and pickle ask before it is set
             raise AttributeError(name)
         return getattr(self.batches, name)  # sampler, batch_size
 

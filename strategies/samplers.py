@@ -1,4 +1,4 @@
-"""Which samples a rank evaluates: each once, whatever their number and that of the ranks."""
+"""Which samples a rank evaluates: together, the ranks see each sample once."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class EvenBatches(Sampler[list[int]]):
 
     No sample is repeated to make shares equal, which would falsify metrics, and no rank runs out
     of batches before the others, which would wait for it in a collective. Rank r has samples r,
-    r + ranks, ...; its batches are full but for the last ones, which share what is left. Only
-    where batches are of one sample and the samples do not divide, some ranks have one batch less.
+    r + ranks, ... Its batches are full, except the last ones, which share what is left. Only if
+    batches are of one sample and the samples do not divide, some ranks have one batch less.
 
     Args:
-        samples: of the whole data set, at least one a rank.
-        order: draws which sample is the i-th, anew for each evaluation and on all ranks the same;
-            None: i.
+        samples: in the whole data set, at least one for each rank.
+        order: draws the order of the samples for each evaluation, the same on all ranks; None
+            keeps that of the data set.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EvenBatches(Sampler[list[int]]):
 
 
 def shuffled(sampler: DistributedSampler) -> list[int]:
-    """The order of all samples of which each rank's sampler takes its share."""
+    """The order of all samples, of which each rank's sampler takes its share."""
     whole = copy.copy(sampler)
     whole.num_replicas, whole.rank = 1, 0
     whole.num_samples = whole.total_size = len(sampler.dataset)  # type: ignore[arg-type]
@@ -60,9 +60,9 @@ def shuffled(sampler: DistributedSampler) -> list[int]:
 
 
 def replace_batches(dataloader: DataLoader, batches: Sampler[list[int]]) -> None:
-    """Give a DataLoader other batches; it refuses plain assignment once it is made."""
+    """Give a DataLoader other batches; once made, it refuses plain assignment."""
     object.__setattr__(dataloader, "batch_sampler", batches)
-    if dataloader._iterator is not None:  # of persistent workers, asked for the old ones already
+    if dataloader._iterator is not None:  # of persistent workers, which have the old ones
         dataloader._iterator._index_sampler = batches
 
 
@@ -70,8 +70,8 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
     """A loader for evaluation that gives this rank its share, no sample padded or left out.
 
     Args:
-        loader: with a DistributedSampler for this world in it; one with another sampler stays as it
-            is, also where its class deals samples out in a way of its own.
+        loader: with a DistributedSampler for this world; one with another sampler, or whose class
+            deals samples out in its own way, is returned as it is.
         stage: "validate" or "test", for the message.
 
     Raises:
@@ -82,9 +82,9 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
     if not isinstance(sampler, DistributedSampler):
         return loader
     if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
-        return loader  # one's own way: each rank evaluates all, say
+        return loader  # the user's way: each rank evaluates all, say
     samples = len(sampler.dataset)  # type: ignore[arg-type]
-    # A sampler of one's own comes wrapped; one's own batches stay.
+    # Lightning wraps the user's own sampler, which is not distributed.
     wrapped = isinstance(sampler, DistributedSamplerWrapper)
     if not wrapped and type(sampler).__iter__ is not DistributedSampler.__iter__:
         if sampler.total_size != samples:
@@ -93,11 +93,11 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
                 f"{world.size} ranks, of a data set of {samples}: some are left out, or count twice"
             )
         return loader
-    plain = type(batches) is BatchSampler and (wrapped or type(sampler) is DistributedSampler)
-    if plain:
-        assert isinstance(batches, BatchSampler)
-        if batches.drop_last:
-            samples -= samples % (world.size * batches.batch_size)
+    # None for a user's own class of batches, or of DistributedSampler: these are kept.
+    known = wrapped or type(sampler) is DistributedSampler
+    plain = batches if known and type(batches) is BatchSampler else None
+    if plain is not None and plain.drop_last:
+        samples -= samples % (world.size * plain.batch_size)
     if samples < world.size:
         raise MisconfigurationException(
             f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "
@@ -105,35 +105,35 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
         )
     once = copy.copy(loader)  # which may be that of training too
     once._iterator = None
-    if not plain:
+    if plain is None:
         _give_share(once, sampler, samples, world)
         return once
-    assert isinstance(batches, BatchSampler)
     order: Order | None = None
     if wrapped:
         order = partial(draw, sampler.dataset, world)
     elif sampler.shuffle:
         order = partial(shuffled, sampler)
-    replace_batches(once, EvenBatches(samples, world.size, world.rank, batches.batch_size, order))
+    replace_batches(once, EvenBatches(samples, world.size, world.rank, plain.batch_size, order))
     return once
 
 
 def _give_share(
     loader: DataLoader, sampler: DistributedSampler, samples: int, world: World
 ) -> None:
-    """This rank's samples, without padding; of copies, as training may have the same sampler."""
+    """Keep the loader's own batches and sampler, as copies that do not pad this rank's share;
+    training may use the originals."""
     share = copy.copy(sampler)
     share.total_size = samples
     share.num_samples = len(range(world.rank, samples, world.size))
     if loader.batch_sampler is None:
         object.__setattr__(loader, "sampler", share)
-    else:  # which may have the sampler in several places
+    else:  # which may refer to the sampler in several places
         memo = {id(sampler): share, id(sampler.dataset): sampler.dataset}
         batches: Any = copy.deepcopy(loader.batch_sampler, memo)
         replace_batches(loader, batches)
 
 
 def draw(order: Any, world: World) -> list[int]:
-    """Rank 0's: the random numbers of ranks may have gone apart by now."""
+    """Rank 0's order, as ranks may draw different random numbers by now."""
     order.reset()
     return world.broadcast_object([order[index] for index in range(len(order))])

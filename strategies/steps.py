@@ -1,9 +1,8 @@
-"""Before an optimizer steps: with the gradients of all ranks, or not at all."""
+"""Optimizers step with the gradients of all ranks, or not at all."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -14,25 +13,22 @@ from .refusals import refuse_strangers
 
 
 class GuardedSteps:
-    """Looks at each step before it is made: one by gradients or parameters of this rank alone is
-    refused, as weights would differ between ranks from then on.
+    """Refuses steps with gradients or parameters that this rank alone has: weights would differ
+    between ranks from then on.
 
     Args:
-        optimizers: to be looked at before each of their steps.
-        buckets: that combine the gradients.
-        combine: the mean, or sum, of a loss over all ranks.
+        optimizers: whose steps are checked.
+        buckets: that combine their gradients.
+        combine: turns a loss into the mean, or sum, of all ranks' losses.
     """
 
     def __init__(
-        self,
-        optimizers: Sequence[Optimizer],
-        buckets: GradientBuckets,
-        combine: Callable[[Any], Any],
+        self, optimizers: Sequence[Optimizer], buckets: GradientBuckets, combine: Callable
     ) -> None:
         self._buckets = buckets
         self._combine = combine
-        self._groups: dict[int, int] = {}  # how many an optimizer, by id, had when last checked
-        # As well as in optimizer_step, which self.optimizers(use_pl_optimizer=False) pass by.
+        self._groups: dict[int, int] = {}  # an optimizer's id: how many it had at the last check
+        # Optimizers of self.optimizers(use_pl_optimizer=False) step without the strategy knowing.
         # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step)
@@ -45,7 +41,6 @@ class GuardedSteps:
             hook.remove()
 
     def check(self, optimizer: Optimizer) -> None:
-        """Refuse a step with gradients or parameters of this rank alone."""
         if self._buckets.in_backward:
             raise MisconfigurationException(
                 "a step within backward, before the gradients of all ranks are there: step when "
@@ -72,14 +67,14 @@ class GuardedSteps:
     def _before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What `step` is called with, where that is to be changed."""
+        """Returns other arguments for `step`, or None to leave them as they are."""
         self.check(optimizer)
         if not isinstance(optimizer, LBFGS):
             return None
-        # Its line search asks for another loss as long as this one does not please it. The closure
-        # is all that it takes.
-        shared = partial(partial, self._of_all_ranks)
-        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}
 
-    def _of_all_ranks(self, closure: Callable[[], Any]) -> Any:
-        return self._combine(closure())
+        # Its line search calls the closure, its only argument, until the loss is low enough: by the
+        # loss of all ranks, so that they call it equally often.
+        def shared(closure: Callable[[], Any]) -> Callable[[], Any]:
+            return lambda: self._combine(closure())
+
+        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}

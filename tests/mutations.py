@@ -35,7 +35,7 @@ class Mutation:
 MUTATIONS = [
     Mutation(
         "gradients are not averaged", "horovod.py",
-        "        if self._average:\n            # Where", "        if False:\n            # Where",
+        "        if self._combines:\n            # Where", "        if False:\n            # Where",
         "horovod-2 and plain",
     ),
     Mutation(
@@ -49,12 +49,12 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks that go on come to a collective before they are told", "collectives.py",
-        "        self.look_back()\n        if alone", "        if alone",
+        "        self.run_deferred_check()\n        if batch", "        if batch",
         "end_apart", "test_mistakes",
     ),
     Mutation(
         "the model is not broadcast", "horovod.py",
-        "self.world.broadcast([*module.parameters(), *shared_buffers(module, self.world)])", "pass",
+        "self._share_model(sent=set())", "pass",
         "horovod-2 and plain",
     ),
     Mutation(
@@ -67,7 +67,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resumed training draws what was drawn before", "horovod.py",
-        "self._draws.seed(trainer.global_step)", "self._draws.seed(0)",
+        "self._draws.seed(self._trainer.global_step)", "self._draws.seed(0)",
         "draws_for_itself", "test_randomness",
     ),
     Mutation(
@@ -93,7 +93,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what ranks have moved apart is not looked at", "horovod.py",
-        "self._warned = warn_of_drift(self.lightning_module, self.world, own_buffers)", "pass",
+        "self._drift_found = warn_of_drift(self._module, self.world, buffers)", "pass",
         "gone_apart", "test_strategy",
     ),
     Mutation(
@@ -108,7 +108,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what configure_optimizers makes is each rank's own", "horovod.py",
-        "self.world.broadcast([tensor for tensor in tensors if tensor not in sent])", "pass",
+        "self._share_model(sent)", "pass",
         "horovod-2 and made_by_configure_optimizers",
     ),
     Mutation(
@@ -222,7 +222,7 @@ MUTATIONS = [
     ),
     Mutation(
         "each batch of an accumulation is reduced", "horovod.py",
-        "        self._average = False\n", "        self._average = True\n",
+        "        self._combines = False\n", "        self._combines = True\n",
         "horovod-2 and accumulation",
     ),
     Mutation(
@@ -360,7 +360,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a line search goes by this rank's loss", "steps.py",
-        "shared = partial(partial, self._of_all_ranks)", "return None", "horovod-2 and line_search",
+        "return lambda: self._combine(closure())", "return closure", "horovod-2 and line_search",
     ),
     Mutation(
         "learning rates are not compared", "refusals.py",
@@ -442,7 +442,7 @@ MUTATIONS = [
     Mutation(
         "on_after_backward sees the gradients of its own rank", "horovod.py",
         "            self.post_backward(loss)\n",
-        "            self.lightning_module.on_after_backward()\n"
+        "            self._module.on_after_backward()\n"
         "            self.post_backward(loss)\n",
         "horovod-2 and after_backward",
     ),
@@ -476,7 +476,7 @@ MUTATIONS = [
     ),
     Mutation(
         "models are not compared", "horovod.py",
-        "            refuse_other_models(module, self.world)\n", "", "mistakes", "test_mistakes",
+        "        refuse_other_models(module, self.world)\n", "", "mistakes", "test_mistakes",
     ),
     Mutation(
         "the end of an epoch is not told to others", "buckets.py",

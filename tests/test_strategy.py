@@ -848,7 +848,7 @@ class Saves(Callback):
         run.strategy._is_ahead = True
 
     def on_train_batch_end(self, run: pl.Trainer, model: pl.LightningModule, *_: Any) -> None:
-        self.pending.append(run.strategy.world.later is not None)
+        self.pending.append(run.strategy.world.deferred_check is not None)
         torch.save(model, io.BytesIO())
 
 

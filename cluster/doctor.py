@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 
 import yaml
 
-from cluster.agent import own_address
 from cluster.findings import (
     ROOT,
     Finding,
@@ -56,7 +55,7 @@ from cluster.hosts import (
     used,
 )
 from cluster.install import read_pins
-from cluster.probe import CODE, CONNECT_SECONDS
+from cluster.probe import CODE, CONNECT_SECONDS, own_address
 from cluster.ssh import connecting, diagnose
 from cluster.sync import synced, tracked
 

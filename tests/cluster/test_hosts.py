@@ -477,7 +477,7 @@ def test_a_checkout_may_be_reached_by_a_link(
 def test_a_second_address_of_an_interface_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each the first is looked at."""
     monkeypatch.setattr(agent, "own_address", lambda towards: "10.1.0.2")
-    monkeypatch.setattr(agent, "address_of", lambda interface: "10.0.0.2")
+    monkeypatch.setattr(agent, "interfaces", lambda: {"eth0": "10.0.0.2"})
     told = r"^10.1.0.2, by which it reaches 10.1.0.1, is the first address of no network interface"
     with pytest.raises(ValueError, match=told):
         agent.interface_towards("10.1.0.1")

@@ -216,7 +216,11 @@ def parse(text: str) -> list[Host]:
                 f"HOSTS={text}: '{item}' is no host: write name:slots, as node1:4,node2:4"
             )
         hosts.append(Host(name, int(slots or 1)))
-    return _checked(hosts, f"HOSTS={text}")
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refusal(f"HOSTS={text}: {name} is there twice: add up its slots")
+    return hosts
 
 
 class _AsWritten(yaml.SafeLoader):
@@ -250,7 +254,7 @@ def read(file: Path) -> list[Host]:
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
     _refuse_twice(text, where)
     pairs = zip(hosts.values(), written["hosts"].items())
-    return _checked([_host(name, values, words, file) for values, (name, words) in pairs], where)
+    return [_host(name, values, words, file) for values, (name, words) in pairs]
 
 
 def _refuse_twice(text: str, where: str) -> None:
@@ -314,14 +318,6 @@ def _host(name: str, content: Any, words: Any, file: Path) -> Host:
         key: tuple(content[key]) for key in ("gpus", "ssh") if key in content
     }
     return Host(name, file=file, **said)
-
-
-def _checked(hosts: list[Host], where: str) -> list[Host]:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise Refusal(f"{where}: {name} is there twice: add up its slots")
-    return hosts
 
 
 def refuse_one_twice(hosts: list[Host]) -> None:

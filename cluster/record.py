@@ -25,7 +25,6 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from cluster.hosts import Rank, Refusal
@@ -195,10 +194,7 @@ class Record:
     def __enter__(self) -> Record:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self.hurries |= error is not None
         self._wait_for_readers()
         for file in self._files.values():

@@ -1,7 +1,7 @@
-"""What is wrong with a host, by the facts that it tells (cluster/probe.py), and what mends it.
+"""What is wrong with a host, judged by its facts (cluster/probe.py), and what mends it.
 
-`facts` are the host's, `here` the same of this one, with the files that are copied as "synced" and
-those of git that a run may read as "tracked".
+`facts` are those of the host, `here` those of this one; `here` also has the files that are copied
+("synced") and those that git tracks and a run may read ("tracked").
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FREE_DISK_MIB = 1024
 # A process with torch, Lightning and a small model: 490 MiB (PSS), 120 where ranks share imports.
 FREE_MEMORY_MIB = 500
 FREE_GPU_SHARE = 0.9
-OPEN_FILES = 512  # of a process with torch and its data; more for its connections
+OPEN_FILES = 512  # of a process with torch and its data; its connections come on top
 CLOCK_SECONDS = 2.0
 ONE_HOST = re.compile(r"HOSTS=([\w.-]+:\d+)(?![,\w])")  # of Host.given
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: of which check, on which hosts, how it is, and what mends it."""
+    """One line of the doctor's: the result of a check on a host, and what mends it."""
 
     level: str  # ok, warn, FAIL
     check: str
@@ -39,7 +39,7 @@ class Finding:
 
 
 def joined(findings: list[Finding]) -> list[Finding]:
-    """Hosts that say the same as one; a `make sync HOSTS=` that mends them names them all."""
+    """Findings that say the same as one, with all their hosts, also behind `make sync HOSTS=`."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         mend = ONE_HOST.sub("HOSTS=", finding.mend)
@@ -58,7 +58,8 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
-    # What is not copied (.syncignore) may differ, and what git does not track unless it is code.
+    # Files that are not copied (.syncignore) may differ, and files that neither are code nor are
+    # tracked by git.
     names = {
         name
         for name in here["code"].keys() & here["synced"]
@@ -109,7 +110,7 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     answer, findings = facts["gpus"], []
     by_index = {gpu["index"]: gpu for gpu in answer["devices"]}
     look = f"ssh {host.destination} nvidia-smi"
-    # From all ranks, as it goes to them; -1 is a common way to name none.
+    # The launcher passes this on to all ranks; -1 is a common way to name none.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden and host.gpus is None and (by_index or answer["error"]):
         return [Finding("ok", "GPUs", host.name, "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
@@ -166,7 +167,7 @@ def interface(host: Host, facts: dict[str, Any], alone: bool) -> list[Finding]:
 
 
 def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
-    """Disk, memory, cores and limits, for a job of so many ranks in all."""
+    """Disk, memory, cores and limits, for a job of `ranks` processes in all."""
     findings = []
     for path, mib in facts["disk"].items():
         if mib < FREE_DISK_MIB:
@@ -183,7 +184,7 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
         findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
-    if facts["gpus"]["devices"] and facts["cores"] < 2 * host.slots:  # Slurm gives a task one
+    if facts["gpus"]["devices"] and facts["cores"] < 2 * host.slots:  # as by Slurm's default, 1
         text = (
             f"{facts['cores']} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
         )
@@ -195,7 +196,7 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
         findings.append(Finding("warn", "cores", host.name, text, mend))
     else:
         findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
-    files = OPEN_FILES + ranks + host.slots  # Gloo's: a rank is connected to each other one
+    files = OPEN_FILES + ranks + host.slots  # Gloo connects it to all, twice within a host
     if facts["files"] < files:
         text = f"{facts['files']:,} open files a process; {files:,} are wanted"
         mend = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"

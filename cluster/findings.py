@@ -139,15 +139,15 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
         elif gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
             text = f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
             findings.append(Finding("warn", "GPUs", host.name, text, look))
-    names = sorted({by_index[number]["name"] for number in wanted[: host.slots]})
     driver = by_index[wanted[0]]["driver"]
-    summary = f"{host.slots} x {' and '.join(names)}, driver {driver}"
     build = facts.get("build")
     if isinstance(build, dict) and not build["gpus"]:
         text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
         mend = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
         return [*findings, Finding("FAIL", "GPUs", host.name, text, mend)]
+    names = sorted({by_index[number]["name"] for number in wanted[: host.slots]})
+    summary = f"{host.slots} x {' and '.join(names)}, driver {driver}"
     return findings or [Finding("ok", "GPUs", host.name, summary)]
 
 
@@ -184,18 +184,16 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
         findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
-    if facts["gpus"]["devices"] and facts["cores"] < 2 * host.slots:  # as by Slurm's default, 1
-        text = (
-            f"{facts['cores']} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
-        )
+    cores, has_gpus = facts["cores"], bool(facts["gpus"]["devices"])
+    if has_gpus and cores < 2 * host.slots:  # as by Slurm's default, a core for each task
+        text = f"{cores} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
         mend = "ask for more (Slurm: --cpus-per-task), or take fewer slots"
         findings.append(Finding("warn", "cores", host.name, text, mend))
-    elif not facts["gpus"]["devices"] and facts["cores"] < host.slots:
-        text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
-        mend = host.given(facts["cores"])
-        findings.append(Finding("warn", "cores", host.name, text, mend))
+    elif not has_gpus and cores < host.slots:
+        text = f"{host.slots} processes on {cores} cores: slower than {cores}"
+        findings.append(Finding("warn", "cores", host.name, text, host.given(cores)))
     else:
-        findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
+        findings.append(Finding("ok", "cores", host.name, f"{cores} cores"))
     files = OPEN_FILES + ranks + host.slots  # Gloo connects it to all, twice within a host
     if facts["files"] < files:
         text = f"{facts['files']:,} open files a process; {files:,} are wanted"

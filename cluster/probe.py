@@ -119,14 +119,8 @@ def gpus() -> dict:
         return {"devices": [], "error": out.strip() or err.strip(), "processes": []}
     rows = [[cell.strip() for cell in row.split(",")] for row in out.splitlines()]
     devices = [
-        {
-            "index": int(index),
-            "name": name,
-            "driver": driver,
-            "total": mib(total),
-            "free": mib(free),
-        }
-        for index, _, name, driver, total, free in rows
+        {"index": int(index), "name": name, "driver": driver, "total": mib(most), "free": mib(left)}
+        for index, _, name, driver, most, left in rows
     ]
     indices = {row[1]: int(row[0]) for row in rows}
     processes = []

@@ -24,6 +24,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from cluster.agent import descendants
 from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, environment
@@ -288,6 +289,17 @@ def _rsync_failed(host: Host, status: int, errors: str) -> str:
     return why
 
 
+def _leave() -> NoReturn:
+    """End at Ctrl-C without waiting for hosts, and leave no process and no mark behind."""
+    for pid in descendants():  # each ssh and rsync
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    marking.acquire()  # for good: no mark is made any more
+    for mark in ROOT.glob(f"{_mark()}*"):
+        mark.unlink(missing_ok=True)
+    os._exit(130)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m cluster.sync", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
@@ -326,13 +338,7 @@ def main() -> int:
             for host in disturbed:
                 one(host, alone=True)
         except KeyboardInterrupt:
-            for pid in descendants():  # each ssh and rsync, which a terminal tells too
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            marking.acquire()  # for good: none is made any more
-            for mark in ROOT.glob(f"{_mark()}*"):
-                mark.unlink(missing_ok=True)
-            os._exit(130)
+            _leave()
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(failed))

@@ -105,8 +105,7 @@ class Agent:
         self._end_all(0)  # what ranks left behind
 
     def _environment(self, job: dict[str, Any]) -> dict[str, str]:
-        """The variables that all ranks of this host share: those of this login, those that the
-        launcher forwards, and the network interface."""
+        """What all ranks of this host share: this login's variables, forwarded ones, interfaces."""
         nic = job["nic"] or interface_towards(job["launcher"])
         nics = [name for _, name in socket.if_nameindex()]
         if nic not in nics:
@@ -114,11 +113,9 @@ class Agent:
             raise ValueError(
                 f"no network interface {nic}; there are {options}: mend nic in HOSTFILE"
             )
-        interface = {
-            "HOROVOD_GLOO_IFACE": nic,
-            "GLOO_SOCKET_IFNAME": nic,
-            "NCCL_SOCKET_IFNAME": f"={nic}",  # exactly this one: without = it is a prefix
-        }
+        # "=": this one, not all whose names begin so.
+        interface = dict.fromkeys(("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"), nic)
+        interface["NCCL_SOCKET_IFNAME"] = f"={nic}"
         # GPUs are numbered as by nvidia-smi; CUDA would number them by speed.
         by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         environment = {**by_bus, **interface, **os.environ, **job["environment"]}
@@ -314,14 +311,14 @@ class Agent:
                 *lines, fragment = (fragment + data).split(b"\n")
                 for line in lines:
                     self._obey(json.loads(line))
-            # By a thread, as nobody may read what it writes.
+            # By a thread: where nobody reads, the write never returns.
             why = f"the launcher was not heard for {silence:g} s: all has ended here"
             telling = threading.Thread(target=self._say, kwargs={"error": why}, daemon=True)
             telling.start()
             telling.join(timeout=1)
         finally:
             self._end_all(3)
-            os._exit(1)  # whatever other threads do: one may write what nobody reads
+            os._exit(1)  # even if another thread is in a write that never returns
 
     def _ask_to_stop(self, number: int, frame: object) -> None:
         """Have the launcher stop the whole job: Slurm sends SIGTERM to us when it ends a job."""

@@ -21,9 +21,8 @@ from cluster.ssh import NO_FOLDER, connecting
 class Connection:
     """An ssh to the agent, and the threads that write to it and listen.
 
-    What the agent says goes to `events` as (self, event), and last that it is "gone".
-
     Args:
+        events: gets (self, what the agent says), and at last that it is "gone".
         connects: whether we hold `connecting`, which is released once it has connected.
         order: the agent's first line: what it is to start.
     """

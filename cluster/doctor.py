@@ -87,7 +87,7 @@ class Probe:
         self.host = host
         self.facts: dict[str, Any] | None = None
         self.trouble: Finding | None = None
-        request = {**_asked(quick), "nic": host.nic}
+        request = {**_request(quick), "nic": host.nic}
         try:
             request["launcher"] = launcher or own_address(host.address)
         except Refusal as error:
@@ -207,7 +207,7 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
 
 def _here(quick: bool) -> dict[str, Any]:
     """The facts of this host, with which the others are compared."""
-    request = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
+    request = json.dumps({**_request(quick), "nic": None, "launcher": "127.0.0.1"})
     limit = QUICK_SECONDS if quick else ANSWER_SECONDS
     try:
         result = subprocess.run(
@@ -225,8 +225,7 @@ def _here(quick: bool) -> dict[str, Any]:
     return facts
 
 
-def _asked(quick: bool) -> dict[str, Any]:
-    """What every host is asked, this one too."""
+def _request(quick: bool) -> dict[str, Any]:
     kinds = Counter(Path(name).suffix or Path(name).name for name in tracked())
     common = {kind for kind, _ in kinds.most_common(MOST_KINDS)}
     return {
@@ -298,8 +297,7 @@ def _exchanges(hosts: list[Host], answers: dict[Host, dict[str, Any]]) -> list[F
 
 
 def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
-    """Run cluster/exchange.py on the slots of these hosts; `fabric` names those with GPUs and
-    InfiniBand."""
+    """Run cluster/exchange.py on these hosts; `fabric` names those with GPUs and InfiniBand."""
     name = "-".join(host.name for host in group)
     if sum(host.slots for host in group) < 2:
         return Finding("ok", "all-reduce", name, "one process: nothing to exchange")

@@ -132,8 +132,7 @@ def check_disk(folder: Path, gigabytes: float, why: str) -> None:
 
 
 def run_logged(title: str | None, command: list[str], env: dict | None = None) -> str:
-    """Run a command; returns its output, which also goes to the log. A terminal shows the title
-    and the time so far.
+    """Run a command with its output in the log, the time so far on the terminal; its output.
 
     Raises:
         InstallError: with the telling lines of the output, when the command fails.

@@ -63,7 +63,7 @@ KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
 # (-...), or because another rank ended (EX_TEMPFAIL).
 ASKED = (128 + signal.SIGUSR1, -signal.SIGUSR1, 128 + signal.SIGINT, -signal.SIGINT, os.EX_TEMPFAIL)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AT_ONCE = signal.SIGUSR2  # programs send it behind one of SIGNALS; unlike those nobody ignores it
+AT_ONCE = signal.SIGUSR2  # sent by programs after one of SIGNALS; unlike those it is never ignored
 
 
 class Job:
@@ -92,9 +92,9 @@ class Job:
         self._left = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None
         self._status = 0
-        # When something is due, which is infinity once it was done. "stop": the time for a
-        # checkpoint is over; "end": a rank has failed and others had time to report errors. Both
-        # have the agents end all ranks. "kill": we no longer wait for agents.
+        # When these are due (infinity: done). At "stop" the time for a checkpoint is over, at "end"
+        # others had time to report errors after a rank failed: in both cases agents then end their
+        # ranks. At "kill" we no longer wait for agents.
         self._deadlines: dict[str, float] = {}
         self._stepped = time.monotonic()
         self._signals = 0
@@ -165,15 +165,13 @@ class Job:
             "PYTHONUNBUFFERED": "1",
             # The agent reads UTF-8, whatever the locale; names of files may hold any bytes.
             "PYTHONIOENCODING": "utf-8:surrogateescape",
-            # For runs/run.py, which tells the user how to go on from a checkpoint.
-            "HOROVOD_LAUNCHED": shlex.join(self._typed()),
+            "HOROVOD_LAUNCHED": shlex.join(self._typed()),  # runs/run.py says how to go on
         }
         # The agent of this host inherits our environment.
         return ours if host.is_here else forwarded(dict(os.environ)) | ours
 
     def _typed(self) -> list[str]:
-        """The command line that a user would type to start this job again: ours, without the
-        option that cluster/jobs.py adds."""
+        """The command line for a user to type again: ours, without what cluster/jobs.py adds."""
         typed = list(sys.orig_argv)
         if "--record" in typed[: len(typed) - len(self.command)]:
             index = typed.index("--record")
@@ -181,8 +179,7 @@ class Job:
         return typed
 
     def _wait_for_turn(self) -> bool:
-        """Wait to connect to one more host; False if it took too long. Events are heard meanwhile,
-        as the logins of many hosts may hang."""
+        """Wait until we may connect, hearing events; False if it took too long or the job ends."""
         deadline = time.monotonic() + SSH_SECONDS + 2
         while True:
             self._step(wait=0)
@@ -209,8 +206,7 @@ class Job:
         if not self._running:  # an agent may wait for a process that not even SIGKILL ends
             self._deadlines.setdefault("kill", now + 10)
         for connection in self.connections:
-            # Agents are asked to hold output back. Were they just not read, we would not hear the
-            # ends of ranks, which come the same way.
+            # Agents hold output back when asked; left unread, they could not report ended ranks.
             if connection.holds != behind:
                 connection.holds = behind
                 connection.send(hold=behind)
@@ -362,8 +358,7 @@ def seconds(text: str) -> float:
 
 
 def open_missing() -> None:
-    """Open /dev/null for stdin, stdout and stderr where they are closed, as by `>&-`: else a pipe
-    of ours would get their number."""
+    """Put /dev/null where stdin, stdout or stderr is closed (`>&-`): else a pipe takes its place."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

@@ -181,11 +181,8 @@ def _took(state: dict[str, Any]) -> str:
 
 
 def _named(name: str | None, alive: bool = False, logged: bool = False) -> dict[str, Any]:
-    """The state of the run with this name; without a name, of the newest.
-
-    Args:
-        alive: only of those that run; without a name there must be a single one.
-        logged: without a name, only of those whose output is kept.
+    """The state of the run with this name; without a name, of the newest whose output is kept
+    (`logged`), or of the only one that runs (`alive`).
 
     Raises:
         Refusal: when there is none, or several could be meant.

@@ -51,8 +51,7 @@ def run_head(script: str, source: bytes) -> None:
 
 
 def freeze() -> None:
-    """Exempt all objects made so far from garbage collection, which would write to them in each
-    rank, and so copy their pages."""
+    """Keep garbage collection off all objects so far: its writes in each rank would copy pages."""
     gc.freeze()
     # An extension made with nanobind (triton's, with torch 2.15) reports as leaked what is still
     # frozen at the end.
@@ -61,8 +60,7 @@ def freeze() -> None:
 
 
 def become_rank(outputs: list[int], variables: dict[str, str], parent: int, agent: int) -> None:
-    """In the new process: take the session, output, variables and parent that the agent gives to a
-    rank that it starts itself."""
+    """In the new process: get all that the agent gives to a rank that it starts itself."""
     os.setsid()
     for number, descriptor in zip((1, 2), outputs):
         os.dup2(descriptor, number)

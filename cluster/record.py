@@ -4,8 +4,7 @@
     rank-0.log ...    what each rank printed, of jobs that `make launch` started
     launcher.log      what their launcher said
 
-A job that was not detached by `make launch` prints to the terminal instead, and its folder is
-removed when it ends.
+Other jobs print to their terminal instead, and their folder is removed when they end.
 """
 
 from __future__ import annotations
@@ -239,8 +238,7 @@ class Record:
             print(f"horovodrun: {text}", file=sys.stderr, flush=True)
 
     def is_behind(self) -> bool:
-        """Whether ranks must hold back what they print: once MOST_WAITING bytes wait, until no more
-        than half of them do."""
+        """Whether ranks must hold back what they print, until half of what waits has been read."""
         most = MOST_WAITING // 2 if self._behind else MOST_WAITING
         writers = self._writers.values()
         self._behind = any(w.waiting > most and not self._abandons(w) for w in writers)
@@ -266,8 +264,7 @@ def _in_foreground() -> bool | None:
 
 
 def end(folder: Path, how: str, reason: str) -> None:
-    """Note the end of a detached run that has not done so itself: it was killed, or had no Record
-    yet."""
+    """Note the end of a detached run that did not do so itself: killed, or still without Record."""
     with contextlib.suppress(OSError):  # a full disk
         state = json.loads((folder / "run.json").read_text())
         if state["state"] in (*ALIVE, "lost"):

@@ -109,9 +109,8 @@ def synced() -> set[str] | None:
 def rules() -> tuple[list[str], str]:
     """Options and input of rsync, for what is not copied: what .syncignore names and git ignores.
 
-    rsync does not know `!` in a .gitignore, nor files that were added to git although they are
-    ignored. So each file that git tracks or would add, but rsync would leave out because of a
-    .gitignore, is named.
+    rsync does not know `!` in a .gitignore, nor files that were added to git although ignored: the
+    input names each file that git tracks or would add and rsync would leave out.
     """
     stays = ["--exclude=/.sync-*", "--exclude-from=.syncignore"]
     # As options they protect files there even before that side has our .gitignore. Where -p does
@@ -147,8 +146,7 @@ def tracked() -> set[str]:
 
 
 def _patterns() -> list[Path]:
-    """The files that say what git ignores in all of this checkout: its own, and the clone's and
-    the user's."""
+    """The files with what git ignores in all of this checkout: for all, this clone, this user."""
     clone = _git("rev-parse", "--git-path", "info/exclude").strip()
     user = _git("config", "--type=path", "--get", "core.excludesFile").strip()
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -249,11 +247,6 @@ def _rsync(
 
 
 def _run(command: list[str], host: Host, seconds: float | None = None, stdin: str = "") -> str:
-    """What the command prints.
-
-    Raises:
-        Refusal: when it fails, or takes longer.
-    """
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",

@@ -86,7 +86,8 @@ class Job:
         self._events: queue.Queue = queue.Queue(maxsize=1000)
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
-        # Why the job ends: how much that explains (0: least, 4: told to stop), and in words.
+        # Why the job ends, after how much that explains: 0 a rank ended as another did, 1 it
+        # failed, 2 it was killed, 3 its host was lost, 4 the job was told to stop.
         self._cause: tuple[int, str] | None = None
         self._unsaved = ""  # the first failure of a rank that was asked for a checkpoint
         self._left = ""  # the first rank that ended without an error
@@ -358,7 +359,7 @@ def seconds(text: str) -> float:
 
 
 def open_missing() -> None:
-    """Put /dev/null where stdin, stdout or stderr is closed (`>&-`): else a pipe takes its place."""
+    """Put /dev/null where stdin, stdout or stderr is closed (`>&-`): no pipe may get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)

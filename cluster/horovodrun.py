@@ -87,7 +87,7 @@ class Job:
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
         # Why the job ends, after how much that explains: 0 a rank ended as another did, 1 it
-        # failed, 2 it was killed, 3 its host was lost, 4 the job was told to stop.
+        # failed, 2 it was killed, 3 host or agent failed, 4 the job was told to stop.
         self._cause: tuple[int, str] | None = None
         self._unsaved = ""  # the first failure of a rank that was asked for a checkpoint
         self._left = ""  # the first rank that ended without an error

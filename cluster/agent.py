@@ -141,7 +141,7 @@ class Agent:
             self._lock_gpu(str(gpu), job["run"])
 
     def _lock_gpu(self, gpu: str, run: str) -> None:
-        """By a file, whose lock the kernel releases when we end; it holds the name of our run."""
+        """Lock a file for the GPU, with the name of our run; the kernel unlocks it at our end."""
         # Not in TMPDIR, which may differ between jobs; not through a link that somebody put there.
         name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{place_of(gpu)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC

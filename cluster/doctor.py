@@ -303,7 +303,7 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
         return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
     entries = {host.name: entry(host) for host in group}
     by_fabric = len(group) > 1 and all(host.name in fabric for host in group)
-    told = {"NCCL_DEBUG": "INFO"} if by_fabric else {}
+    debug = {"NCCL_DEBUG": "INFO"} if by_fabric else {}
     # A file without a name, gone when we are: env of the host file may be confidential.
     with tempfile.TemporaryFile("w") as file:
         file.write(yaml.safe_dump({"hosts": entries}))
@@ -314,7 +314,7 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
         process = subprocess.Popen(
             command, cwd=ROOT, encoding="utf-8", errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | told | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
+            env=os.environ | debug | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
         )  # fmt: skip
         try:
             output, errors = process.communicate(timeout=PAIR_SECONDS)

@@ -53,7 +53,7 @@ from cluster.ssh import connecting, explain
 # That Gloo waits for a late rank: at the start one that imports from a slow file system, later one
 # behind a network that is down for a while. We notice ourselves when a rank or host is gone.
 GLOO_SECONDS = 120
-STOPPED_SECONDS = 5  # between two steps of ours, which take 0.2: then we were stopped meanwhile
+STOPPED_SECONDS = 5  # between two steps, which take 0.2 s: we were stopped meanwhile
 GRACE_SECONDS = 1  # for other processes to report their own errors when one has failed
 STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds is given
 END_SECONDS = 3  # from SIGTERM to SIGKILL
@@ -237,7 +237,7 @@ class Job:
                 self._fail(1, why, code)
             elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
-                self._fail(weight, f"{who} {_told(code)}", code)
+                self._fail(weight, f"{who} {_ended(code)}", code)
             elif "kill" not in self._deadlines:
                 self._left = self._left or who
         elif "asked" in event:  # someone, as Slurm, asked the agent to end
@@ -248,7 +248,7 @@ class Job:
             lost = {member.rank for member in connection.members} & self._running
             self._running -= lost
             if lost and host.is_here and event["gone"] < 0:  # else it is the end of an ssh
-                self._fail(3, f"{host.name}: its agent {_told(event['gone'])}", 1)
+                self._fail(3, f"{host.name}: its agent {_ended(event['gone'])}", 1)
             elif lost:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
@@ -262,8 +262,8 @@ class Job:
         late = [member for member in self.members if f"global/{member.rank}" not in keys]
         if any(member.rank == rank for member in late):
             return (
-                f"{who} {_told(-signal.SIGABRT)} before hvd.init() had begun: where its last lines "
-                "say HTTP request failed, it did not reach this host (make doctor)"
+                f"{who} {_ended(-signal.SIGABRT)} before hvd.init() had begun: where its last "
+                "lines say HTTP request failed, it did not reach this host (make doctor)"
             )
         names = ", ".join(f"rank {member.rank} on {member.host.name}" for member in late[:3])
         more = f" and {len(late) - 3} more" if len(late) > 3 else ""
@@ -342,7 +342,7 @@ class Job:
         self.record.hurries = True
 
 
-def _told(code: int) -> str:
+def _ended(code: int) -> str:
     if code == os.EX_TEMPFAIL:  # runs/run.py
         return "ended as another rank did"
     if code >= 0:

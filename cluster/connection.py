@@ -81,8 +81,8 @@ class Connection:
         if self._connects:
             connecting.release()
         for line in self.process.stdout:
-            self.listening_since = float("inf")  # not listening: `put` may wait for who prints
-            if line.startswith(b"{") and line.endswith(b"\n"):  # whole, and no login shell's
+            self.listening_since = float("inf")  # not listening while `put` waits
+            if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
                     if not self._heard:  # what ssh said before that is not why it ends

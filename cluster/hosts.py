@@ -8,7 +8,7 @@
       node2: {slots: 2, gpus: [0, 1], nic: enp1s0f0, user: ada, port: 2222,
               ssh: [ProxyJump=login], env: {NCCL_DEBUG: INFO}}
 
-Everything is checked before any ssh is started; sync, doctor, launch and benchmarks all read it.
+Everything is checked before any ssh is started. sync, doctor, launch and benchmarks use the same.
 """
 
 from __future__ import annotations

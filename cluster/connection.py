@@ -1,4 +1,4 @@
-"""The agent on a host, as the launcher speaks with it."""
+"""The launcher's connection to the agent on a host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Connection:
     """An ssh to the agent, and the threads that write to it and listen.
 
     Args:
-        connects: that a turn of `connecting` is ours, to be given back.
-        order: what it is to start.
+        events: gets (self, what the agent says), and at last that it is "gone".
+        connects: whether we hold `connecting`, which is released once it has connected.
+        order: the agent's first line: what it is to start.
     """
 
     def __init__(
@@ -34,28 +35,28 @@ class Connection:
         self._events = events
         folder, python = shlex.quote(os.getcwd()), shlex.quote(sys.executable)
         script = f"cd {folder} 2>/dev/null || exit {NO_FOLDER}; exec {python} -m cluster.agent"
-        script = f"echo; {script}"  # below what a login shell may say
+        script = f"echo; {script}"  # ends what a login shell may print; see _hear
         self.process = subprocess.Popen(
             host.command(script), start_new_session=True,  # Ctrl-C is for us alone
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
-        # Written by a thread: a host whose login hangs reads nothing, and its pipe may be small.
+        # Written by a thread: while a login hangs nobody reads, and the pipe to ssh may be small.
         self._orders: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         threading.Thread(target=self._write, daemon=True).start()
         self.send(**order)
         self.listening_since = time.monotonic()
-        self.holds = False  # what its ranks print
-        self._words, self._heard = b"", False
+        self.holds = False  # whether the agent holds back what its ranks print
+        self._words, self._heard = b"", False  # the last ones on stderr; whether the agent spoke
         self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
-        self._hearing_ssh.start()  # before the other, which waits for it at the end
+        self._hearing_ssh.start()  # first, as the other thread waits for it at its end
         threading.Thread(target=self._hear, daemon=True).start()
 
     def send(self, **what: Any) -> None:
-        """A line for the agent; not waited for."""
+        """Send a line to the agent, without waiting."""
         self._orders.put(what)
 
     def close(self) -> None:
-        """No more lines come: an agent that sees that ends what it started."""
+        """Close the agent's input, upon which it ends what it started."""
         self._orders.put(None)
 
     def _write(self) -> None:
@@ -80,11 +81,11 @@ class Connection:
         if self._connects:
             connecting.release()
         for line in self.process.stdout:
-            self.listening_since = float("inf")  # not listening: whoever prints takes his time
+            self.listening_since = float("inf")  # not listening while `put` waits
             if line.startswith(b"{") and line.endswith(b"\n"):  # whole; a login shell may greet
                 with contextlib.suppress(ValueError):
                     event = json.loads(line)
-                    if not self._heard:  # what was said before is not why it ends
+                    if not self._heard:  # what ssh said before that is not why it ends
                         self._heard, self._words = True, b""
                     self._events.put((self, event))
             self.listening_since = time.monotonic()

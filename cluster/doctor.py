@@ -2,10 +2,10 @@
 
     python -m cluster.doctor -H node1:4,node2:4 [--json]
 
-A line a check; "FAIL" means that a job would fail or be wrong, "warn" that it may be slow. All
-hosts are asked at once and connect to each other; then the ranks of each host with GPUs, and each
-pair of hosts, exchange messages and all-reduce (of more than 8 hosts: each with the next one).
-Nothing is changed on any host. The exit status is 0 where they are fit, 1 where not.
+Prints a line for each check: "FAIL" means that a job would fail or be wrong, "warn" that it may be
+slow. All hosts are asked at once and connect to each other. Then the ranks of each host with GPUs,
+and each pair of hosts (of more than 8 hosts: each with the next one), exchange messages and
+all-reduce. Nothing is changed on any host. The exit status is 0 if they are fit, 1 if not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from typing import Any, NoReturn
 
 import yaml
 
-from cluster.agent import own_address
 from cluster.findings import (
     ROOT,
     Finding,
@@ -56,39 +55,39 @@ from cluster.hosts import (
     used,
 )
 from cluster.install import read_pins
-from cluster.probe import CODE, CONNECT_SECONDS
+from cluster.probe import CODE, CONNECT_SECONDS, own_address
 from cluster.ssh import connecting, diagnose
 from cluster.sync import synced, tracked
 
 PROBE = (Path(__file__).parent / "probe.py").read_text()
-MOST_KINDS = 200  # of files that are compared: they go on a command line
-QUICK_SECONDS = 40  # an interpreter from a slow file system, nvidia-smi of many GPUs
-ANSWER_SECONDS = 100  # torch from there too
+MOST_KINDS = 200  # endings of file names that are compared: they go on a command line
+QUICK_SECONDS = 40  # for Python from a slow file system, and nvidia-smi of many GPUs
+ANSWER_SECONDS = 100  # for torch from there too
 PAIR_SECONDS = 90
-MOST_PAIRED = 8  # hosts that all-reduce with each other; of more each with its neighbours
+MOST_PAIRED = 8  # hosts of which all pairs all-reduce; of more, each with the next one
 ORDER = (
     "ssh", "code", "packages", "GPUs", "network", "disk", "memory", "cores", "limits", "clock",
     "pairs", "all-reduce",
 )  # fmt: skip
 
 
-asking: list[subprocess.Popen] = []  # of all probes
+asking: list[subprocess.Popen] = []  # one for each host
 
 
 def end(process: subprocess.Popen) -> None:
-    """With its ProxyCommand, which may hang as well, and hold what we would read to its end."""
-    if process.returncode is None:  # not waited for: the id is its own
+    """Kill an ssh and its ProxyCommand, which may hang too and keep open what we read."""
+    if process.returncode is None:  # not waited for yet: no other process has its id
         os.killpg(process.pid, signal.SIGKILL)
 
 
 class Probe:
-    """A host that is asked; `facts` when it has answered, else `trouble`."""
+    """A host that is asked; it has `facts` when it has answered, else `trouble`."""
 
     def __init__(self, host: Host, launcher: str | None, quick: bool) -> None:
         self.host = host
         self.facts: dict[str, Any] | None = None
         self.trouble: Finding | None = None
-        request = {**_asked(quick), "nic": host.nic}
+        request = {**_request(quick), "nic": host.nic}
         try:
             request["launcher"] = launcher or own_address(host.address)
         except Refusal as error:
@@ -99,13 +98,13 @@ class Probe:
         except OSError as error:
             self._fail(f"no route to it: {error.strerror}", f"ip route get {host.address}")
             return
-        # The host's own python3, which may be an old one, only where the environment's is not.
+        # The environment's Python or, where there is none, the host's python3, which may be old.
         python = f"p={shlex.quote(sys.executable)}; \"$p\" -c '' 2>/dev/null || p=python3"
         ask = f'exec "$p" -c {shlex.quote(PROBE)} {shlex.quote(json.dumps(request))}'
-        # {} says that the login worked, on a line of its own below what a login shell may print;
-        # what follows may take longer.
+        # {} says that the login worked, on a line of its own below what a login shell may print.
+        # The answer that follows may take longer.
         script = f"echo; echo '{{}}'; {python}; {ask}"
-        limit = SSH_SECONDS + 2  # after ssh's own, which says more
+        limit = SSH_SECONDS + 2  # later than ssh's own limit, as ssh says why
         with connecting:
             self.asked_at = time.time()
             self.process = subprocess.Popen(
@@ -123,7 +122,7 @@ class Probe:
         self.facts = answer
 
     def reaches(self, peers: list[tuple[str, str, int]]) -> dict[str, str | None]:
-        """Why each of the others is not reached; None where it is."""
+        """Why the host does not reach each of the others; None where it does."""
         assert self.process.stdin is not None
         with contextlib.suppress(OSError):
             self.process.stdin.write(json.dumps(peers) + "\n")
@@ -137,7 +136,7 @@ class Probe:
             self.process.communicate()
 
     def _line(self, seconds: float) -> dict[str, Any] | None:
-        """What the host says next; None, and it is given up, when that takes longer."""
+        """The host's next answer; None if it takes longer than this, and then its ssh is killed."""
         assert self.process.stdout is not None
         timer = threading.Timer(seconds, end, [self.process])
         timer.start()
@@ -151,13 +150,13 @@ class Probe:
             timer.cancel()
 
     def _why_silent(self, limit: float) -> tuple[str, str]:
-        """What kept it from its answer, and what mends that."""
+        """Why there was no answer, and what mends that."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.communicate(timeout=2)
-        end(self.process)  # what an ssh that has ended left behind may hold its stderr
+        end(self.process)  # a process that ssh has left behind may keep its stderr open
         host, errors = self.host, self.process.communicate()[1]
         status = self.process.returncode
-        if status == -signal.SIGKILL:  # ours
+        if status == -signal.SIGKILL:  # by us
             return f"no answer within {limit} s", f"look there: ssh {host.destination} uptime"
         if "python3: not found" in errors or status == 127:
             return "there is no python3", f"on {host.name}: sudo apt-get install python3"
@@ -169,7 +168,7 @@ class Probe:
 
 
 def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
-    """All findings, good ones too, in the order in which they are to be mended.
+    """All findings, good ones too, in the order in which to mend them.
 
     Raises:
         Refusal: where two names lead to one host.
@@ -177,7 +176,8 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
     refuse_one_twice(hosts)
     pool = ThreadPoolExecutor(max_workers=max(1, len(hosts)))
     try:
-        # A name of this host may lead to its loopback: it is the one that the others reach.
+        # Also for this host itself, whose name may lead to its loopback. Where it fails, Probe
+        # says why.
         own_addresses: dict[Host, str] = {}
         with contextlib.suppress(Refusal):
             own_addresses = addresses(hosts)
@@ -199,15 +199,15 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
             for probe in probes:
                 probe.close()
     finally:
-        pool.shutdown(wait=False)  # Ctrl-C is not for hosts to be waited for
+        pool.shutdown(wait=False)  # at Ctrl-C we do not wait for hosts
     if not quick and not any(finding.level == "FAIL" for finding in findings):
         findings += _exchanges(hosts, answers)
     return sorted(findings, key=lambda finding: ORDER.index(finding.check))
 
 
 def _here(quick: bool) -> dict[str, Any]:
-    """The same facts of this host, which the others are compared with."""
-    request = json.dumps({**_asked(quick), "nic": None, "launcher": "127.0.0.1"})
+    """The facts of this host, with which the others are compared."""
+    request = json.dumps({**_request(quick), "nic": None, "launcher": "127.0.0.1"})
     limit = QUICK_SECONDS if quick else ANSWER_SECONDS
     try:
         result = subprocess.run(
@@ -225,7 +225,7 @@ def _here(quick: bool) -> dict[str, Any]:
     return facts
 
 
-def _asked(quick: bool) -> dict[str, Any]:
+def _request(quick: bool) -> dict[str, Any]:
     kinds = Counter(Path(name).suffix or Path(name).name for name in tracked())
     common = {kind for kind, _ in kinds.most_common(MOST_KINDS)}
     return {
@@ -236,14 +236,14 @@ def _asked(quick: bool) -> dict[str, Any]:
 
 
 def _clock(probe: Probe) -> float:
-    """Seconds by which the host's clock must at least be ahead of ours, or behind."""
+    """Seconds by which the host's clock is ahead of ours (or behind: negative), at least."""
     assert probe.facts is not None
     host_time = probe.facts["time"]
     return max(host_time - probe.answered_at, 0.0) + min(host_time - probe.asked_at, 0.0)
 
 
 def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]:
-    """Whether each host reaches each other one, both ways, on the interface of the job."""
+    """Whether each host reaches every other one, on the interface of the job."""
     if len(probes) < 2:
         return []
     listening = {p.host.name: tuple((p.facts or {})["listens"]) for p in probes}
@@ -265,8 +265,8 @@ def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]
 
 
 def _exchanges(hosts: list[Host], answers: dict[Host, dict[str, Any]]) -> list[Finding]:
-    """Messages and the speed of an all-reduce: all ranks of each host with GPUs, which reach each
-    other by other ways than hosts do, and a rank on each of a pair of hosts."""
+    """Messages and the speed of an all-reduce: between all ranks of a host with GPUs, which may
+    reach each other without the network, and between two ranks on a pair of hosts."""
     with_gpus = {host for host in hosts if answers[host]["gpus"]["devices"]}
     inside = [host for host in hosts if host in with_gpus and host.slots > 1]
     if len(hosts) == 1 and not inside:
@@ -280,7 +280,7 @@ def _exchanges(hosts: list[Host], answers: dict[Host, dict[str, Any]]) -> list[F
     findings: list[Finding] = []
     count = len(groups)
     while groups:
-        # Such that share no host, so that none shares its link.
+        # At the same time only groups that share no host, and so no link.
         busy: set[str] = set()
         current = []
         for group in groups:
@@ -297,14 +297,14 @@ def _exchanges(hosts: list[Host], answers: dict[Host, dict[str, Any]]) -> list[F
 
 
 def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
-    """Of the slots of these hosts; `fabric` names those with GPUs and InfiniBand."""
+    """Run cluster/exchange.py on these hosts; `fabric` names those with GPUs and InfiniBand."""
     name = "-".join(host.name for host in group)
     if sum(host.slots for host in group) < 2:
         return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
     entries = {host.name: entry(host) for host in group}
     by_fabric = len(group) > 1 and all(host.name in fabric for host in group)
-    told = {"NCCL_DEBUG": "INFO"} if by_fabric else {}
-    # Without a name: it may hold variables that are nobody's business, and is gone when we are.
+    debug = {"NCCL_DEBUG": "INFO"} if by_fabric else {}
+    # A file without a name, gone when we are: env of the host file may be confidential.
     with tempfile.TemporaryFile("w") as file:
         file.write(yaml.safe_dump({"hosts": entries}))
         file.flush()
@@ -314,7 +314,7 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
         process = subprocess.Popen(
             command, cwd=ROOT, encoding="utf-8", errors="replace",
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | told | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
+            env=os.environ | debug | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
         )  # fmt: skip
         try:
             output, errors = process.communicate(timeout=PAIR_SECONDS)
@@ -328,20 +328,20 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
     results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
         reason = " ".join(errors.strip().splitlines()[-1:])[:200]
-        if reason.startswith("error: "):  # the launcher's, which says what to do
+        if reason.startswith("error: "):  # by the launcher, which says what to do
             return Finding("FAIL", "all-reduce", name, reason.removeprefix("error: "))
         return Finding("FAIL", "all-reduce", name, reason, f"HOROVOD_LOG_LEVEL=debug {look}")
     result = json.loads(results[0].partition(":")[2])
     summary = f"{result['operations']}, latency {result['latency_us']:,} µs, "
     summary += f"bus bandwidth {result['bus_bandwidth_mb_s']:,} MB/s"
-    if by_fabric and "Using network Socket" in output:  # NCCL's words; else it names IB or a plugin
+    if by_fabric and "Using network Socket" in output:  # NCCL says IB or a plugin otherwise
         text = f"there is InfiniBand, and NCCL goes over TCP: {summary}"
         return Finding("warn", "all-reduce", name, text, f"{look}, whose lines with NET say why")
     return Finding("ok", "all-reduce", name, summary)
 
 
 def table(findings: list[Finding]) -> str:
-    """A line a check; hosts that say the same stand together."""
+    """A line for each check; hosts with the same result share one."""
     lines = joined(findings)
     width = max((len(line.host) for line in lines), default=0)
     out = []
@@ -367,7 +367,7 @@ def quick(hosts: list[Host]) -> None:
 
 
 def leave() -> NoReturn:
-    """At Ctrl-C: without waiting for hosts that do not answer, whose ssh would stay with them."""
+    """End at Ctrl-C without waiting for hosts, and leave no ssh behind."""
     for process in asking:
         end(process)
     os._exit(130)

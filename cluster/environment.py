@@ -1,4 +1,4 @@
-"""A Python environment: made, looked into, and changed by commands whose output is logged.
+"""Make, inspect and check a Python environment, and run commands with their output in a log.
 
 For cluster/install.py and cluster/wheel.py; standard library only.
 """
@@ -24,12 +24,12 @@ PYTHONS = ["3.13", "3.12", "3.11", "3.10"]
 PROBE = """
 import importlib.metadata as m, importlib.util, json, platform, re, sys, sysconfig
 spec = importlib.util.find_spec("torch")
-try:  # what an installation that was interrupted leaves counts as missing
+try:  # a torch whose installation was interrupted counts as missing
     text = open(spec.origin.replace("__init__.py", "version.py")).read()
 except (AttributeError, OSError):
     text = ""
 cuda = re.search(r"^cuda.*= '([0-9.]+)'", text, re.M)
-packages = {  # of two, as where a venv sees the system's packages too, the first is imported
+packages = {  # of two versions, as where a venv sees the system's packages, the first is imported
     re.sub("[-_.]+", "-", d.metadata["Name"]).lower(): d.version
     for d in reversed(list(m.distributions())) if d.metadata["Name"]
 }
@@ -56,7 +56,7 @@ def make_environment(folder: Path) -> None:
     candidates = [sys.executable, "python3", *(f"python{version}" for version in PYTHONS)]
     for name in candidates:
         python = shutil.which(name)
-        with contextlib.suppress(InstallError):  # one that does not run, as pyenv's may
+        with contextlib.suppress(InstallError):  # a name that does not run, as pyenv's may not
             if python and probe(python)["python"].rsplit(".", 1)[0] in PYTHONS:
                 break
     else:
@@ -83,7 +83,7 @@ def make_environment(folder: Path) -> None:
 
 
 def probe(python: str) -> dict:
-    """Version, folders and packages of an interpreter's environment."""
+    """Version, folders and packages of an interpreter's environment: what PROBE prints."""
     try:
         result = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
     except OSError as error:
@@ -95,10 +95,10 @@ def probe(python: str) -> dict:
 
 @contextlib.contextmanager
 def locked(file: Path, message: str) -> Iterator[None]:
-    """One at a time: a second one waits, which it tells, and then finds the work done."""
+    """Hold the lock of a file; where another process holds it, print `message` and wait."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("w") as handle:
-        with contextlib.suppress(OSError):  # a file system without locks keeps no two apart
+        with contextlib.suppress(OSError):  # on a file system without locks we go on without
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -132,7 +132,7 @@ def check_disk(folder: Path, gigabytes: float, why: str) -> None:
 
 
 def run_logged(title: str | None, command: list[str], env: dict | None = None) -> str:
-    """Run a command with its output in the log, the time so far on the terminal; return it.
+    """Run a command with its output in the log, the time so far on the terminal; its output.
 
     Raises:
         InstallError: with the telling lines of the output, when the command fails.
@@ -182,7 +182,7 @@ def last_line(text: str) -> str:
 
 
 def shown(path: Path) -> str:
-    """A path as short as it can be said."""
+    """A path as short as possible: relative to this folder, or with ~."""
     try:
         return str(path.relative_to(ROOT))
     except ValueError:

@@ -1,15 +1,16 @@
-"""Do processes hear each other, and how fast? Messages between two ranks, and all-reduces timed.
+"""Do processes hear each other, and how fast? Messages between two ranks, and timed all-reduces.
 
     make hello HOSTS=node1:2,node2:2
     horovodrun -np 2 -H node1:1,node2:1 python -m cluster.exchange
 
-Each rank says who it is. The last one gets two messages from rank 0: one that it waits for, and one
-beside which it has time for other things. Rank 0 ends with a line of JSON: what moved the data, the
-latency of 4 bytes and the bus bandwidth of 16 MiB (bytes x 2 (n - 1) / n / seconds), medians.
+Each rank says who it is. Rank 0 sends two messages to the last rank: a blocking one, and a
+non-blocking one, during which it has time for other things. At its end rank 0 prints a line of
+JSON: what moved the data, and as medians the latency of 4 bytes and the bus bandwidth of 16 MiB
+(bytes x 2 (n - 1) / n / seconds).
 
-Horovod has no send and receive. What stands for them is an all-to-all in which one rank has
-something for one other, and nobody else for anybody; a message to all is a broadcast. What MPI
-calls non-blocking is each operation's ..._async, which returns a handle to poll or to wait for.
+Horovod has no send and receive. Instead there is an all-to-all in which one rank has something for
+another, and no other rank has anything; a message to all is a broadcast. What MPI calls
+non-blocking is each operation's ..._async, which returns a handle to poll or to wait for.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-SMALL, LARGE = 50, 8  # repetitions, after one that is not counted
+SMALL, LARGE = 50, 8  # repetitions of each size, after one that is not counted
 LARGE_BYTES = 16 << 20
 
 
 def device_of_rank() -> str:
-    """The GPU of this rank where Horovod moves it by NCCL, else the CPU."""
+    """The device of this rank's data: its GPU where Horovod has NCCL, else the CPU."""
     if not (torch.cuda.is_available() and hvd.nccl_built()):
         return "cpu"
     torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
@@ -44,7 +45,7 @@ def operations(device: str) -> str:
 
 def wait(handle: int) -> Any:
     while not hvd.poll(handle):
-        time.sleep(1e-5)  # Horovod's own way of waiting takes a core from who does the work
+        time.sleep(1e-5)  # hvd.synchronize alone would occupy a core that others need
     return hvd.synchronize(handle)
 
 
@@ -63,7 +64,7 @@ def seconds(count: int, repetitions: int, device: str) -> float:
 
 
 def send(numbers: torch.Tensor, source: int, target: int) -> int:
-    """Start a message from one rank to another. All ranks call it; its handle gives what came."""
+    """Start a message from one rank to another. All ranks call it; the handle gives what came."""
     splits = torch.zeros(hvd.size(), dtype=torch.int32)
     if hvd.rank() == source:
         splits[target] = len(numbers)
@@ -72,13 +73,13 @@ def send(numbers: torch.Tensor, source: int, target: int) -> int:
 
 
 def messages(device: str) -> str:
-    """From rank 0 to the last: a small one that is waited for, a large one that is not."""
+    """Send from rank 0 to the last rank: a small message, blocking, and a large one, not."""
     last = hvd.size() - 1
     received, _ = hvd.synchronize(send(torch.full((4,), 7.0, device=device), 0, last))
     assert received.tolist() == ([7.0] * 4 if hvd.rank() == last else [])
     handle, turns = send(torch.full((LARGE_BYTES // 4,), 8.0, device=device), 0, last), 0
     while not hvd.poll(handle):
-        time.sleep(1e-5)  # anything else that there is to do
+        time.sleep(1e-5)  # stands for other work
         turns += 1
     received, _ = hvd.synchronize(handle)
     assert received.sum() == (8 * LARGE_BYTES // 4 if hvd.rank() == last else 0)
@@ -90,7 +91,7 @@ def messages(device: str) -> str:
 
 
 def shares_gpu(device: str) -> str:
-    """Which ranks have the same GPU, which NCCL would refuse without naming them; empty if none."""
+    """Which ranks share a GPU, which NCCL would refuse without naming them; empty if none do."""
     uuid = str(torch.cuda.get_device_properties("cuda").uuid) if device == "cuda" else ""
     first: dict[tuple[str, str], int] = {}
     ranks = hvd.allgather_object((os.uname().nodename, uuid), name="gpus")
@@ -119,7 +120,7 @@ def main() -> None:
             print(f"error: {shared}", file=sys.stderr, flush=True)
         hvd.shutdown()
         sys.exit(2)
-    # There and back: rank 0's message arrives, and what the others answer to it.
+    # There and back: all ranks get rank 0's message, and it gets their answers.
     message = hvd.broadcast_object(
         {"from": os.uname().nodename} if rank == 0 else {}, 0, name="hello"
     )

@@ -1,11 +1,12 @@
-"""What is wrong with a host, by the facts that it tells (cluster/probe.py), and what mends it.
+"""What is wrong with a host, judged by its facts (cluster/probe.py), and what mends it.
 
-`facts` are the host's, `here` the same of this one, with the files that are copied as "synced" and
-those of git that a run may read as "tracked".
+`facts` are those of the host, `here` those of this one; `here` also has the files that are copied
+("synced") and those that git tracks and a run may read ("tracked").
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -22,14 +23,14 @@ FREE_DISK_MIB = 1024
 # A process with torch, Lightning and a small model: 490 MiB (PSS), 120 where ranks share imports.
 FREE_MEMORY_MIB = 500
 FREE_GPU_SHARE = 0.9
-OPEN_FILES = 512  # of a process with torch and its data; more for its connections
+OPEN_FILES = 512  # of a process with torch and its data; its connections come on top
 CLOCK_SECONDS = 2.0
 ONE_HOST = re.compile(r"HOSTS=([\w.-]+:\d+)(?![,\w])")  # of Host.given
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line: of which check, on which hosts, how it is, and what mends it."""
+    """One line of the doctor's: the result of a check on a host, and what mends it."""
 
     level: str  # ok, warn, FAIL
     check: str
@@ -39,7 +40,7 @@ class Finding:
 
 
 def joined(findings: list[Finding]) -> list[Finding]:
-    """Hosts that say the same as one; a `make sync HOSTS=` that mends them names them all."""
+    """Findings that say the same as one, with all their hosts, also behind `make sync HOSTS=`."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         mend = ONE_HOST.sub("HOSTS=", finding.mend)
@@ -58,7 +59,8 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
-    # What is not copied (.syncignore) may differ, and what git does not track unless it is code.
+    # Files that are not copied (.syncignore) may differ, and files that neither are code nor are
+    # tracked by git.
     names = {
         name
         for name in here["code"].keys() & here["synced"]
@@ -81,92 +83,90 @@ def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
     mend = make(f"sync ENV=1 {host.given()}")
     if environment().parent != ROOT:
         mend = f"on {host.name}: make install PYTHON={sys.executable}"
+    fail = functools.partial(Finding, "FAIL", "packages", host.name)
     theirs, ours = facts["versions"], here["versions"]
     if isinstance(theirs, str):
-        text = f"{sys.executable} does not run there: {theirs}"
-        return [Finding("FAIL", "packages", host.name, text, mend)]
+        return [fail(f"{sys.executable} does not run there: {theirs}", mend)]
     for name, version in ours.items():
         if theirs.get(name) != version:
-            text = f"{name} {theirs.get(name) or 'is missing'}, here {version}"
-            return [Finding("FAIL", "packages", host.name, text, mend)]
+            return [fail(f"{name} {theirs.get(name) or 'is missing'}, here {version}", mend)]
     build = facts.get("build")
     if isinstance(build, str):
-        text = f"Horovod does not run there: {build}"
-        return [Finding("FAIL", "packages", host.name, text, mend)]
+        return [fail(f"Horovod does not run there: {build}", mend)]
     versions = f"Python {ours['python']}, torch {ours['torch']}, Horovod {ours['horovod']}"
     if build is None:
         return [Finding("ok", "packages", host.name, versions)]
     kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
     if build["gpus"] and not build["nccl"]:
         text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
-        return [Finding("FAIL", "packages", host.name, text, f"{make('install')}, then {mend}")]
+        return [fail(text, f"{make('install')}, then {mend}")]
     names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
     versions += f" with {', '.join(names[kind] for kind in kinds)}"
     return [Finding("ok", "packages", host.name, versions)]
 
 
 def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    ok, warn, fail = (
+        functools.partial(Finding, level, "GPUs", host.name) for level in ("ok", "warn", "FAIL")
+    )
     answer, findings = facts["gpus"], []
     by_index = {gpu["index"]: gpu for gpu in answer["devices"]}
     look = f"ssh {host.destination} nvidia-smi"
-    # From all ranks, as it goes to them; -1 is a common way to name none.
+    # The launcher passes this on to all ranks; -1 is a common way to name none.
     hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
     if hidden and host.gpus is None and (by_index or answer["error"]):
-        return [Finding("ok", "GPUs", host.name, "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
+        return [ok("hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")]
     if answer["error"]:
-        return [Finding("FAIL", "GPUs", host.name, answer["error"][:150], look)]
+        return [fail(answer["error"][:150], look)]
     if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in by_index]):
         text = f"GPU {', '.join(map(str, missing))} of the host file is not there; there "
         text += f"are {', '.join(map(str, by_index))}" if by_index else "is none"
-        return [Finding("FAIL", "GPUs", host.name, text, "mend gpus in the host file")]
+        return [fail(text, "mend gpus in the host file")]
     if not by_index:
-        return [Finding("ok", "GPUs", host.name, "none: it trains on CPUs")]
+        return [ok("none: it trains on CPUs")]
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     visible = tuple(int(gpu) for gpu in listed if gpu.isdecimal() and int(gpu) in by_index)
     wanted = host.gpus or visible or tuple(sorted(by_index))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
         mend = f"{host.given(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
-        return [Finding("FAIL", "GPUs", host.name, text, mend)]
+        return [fail(text, mend)]
     for number in wanted[: host.slots]:
         gpu = by_index[number]
         others = [p for p in answer["processes"] if p["gpu"] == number]
         if others:
             owners = ", ".join(f"{p['pid']} of user {p['uid']}" for p in others)
-            text = f"GPU {number} has processes of others: {owners}"
-            findings.append(Finding("warn", "GPUs", host.name, text, look))
+            findings.append(warn(f"GPU {number} has processes of others: {owners}", look))
         elif gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
             text = f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
-            findings.append(Finding("warn", "GPUs", host.name, text, look))
-    names = sorted({by_index[number]["name"] for number in wanted[: host.slots]})
+            findings.append(warn(text, look))
     driver = by_index[wanted[0]]["driver"]
-    summary = f"{host.slots} x {' and '.join(names)}, driver {driver}"
     build = facts.get("build")
     if isinstance(build, dict) and not build["gpus"]:
         text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
         mend = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
-        return [*findings, Finding("FAIL", "GPUs", host.name, text, mend)]
-    return findings or [Finding("ok", "GPUs", host.name, summary)]
+        return [*findings, fail(text, mend)]
+    names = sorted({by_index[number]["name"] for number in wanted[: host.slots]})
+    return findings or [ok(f"{host.slots} x {' and '.join(names)}, driver {driver}")]
 
 
 def interface(host: Host, facts: dict[str, Any], alone: bool) -> list[Finding]:
+    fail = functools.partial(Finding, "FAIL", "network", host.name)
     addresses = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
+    there, mend = f"there are {addresses}", "mend nic in the host file"
     nic = host.nic or facts["towards"]
     if nic is None:
-        text = f"no interface leads to this host; there are {addresses}"
-        return [Finding("FAIL", "network", host.name, text, "give nic in the host file")]
+        return [fail(f"no interface leads to this host; {there}", "give nic in the host file")]
     if nic not in facts["interfaces"]:
-        text = f"no interface {nic} with an address; there are {addresses}"
-        return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
+        return [fail(f"no interface {nic} with an address; {there}", mend)]
     if facts["interfaces"][nic].startswith("127.") and not alone:
-        text = f"other hosts do not reach its {nic}; there are {addresses}"
-        return [Finding("FAIL", "network", host.name, text, "mend nic in the host file")]
+        return [fail(f"other hosts do not reach its {nic}; {there}", mend)]
     return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
 
 
 def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
-    """Disk, memory, cores and limits, for a job of so many ranks in all."""
+    """Disk, memory, cores and limits, for a job of `ranks` processes in all."""
     findings = []
     for path, mib in facts["disk"].items():
         if mib < FREE_DISK_MIB:
@@ -183,19 +183,17 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
         findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
-    if facts["gpus"]["devices"] and facts["cores"] < 2 * host.slots:  # Slurm gives a task one
-        text = (
-            f"{facts['cores']} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
-        )
+    cores, has_gpus = facts["cores"], bool(facts["gpus"]["devices"])
+    if has_gpus and cores < 2 * host.slots:  # as by Slurm's default, a core for each task
+        text = f"{cores} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
         mend = "ask for more (Slurm: --cpus-per-task), or take fewer slots"
         findings.append(Finding("warn", "cores", host.name, text, mend))
-    elif not facts["gpus"]["devices"] and facts["cores"] < host.slots:
-        text = f"{host.slots} processes on {facts['cores']} cores: slower than {facts['cores']}"
-        mend = host.given(facts["cores"])
-        findings.append(Finding("warn", "cores", host.name, text, mend))
+    elif not has_gpus and cores < host.slots:
+        text = f"{host.slots} processes on {cores} cores: slower than {cores}"
+        findings.append(Finding("warn", "cores", host.name, text, host.given(cores)))
     else:
-        findings.append(Finding("ok", "cores", host.name, f"{facts['cores']} cores"))
-    files = OPEN_FILES + ranks + host.slots  # Gloo's: a rank is connected to each other one
+        findings.append(Finding("ok", "cores", host.name, f"{cores} cores"))
+    files = OPEN_FILES + ranks + host.slots  # Gloo connects it to all, twice within a host
     if facts["files"] < files:
         text = f"{facts['files']:,} open files a process; {files:,} are wanted"
         mend = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from cluster.agent import address_of, own_address
 from cluster.hosts import Host, Refusal
+from cluster.probe import interfaces, own_address
 
-# What leaves this host: variables with these names or beginnings, and those that FORWARD adds.
+# What leaves this host: variables whose names begin so, and those that FORWARD adds.
 FORWARDED = (
     "PATH", "LD_LIBRARY_PATH", "LANG", "LC_", "TZ", "PYTHON", "HOROVOD_", "NCCL_", "GLOO_", "UCX_",
     "CUDA_", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH_", "PL_", "HYDRA_", "MALLOC_",
     "FI_", "IBV_", "RDMAV_",  # fabrics other than Ethernet, as NCCL's plugins reach them
 )  # fmt: skip
-SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # not even with such a beginning
+SECRET = ("TOKEN", "SECRET", "PASSWORD", "CREDENTIAL", "_KEY")  # stay unless FORWARD names them
 
 
 def forwarded(environment: dict[str, str]) -> dict[str, str]:
-    """What of `environment` may leave this host."""
-    names = environment.get("FORWARD", "").replace(",", " ")
-    prefixes = tuple(names.split())
+    """The variables of `environment` that may leave this host."""
+    prefixes = tuple(environment.get("FORWARD", "").replace(",", " ").split())
     variables = {
         name: value
         for name, value in environment.items()
@@ -25,17 +24,17 @@ def forwarded(environment: dict[str, str]) -> dict[str, str]:
         or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
     }
     if "SLURM_JOB_ID" in environment and variables.get("CUDA_VISIBLE_DEVICES"):
-        del variables["CUDA_VISIBLE_DEVICES"]  # Slurm's for this node; others have their own
+        del variables["CUDA_VISIBLE_DEVICES"]  # Slurm set it for this node; others have their own
     return variables
 
 
 def addresses(hosts: list[Host]) -> dict[Host, str]:
-    """The address of this host for each of them: on its network interface for the job, if named.
+    """The address of this host for each of them: that of its `nic`, where the host file names one.
 
-    This host itself may have a name that leads to its loopback only; it gets that for the others.
+    The name of this host may lead to its loopback only; its own ranks get the address for others.
     """
     if nic := next((host.nic for host in hosts if host.is_here and host.nic), None):
-        if (address := address_of(nic)) is None:
+        if (address := interfaces().get(nic)) is None:
             raise Refusal(f"this host has no network interface {nic} with an address: mend nic")
         return dict.fromkeys(hosts, address)
     towards = {}

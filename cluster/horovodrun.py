@@ -1,15 +1,20 @@
-"""horovodrun for a cluster: the same line, and what hosts need beside it.
+"""horovodrun for a cluster: the same command line, and what several hosts need beside it.
 
     python -m cluster.horovodrun -np 8 -H node1:4,node2:4 python template.py
     python -m cluster.horovodrun --hostfile hosts.yaml python template.py
 
-Against horovodrun: one ssh a host instead of one a process; ranks of a host share the imports of
-template.py (cluster/preload.py; PRELOAD=0: each its own); each host uses its own network interface
-and GPUs (cluster/hosts.py); by ssh only variables of an allow-list leave this host, and none on a
-command line (within Slurm srun takes all, as it does); a folder that is missing on a host ends the
-job instead of sending it to $HOME; only the job may use the rendezvous server; when a process
-fails, or a host falls silent, all end and the cause is told in a line. The first Ctrl-C asks the
-processes for a checkpoint (SIGUSR1), the second ends them.
+What differs from Horovod's own horovodrun:
+
+- one ssh per host, not one per process; the ranks of a host share the imports of template.py
+  (cluster/preload.py; with PRELOAD=0 each makes its own);
+- each host uses its own network interface and GPUs (cluster/hosts.py);
+- over ssh only variables of an allow-list leave this host, and none on a command line (within Slurm
+  srun passes all of them on, as it always does);
+- where the folder is missing on a host, the job ends; horovodrun would run it in $HOME;
+- only the job itself may use the rendezvous server;
+- when a process fails, or a host falls silent, all processes end and one line says why.
+
+The first Ctrl-C asks the processes for a checkpoint (SIGUSR1), the second ends them.
 """
 
 from __future__ import annotations
@@ -45,19 +50,20 @@ from cluster.record import Record, end
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import connecting, explain
 
-# For Gloo, where a rank is late: at the start one that imports from a slow file system, later one
-# behind a network that is gone for a while. Ranks and hosts that are gone for good are seen by us.
+# That Gloo waits for a late rank: at the start one that imports from a slow file system, later one
+# behind a network that is down for a while. We notice ourselves when a rank or host is gone.
 GLOO_SECONDS = 120
-STOPPED_SECONDS = 5  # between two steps of ours, which take 0.2
-GRACE_SECONDS = 1  # for others to tell their own side when a process has failed
-STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds says other
+STOPPED_SECONDS = 5  # between two steps, which take 0.2 s: we were stopped meanwhile
+GRACE_SECONDS = 1  # for other processes to report their own errors when one has failed
+STOP_SECONDS = 8  # from the request for a checkpoint to the end, unless --stop-seconds is given
 END_SECONDS = 3  # from SIGTERM to SIGKILL
-# From outside: a rank that has lost others raises an error or aborts, and ends by none of these.
+# Killed from outside: a rank that loses others raises an error or aborts, but never ends so.
 KILLED = (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-# Of a rank that was asked for a checkpoint: of runs/run.py, without a handler, as another ended.
+# How a rank ends that was asked for a checkpoint: by runs/run.py (128 + ...), without a handler
+# (-...), or because another rank ended (EX_TEMPFAIL).
 ASKED = (128 + signal.SIGUSR1, -signal.SIGUSR1, 128 + signal.SIGINT, -signal.SIGINT, os.EX_TEMPFAIL)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-AT_ONCE = signal.SIGUSR2  # behind one of them, from programs: nobody ignores it
+AT_ONCE = signal.SIGUSR2  # sent by programs after one of SIGNALS; unlike those it is never ignored
 
 
 class Job:
@@ -67,7 +73,7 @@ class Job:
         members: the processes.
         command: what each runs.
         record: where the job's state is kept for status, logs and stop.
-        stop_seconds: for a checkpoint, when it is told to stop.
+        stop_seconds: time for a checkpoint when the job is told to stop.
     """
 
     def __init__(
@@ -76,15 +82,20 @@ class Job:
         self.members, self.command, self.record = members, command, record
         self.stop_seconds = stop_seconds
         self.connections: list[Connection] = []
-        # Bounded, and what is taken from it too: see Record.is_behind.
+        # Bounded, as is what waits behind it to be printed: see Record.is_behind.
         self._events: queue.Queue = queue.Queue(maxsize=1000)
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
-        self._cause: tuple[int, str] | None = None  # how telling, and what
-        self._unsaved = ""  # the first that failed when asked for a checkpoint
+        # Why the job ends, after how much that explains: 0 a rank ended as another did, 1 it
+        # failed, 2 it was killed, 3 host or agent failed, 4 the job was told to stop.
+        self._cause: tuple[int, str] | None = None
+        self._unsaved = ""  # the first failure of a rank that was asked for a checkpoint
         self._left = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None
         self._status = 0
+        # When these are due (infinity: done). At "stop" the time for a checkpoint is over, at "end"
+        # others had time to report errors after a rank failed: in both cases agents then end their
+        # ranks. At "kill" we no longer wait for agents.
         self._deadlines: dict[str, float] = {}
         self._stepped = time.monotonic()
         self._signals = 0
@@ -94,7 +105,7 @@ class Job:
         hosts = list(dict.fromkeys(member.host for member in self.members))
         refuse_one_twice(hosts)
         own_addresses = addresses(hosts)
-        allow_files()  # a connection to each rank that waits for others
+        allow_files()  # for the rendezvous: a connection of each rank that waits for others
         rendezvous = self._rendezvous = Rendezvous(sorted(set(own_addresses.values())))
         for number in SIGNALS:
             if signal.getsignal(number) != signal.SIG_IGN:
@@ -118,7 +129,7 @@ class Job:
             while self._running or any(c.process.poll() is None for c in self.connections):
                 self._step()
         finally:
-            # Also after an error of ours: an agent that is told nothing more ends what it started.
+            # Also after an error of ours: an agent whose input ends, ends what it started.
             for connection in self.connections:
                 connection.close()
             for connection in self.connections:
@@ -153,15 +164,15 @@ class Job:
             "HOROVOD_CPU_OPERATIONS": "gloo",
             timeout: os.environ.get(timeout, str(GLOO_SECONDS + len(self.members))),
             "PYTHONUNBUFFERED": "1",
-            # As the agent reads it, whatever the locale; names of files may hold anything.
+            # The agent reads UTF-8, whatever the locale; names of files may hold any bytes.
             "PYTHONIOENCODING": "utf-8:surrogateescape",
             "HOROVOD_LAUNCHED": shlex.join(self._typed()),  # runs/run.py says how to go on
         }
-        # The agent of this host inherits the rest.
+        # The agent of this host inherits our environment.
         return ours if host.is_here else forwarded(dict(os.environ)) | ours
 
     def _typed(self) -> list[str]:
-        """The line that started us, to be typed again: without what cluster/jobs.py adds."""
+        """The command line for a user to type again: ours, without what cluster/jobs.py adds."""
         typed = list(sys.orig_argv)
         if "--record" in typed[: len(typed) - len(self.command)]:
             index = typed.index("--record")
@@ -169,7 +180,7 @@ class Job:
         return typed
 
     def _wait_for_turn(self) -> bool:
-        """Whether we got one to connect. Not deaf meanwhile: logins of many hosts may hang."""
+        """Wait until we may connect, hearing events; False if it took too long or the job ends."""
         deadline = time.monotonic() + SSH_SECONDS + 2
         while True:
             self._step(wait=0)
@@ -182,7 +193,7 @@ class Job:
         return "end" in self._deadlines or "stop" in self._deadlines
 
     def _step(self, wait: float = 0.2) -> None:
-        """One event, and what is due."""
+        """Take one event, and do what is due."""
         self.record.hurries = self._ends()
         behind = self.record.is_behind()
         with contextlib.suppress(queue.Empty):
@@ -193,10 +204,10 @@ class Job:
             for connection in self.connections:
                 connection.listening_since += now - self._stepped
         self._stepped = now
-        if not self._running:  # an agent may wait for a process that even SIGKILL does not end
+        if not self._running:  # an agent may wait for a process that not even SIGKILL ends
             self._deadlines.setdefault("kill", now + 10)
         for connection in self.connections:
-            # Asked, not left unread: ends of ranks come the same way as what others print.
+            # Agents hold output back when asked; left unread, they could not report ended ranks.
             if connection.holds != behind:
                 connection.holds = behind
                 connection.send(hold=behind)
@@ -215,7 +226,7 @@ class Job:
         if "line" in event:
             part = event.get("part", False)  # of a very long line
             assert self._rendezvous is not None
-            # HOROVOD_LOG_LEVEL=debug prints it, and whoever sees it may end the job.
+            # HOROVOD_LOG_LEVEL=debug prints the secret, and whoever knows it can end the job.
             line = event["line"].replace(self._rendezvous.secret, "...")
             self.record.line(event["rank"], event["stream"], line, part)
         elif "exit" in event:
@@ -226,10 +237,10 @@ class Job:
                 self._fail(1, why, code)
             elif code:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
-                self._fail(weight, f"{who} {_told(code)}", code)
+                self._fail(weight, f"{who} {_ended(code)}", code)
             elif "kill" not in self._deadlines:
                 self._left = self._left or who
-        elif "asked" in event:  # the agent to end, as by Slurm
+        elif "asked" in event:  # someone, as Slurm, asked the agent to end
             self._on_signal(event["asked"], None)
         elif "error" in event:
             self._fail(3, f"{host.name}: {event['error']}", 2)
@@ -237,35 +248,35 @@ class Job:
             lost = {member.rank for member in connection.members} & self._running
             self._running -= lost
             if lost and host.is_here and event["gone"] < 0:  # else it is the end of an ssh
-                self._fail(3, f"{host.name}: its agent {_told(event['gone'])}", 1)
+                self._fail(3, f"{host.name}: its agent {_ended(event['gone'])}", 1)
             elif lost:
                 reason = explain(host, event["gone"], event["said"])
                 self._fail(3, f"{host.name}: {reason}", 1)
 
     def _gave_up(self, who: str, rank: int) -> str:
-        """Why a rank that aborted may have, by who has come to hvd.init(); empty if all have."""
+        """Why a rank may have aborted, judged by who has come to hvd.init(); empty if all have."""
         assert self._rendezvous is not None
-        keys = list(self._rendezvous.store)  # in one go: another thread adds to it
-        if any(key.startswith("ddp/") for key in keys):  # torch's, who meet elsewhere
+        keys = list(self._rendezvous.store)  # a copy: another thread adds to it
+        if any(key.startswith("ddp/") for key in keys):  # strategy=ddp: ranks meet elsewhere
             return ""
         late = [member for member in self.members if f"global/{member.rank}" not in keys]
         if any(member.rank == rank for member in late):
             return (
-                f"{who} {_told(-signal.SIGABRT)} before hvd.init() had begun: where its last lines "
-                "say HTTP request failed, it did not reach this host (make doctor)"
+                f"{who} {_ended(-signal.SIGABRT)} before hvd.init() had begun: where its last "
+                "lines say HTTP request failed, it did not reach this host (make doctor)"
             )
         names = ", ".join(f"rank {member.rank} on {member.host.name}" for member in late[:3])
         more = f" and {len(late) - 3} more" if len(late) > 3 else ""
         return f"{names}{more} did not come to hvd.init(), and {who} gave up" if late else ""
 
     def _fail(self, weight: int, cause: str, code: int) -> None:
-        """Take note why, and end the others soon. A process that was killed tells more than those
-        that failed as it was gone."""
+        """Note why, and end the others soon. `weight` says how much the cause explains: a process
+        that was killed explains more than those that failed because it was gone."""
         if not self._ends():
             self._deadlines["end"] = time.monotonic() + GRACE_SECONDS
         if self._signals and "kill" not in self._deadlines and code not in ASKED:
             self._unsaved = self._unsaved or cause
-        if self._deadlines.get("kill") is None and (self._cause is None or weight > self._cause[0]):
+        if "kill" not in self._deadlines and (self._cause is None or weight > self._cause[0]):
             self._cause = (weight, cause)
             self._status = 128 - code if code < 0 else code
 
@@ -276,11 +287,11 @@ class Job:
         if self._signals == 1:
             self._status = 128 + number
             self._cause = (4, f"stopped by {signal.Signals(number).name}")
-            # A signal that comes meanwhile is heard first: what it has noted stays.
+            # A second signal may interrupt us here: the deadline that it sets stays.
             self._deadlines.setdefault("stop", time.monotonic() + self.stop_seconds)
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
-        # Other signals only ask again: another `make stop`, a terminal that closes (it may tell us
-        # twice, and we tell ourselves). Of two at once AT_ONCE may be the first to get here.
+        # Other signals only ask again: another `make stop`, or a terminal that closes (SIGHUP may
+        # come twice, and record.py sends one too). Of two at once AT_ONCE may be the first here.
         if number == AT_ONCE or (self._signals > 1 and number == signal.SIGINT):
             self._deadlines["stop"] = 0
 
@@ -312,13 +323,13 @@ class Job:
 
     def _finish(self) -> int:
         self.record.hurries = self._cause is not None
-        for number in (*SIGNALS, AT_ONCE):  # a reader who pauses may be waited for yet
+        for number in (*SIGNALS, AT_ONCE):  # from now on they end the wait for a reader who pauses
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, self._hurry)
         reason = None
         if self._cause is not None:
             weight, reason = self._cause
-            if self._left and weight < 2:  # in a collective they waited for it
+            if self._left and weight < 2:  # others may have waited for it in a collective
                 reason += f"; {self._left} ended without an error"
             if self._unsaved:
                 reason += f", but {self._unsaved}: look whether there is a checkpoint"
@@ -331,7 +342,7 @@ class Job:
         self.record.hurries = True
 
 
-def _told(code: int) -> str:
+def _ended(code: int) -> str:
     if code == os.EX_TEMPFAIL:  # runs/run.py
         return "ended as another rank did"
     if code >= 0:
@@ -341,14 +352,14 @@ def _told(code: int) -> str:
 
 
 def seconds(text: str) -> float:
-    """For argparse, of a time that may be 0."""
+    """A type for argparse: seconds, which may be 0."""
     if not re.fullmatch(r"[0-9]+(\.[0-9]*)?", text):
         raise argparse.ArgumentTypeError(f"STOP_SECONDS={text}: give seconds, 0 or more")
     return float(text)
 
 
 def open_missing() -> None:
-    """What was closed for us, as by `>&-`, is /dev/null: a pipe of ours would get its number."""
+    """Put /dev/null where stdin, stdout or stderr is closed (`>&-`): no pipe may get its number."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         pass
     os.close(descriptor)
@@ -378,7 +389,7 @@ def main() -> int:
         stop_seconds = arguments.stop_seconds
         with Record(arguments.record, members, arguments.command, stop_seconds) as record:
             status = Job(members, arguments.command, record, stop_seconds).run()
-        for number in SIGNALS:  # a Ctrl-C too many would take the place of the status
+        for number in SIGNALS:  # one more Ctrl-C now would change our exit status
             signal.signal(number, signal.SIG_IGN)
         return status
     except (Refusal, OSError) as error:

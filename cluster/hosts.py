@@ -1,14 +1,14 @@
-"""The hosts of a job: which they are, how each is reached, and what each lends.
+"""The hosts of a job: which they are, how each is reached, and what the job may use of each.
 
     HOSTS=node1:4,node2:4                  as horovodrun's -H
-    HOSTFILE=hosts.yaml                    with more to say about each:
+    HOSTFILE=hosts.yaml                    says more about each:
 
     hosts:
       node1: {slots: 2, gpus: [1, 7], nic: enp2s0f1}
       node2: {slots: 2, gpus: [0, 1], nic: enp1s0f0, user: ada, port: 2222,
               ssh: [ProxyJump=login], env: {NCCL_DEBUG: INFO}}
 
-All is checked before any ssh is started. One source for sync, doctor, launch and benchmarks.
+Everything is checked before any ssh is started. sync, doctor, launch and benchmarks use the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +34,14 @@ import yaml
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-KINDS: dict[str, Any] = {  # of what a host file says of a host
+KINDS: dict[str, Any] = {  # what a host file may say of a host, and of which type
     "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
 }  # fmt: skip
+# Variables of Slurm: how many GPUs the job, or each of its tasks, asked for.
 JOB_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
-# What a job asks for each of its tasks: our one task of a node has the cores and GPUs of all.
+# What each task of the job asked for; our single task on a node has the cores and GPUs of all.
 A_TASK = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
-SSH_SECONDS = 10  # to wait for a host that does not answer
+SSH_SECONDS = 10  # that a host may take to answer
 
 
 class Refusal(Exception):
@@ -49,16 +50,16 @@ class Refusal(Exception):
 
 @dataclass(frozen=True)
 class Host:
-    """One host and what it lends to the job.
+    """One host and what the job may use of it.
 
     Attributes:
         name: as ssh and the other hosts know it.
-        slots: processes that it may run.
-        gpus: their numbers on the host, one a process; None: all, in order.
+        slots: how many processes it may run.
+        gpus: numbers of its GPUs, one for each process; None: all, in order.
         nic: network interface for what ranks send each other; None: the one to the launch host.
         user, port, ssh: for ssh; `ssh` are options as after its -o.
         env: variables for the processes on this host.
-        file: the host file that says all this.
+        file: the host file that says all this; None: HOSTS does.
     """
 
     name: str
@@ -72,7 +73,7 @@ class Host:
     file: Path | None = field(default=None, compare=False)
 
     def given(self, slots: int | None = None) -> str:
-        """How make is given this host, with so many slots."""
+        """What to type behind make for this host: HOSTS= or HOSTFILE=, with so many slots."""
         if self.file is None:
             return f"HOSTS={self.name}:{slots or self.slots}"
         change = f"{self.name}: {{slots: {slots}}} in " if slots else ""
@@ -80,10 +81,10 @@ class Host:
 
     @functools.cached_property
     def _known_to_ssh(self) -> tuple[str, int]:
-        """Its name and port by ssh's own configuration, where it has an alias."""
+        """Name and port that ssh connects to, which its configuration may change."""
         name, port = self.name, 22
-        with contextlib.suppress(FileNotFoundError):  # this host alone needs no ssh
-            # ssh -G only prints what it would do.
+        with contextlib.suppress(FileNotFoundError):  # no ssh: this host alone needs none
+            # ssh -G only prints its configuration for this host.
             result = subprocess.run([*self.ssh_options(), "-G", self.name], capture_output=True)
             output = result.stdout.decode(errors="replace")
             if match := re.search(r"^hostname (.+)$", output, re.MULTILINE):
@@ -108,12 +109,12 @@ class Host:
 
     @functools.cached_property
     def is_here(self) -> bool:
-        """Whether this is the host that we are on: then no ssh is needed."""
+        """Whether this is the host that we are on, which needs no ssh."""
         if self.user is not None or self.port is not None:
             return False
         if not self.address.startswith("127."):
             return self.address in own_addresses()
-        # `HostName localhost` and `Port 2222`: an alias for a host at the end of a tunnel.
+        # An alias with `HostName localhost` and `Port 2222` is a host at the end of a tunnel.
         return self.ssh_port == 22 or self._known_to_ssh[0] == self.name.lower()
 
     @property
@@ -122,24 +123,24 @@ class Host:
 
     @property
     def destination(self) -> str:
-        """What one types behind ssh or ssh-copy-id, to get where we do."""
+        """What a user types behind ssh or ssh-copy-id to get where we do."""
         target = f"{self.user}@{self.name}" if self.user else self.name
         words = [word for option in self.ssh for word in ("-o", option)]
         return shlex.join([*words, *(["-p", str(self.port)] if self.port else []), target])
 
     @property
     def known_as(self) -> str:
-        """Its name in known_hosts, for a shell."""
+        """Its name in known_hosts, quoted for a shell."""
         name, port = self._known_to_ssh
         return name if port == 22 else f"'[{name}]:{port}'"
 
     def ssh_options(self) -> list[str]:
         """ssh and its options for this host, without its name."""
-        # BatchMode: to fail rather than to ask. Host keys are checked as ssh is configured to.
-        # ControlMaster: a master that is there is used; one that we started would end with our job,
-        # and with it those that others run through it. RemoteCommand (since OpenSSH 7.6) and
-        # forwardings are for a login; X11's has each write to ~/.Xauthority, whose lock hosts that
-        # share a home wait for.
+        # BatchMode: fail rather than ask. Host keys are checked as ssh is configured to.
+        # ControlMaster: an existing master is used, but none is started: it would end with our job,
+        # and so would the sessions of others that run through it. RemoteCommand (since OpenSSH 7.6)
+        # and forwardings are meant for logins; with X11's, each ssh writes to ~/.Xauthority, and
+        # hosts that share a home wait for its lock.
         ours = ["ControlMaster=no", "RemoteCommand=none", "ClearAllForwardings=yes"]
         ours += ["ForwardX11=no"]
         options = ["BatchMode=yes", f"ConnectTimeout={SSH_SECONDS}", *ours, *self.ssh]
@@ -156,20 +157,8 @@ class Host:
         if self.is_here:
             return ["sh", "-c", script]
         if "SLURM_JOB_ID" in os.environ and shutil.which("srun"):
-            # The nodes of a job are reached by srun also where ssh is not allowed.
-            srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self.name}"]
-            # A job's GPUs for each task would be those of our one task, and its GPUs on all nodes
-            # would be asked of this one: a slot's GPU each instead.
-            requested = {name: os.environ[name] for name in JOB_GPUS if name in os.environ}
-            unset = [name for name in A_TASK if name in os.environ]
-            if "gpu" in str(requested).lower():  # SLURM_TRES_PER_TASK may name CPUs alone
-                unset += requested
-                srun.append(f"--gpus-per-node={self.slots}")
-            if cores := int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
-                srun.append(f"--cpus-per-task={cores * self.slots}")
-            if unset:
-                srun = ["env", *(word for name in unset for word in ("-u", name)), *srun]
-            return [*srun, "--cpu-bind=none", "--unbuffered", "sh", "-c", script]
+            # srun reaches the nodes of a job also where ssh is not allowed.
+            return [*self._srun(), "sh", "-c", script]
         if shutil.which("ssh") is None:
             raise Refusal("ssh is missing here: sudo apt-get install openssh-client")
         # Whatever the login shell there is, it is sh that reads the script; csh takes no newline.
@@ -177,31 +166,47 @@ class Host:
             script = f'eval "$(echo {base64.b64encode(script.encode()).decode()} | base64 -d)"'
         return [*self.ssh_options(), "-T", self.name, f"exec sh -c {shlex.quote(script)}"]
 
+    def _srun(self) -> list[str]:
+        """srun and its options for one task on this node, with all that the slots may use."""
+        srun = ["srun", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={self.name}"]
+        # As the job's variables stand, srun would give our one task the GPUs of one task, or ask
+        # this node for the GPUs of all nodes. Instead we ask for one GPU for each slot.
+        requested = {name: os.environ[name] for name in JOB_GPUS if name in os.environ}
+        unset = [name for name in A_TASK if name in os.environ]
+        if "gpu" in str(requested).lower():  # SLURM_TRES_PER_TASK may name CPUs alone
+            unset += requested
+            srun.append(f"--gpus-per-node={self.slots}")
+        if cores := int(os.environ.get("SLURM_CPUS_PER_TASK", 0)):
+            srun.append(f"--cpus-per-task={cores * self.slots}")
+        if unset:
+            srun = ["env", *(word for name in unset for word in ("-u", name)), *srun]
+        return [*srun, "--cpu-bind=none", "--unbuffered"]
+
 
 def environment() -> Path:
-    """That of this Python. Links on the way to it are resolved; one that it is itself stays."""
+    """The folder of this Python's environment. It may be a link itself; others are resolved."""
     prefix = Path(sys.prefix)
     return prefix.parent.resolve() / prefix.name
 
 
 def make(what: str) -> str:
-    """How a target of the Makefile is to be typed: with PYTHON=, where that is not our .venv."""
+    """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
     ours = environment() == Path(__file__).resolve().parent.parent / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
 
 
 def own_addresses() -> set[str]:
     """IPv4 addresses of this host's network interfaces."""
-    # To bind to an address proves nothing where net.ipv4.ip_nonlocal_bind is set.
+    # Not tried by binding, which always works where net.ipv4.ip_nonlocal_bind is set.
     found = [address for each in psutil.net_if_addrs().values() for address in each]
     return {address.address for address in found if address.family == socket.AF_INET}
 
 
 def parse(text: str) -> list[Host]:
-    """Hosts of a list as `node1:4,node2:4`; a host without number has one slot.
+    """Hosts of a list such as `node1:4,node2:4`; a host without a number has one slot.
 
     Raises:
-        Refusal: when it is malformed, or names a host twice.
+        Refusal: when the list is malformed, or names a host twice.
     """
     hosts = []
     for item in text.split(","):
@@ -211,17 +216,21 @@ def parse(text: str) -> list[Host]:
                 f"HOSTS={text}: '{item}' is no host: write name:slots, as node1:4,node2:4"
             )
         hosts.append(Host(name, int(slots or 1)))
-    return _checked(hosts, f"HOSTS={text}")
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise Refusal(f"HOSTS={text}: {name} is there twice: add up its slots")
+    return hosts
 
 
 class _AsWritten(yaml.SafeLoader):
-    """Leaves each value the text that was written: "on" and "010", not true and 8."""
+    """Keeps each value as the text that was written: "on" and "010", not true and 8."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}  # noqa: RUF012
 
 
 def read(file: Path) -> list[Host]:
-    """Hosts of a host file (see above).
+    """Hosts of a host file, whose format the top of this module shows.
 
     Raises:
         Refusal: when it cannot be read, is malformed, or contradicts itself.
@@ -232,7 +241,7 @@ def read(file: Path) -> list[Host]:
         content, written = yaml.safe_load(text), yaml.load(text, _AsWritten)
     except OSError as error:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
-    except (yaml.YAMLError, ValueError) as error:  # the latter for a date as 2026-02-30
+    except (yaml.YAMLError, ValueError) as error:  # the latter for a date such as 2026-02-30
         mark = getattr(error, "problem_mark", None)
         line = f" in line {mark.line + 1}" if mark else ""
         not_text = isinstance(error, UnicodeDecodeError)
@@ -241,15 +250,15 @@ def read(file: Path) -> list[Host]:
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
-    if misplaced := [key for key in content if key in KINDS]:  # others may be what is merged
+    if misplaced := [key for key in content if key in KINDS]:  # other keys may be for YAML's <<
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
     _refuse_twice(text, where)
     pairs = zip(hosts.values(), written["hosts"].items())
-    return _checked([_host(name, values, words, file) for values, (name, words) in pairs], where)
+    return [_host(name, values, words, file) for values, (name, words) in pairs]
 
 
 def _refuse_twice(text: str, where: str) -> None:
-    """YAML takes the last of two equal keys and says nothing."""
+    """Refuse equal keys, of which YAML takes the last without a word."""
     document = yaml.compose(text)
     for key, value in document.value if isinstance(document, yaml.MappingNode) else []:
         if key.value == "hosts" and isinstance(value, yaml.MappingNode):
@@ -261,13 +270,13 @@ def _refuse_twice(text: str, where: str) -> None:
 
 
 def _repeated(mapping: yaml.MappingNode) -> str:
-    """The first key that is there twice; empty without. Merges may be several."""
+    """The first key that is there twice; empty if there is none. Several << are allowed."""
     names = [key.value for key, _ in mapping.value if key.value != "<<"]
     return next((name for name in names if names.count(name) > 1), "")
 
 
 def _host(name: str, content: Any, words: Any, file: Path) -> Host:
-    """Of an entry as YAML reads it; `words` is the same as it is written."""
+    """The host of an entry: `content` as YAML reads it, `words` as it is written."""
     where = f"HOSTFILE={file}: {name}"
     if isinstance(content, int) and not isinstance(content, bool):
         content = {"slots": content}
@@ -311,19 +320,11 @@ def _host(name: str, content: Any, words: Any, file: Path) -> Host:
     return Host(name, file=file, **said)
 
 
-def _checked(hosts: list[Host], where: str) -> list[Host]:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise Refusal(f"{where}: {name} is there twice: add up its slots")
-    return hosts
-
-
 def refuse_one_twice(hosts: list[Host]) -> None:
-    """Horovod would take what is one host for two.
+    """Refuse two names of one host, which Horovod would take for two hosts.
 
     Raises:
-        Refusal: where two names lead to one host; one that leads nowhere is passed over.
+        Refusal: where two names lead to one host; a name that leads nowhere is passed over.
     """
     by_place: dict[object, Host] = {}
     for host in hosts:
@@ -338,17 +339,17 @@ def refuse_one_twice(hosts: list[Host]) -> None:
 
 @dataclass(frozen=True)
 class Rank:
-    """One process: its place in the job, as Horovod counts."""
+    """One process and its place in the job, as Horovod counts."""
 
     host: Host
     rank: int
     local_rank: int
     local_size: int
-    cross_rank: int  # which of the hosts that have such a local rank
-    cross_size: int
+    cross_rank: int  # the number of its host, of those that have such a local rank
+    cross_size: int  # how many hosts have such a local rank
 
     def environment(self, size: int) -> dict[str, str]:
-        """What tells the process its place before it initializes Horovod."""
+        """The variables from which Horovod takes the place of the process."""
         variables = {
             "HOROVOD_HOSTNAME": self.host.name,
             "HOROVOD_RANK": self.rank,
@@ -364,10 +365,10 @@ class Rank:
 
 
 def ranks(hosts: list[Host], size: int | None = None) -> list[Rank]:
-    """`size` processes, hosts filled in their order; by default as many as there are slots.
+    """`size` processes, by default as many as there are slots; hosts are filled in their order.
 
     Raises:
-        Refusal: when there are not as many slots.
+        Refusal: when there are fewer slots.
     """
     slots = sum(host.slots for host in hosts)
     size = slots if size is None else size
@@ -388,7 +389,7 @@ def ranks(hosts: list[Host], size: int | None = None) -> list[Rank]:
 
 
 def used(hosts: list[Host], size: int | None) -> list[Host]:
-    """The hosts that `size` processes run on, with as many slots as these take.
+    """The hosts that `size` processes run on, each with as many slots as it has processes.
 
     Raises:
         Refusal: see `ranks`.
@@ -418,14 +419,13 @@ def chosen(arguments: argparse.Namespace) -> list[Host]:
 
 
 def given(arguments: argparse.Namespace) -> list[str]:
-    """The same arguments again, for another command."""
+    """The options of `add_arguments` again, to pass to another command."""
     line = ["-np", str(arguments.np)] if arguments.np else []
     line += ["-H", arguments.hosts] if arguments.hosts else []
     return line + (["--hostfile", arguments.hostfile] if arguments.hostfile else [])
 
 
 def entry(host: Host) -> dict[str, Any]:
-    """What a host file says of it."""
-    said = {item.name: getattr(host, item.name) for item in fields(host)}
-    said = {key: list(value) if isinstance(value, tuple) else value for key, value in said.items()}
-    return {key: value for key, value in said.items() if value and key not in ("name", "file")}
+    """What a host file says of this host, for yaml.safe_dump."""
+    said = {key: getattr(host, key) for key in KINDS}
+    return {key: value for key, value in said.items() if value}

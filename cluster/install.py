@@ -4,11 +4,11 @@
     python3 -m cluster.install --python PYTHON     into the environment of this interpreter
     python3 -m cluster.install --dev --mpi         with the development tools; Horovod with MPI too
 
-Horovod 0.28.1, the last release, does not build beside any torch since 2.1 by itself:
-cluster/wheel.py does it. The wheel is kept in ~/.cache/horovod-wheels, where every further
-environment of this user takes it from, by `pip install -r requirements.txt` too. Nothing is
-installed that needs root, no driver and no compiler: what is missing is named with the package that
-brings it. For Python 3.10 to 3.13 on Linux x86-64; standard library only.
+Horovod 0.28.1, the last release, does not build by itself beside torch 2.1 or newer:
+cluster/wheel.py builds it. The wheel is kept in ~/.cache/horovod-wheels, from where every further
+environment of this user takes it, also by `pip install -r requirements.txt`. Nothing is installed
+that needs root, and no driver or compiler: where one is missing, the message names its package.
+For Python 3.10 to 3.13 on Linux x86-64; standard library only.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
         if "pip" not in info["packages"]:
             if python:
                 raise InstallError(f"{info['prefix']} has no pip: {python} -m ensurepip")
-            # It was interrupted when it was made; made again, it gets what it lacks.
+            # Its making was interrupted; made again, it gets what it lacks.
             run_logged(None, [info["base"], "-m", "venv", str(venv)])
         install_packages(interpreter, info, pins, requirements, mpi)
         print(f"Ready in {time.monotonic() - started:.0f} s: {info['prefix']}", flush=True)
@@ -102,7 +102,7 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
 def install_packages(
     python: str, info: dict, pins: dict[str, str], requirements: list[Path], mpi: bool
 ) -> None:
-    """torch, then Horovod beside it, then all else; and try whether Horovod works, if it is new."""
+    """torch, then Horovod beside it, then all else; a Horovod that is new is tried."""
     others = [python, "-m", "pip", "install"]
     for file in requirements:
         others += ["-r", str(file)]
@@ -131,9 +131,9 @@ def install_packages(
     try:
         verify(python, probe(python), mpi)
     except BaseException as error:  # Ctrl-C and SIGTERM too
-        # Not to be taken for done by the next call, nor by the next environment.
+        # So that neither the next call nor the next environment takes it for good.
         if isinstance(error, InstallError):
-            with contextlib.suppress(OSError):  # another's, which this user may only read
+            with contextlib.suppress(OSError):  # another user's, which we may only read
                 wheel.unlink()
         run_logged(None, [python, "-m", "pip", "uninstall", "-y", "horovod"])
         raise
@@ -143,7 +143,7 @@ def read_pins(file: Path) -> Iterator[tuple[str, str]]:
     """The packages of a requirements file, each with the version of `name==version`, else "".
 
     Options, and lines with a marker (`; python_version < "3.12"`) or without a name, are left out:
-    pip sees to them when it installs something else.
+    pip deals with them when it installs something else.
     """
     for line in file.read_text().splitlines():
         text = re.sub(r"(^|\s)#.*", "", line).strip()
@@ -163,14 +163,14 @@ def unmet(info: dict, pins: dict[str, str], mpi: bool) -> list[str]:
     """The packages that this environment lacks, or has in another version than the pinned one."""
     packages = info["packages"]
     wrong = [name for name, pin in pins.items() if not fits(packages.get(name), pin)]
-    label = packages.get("horovod", "").partition("+")[2].split(".")
-    if ".".join(label).startswith(".".join(wheel_label(info))) and (not mpi or "mpi" in label):
+    label = packages.get("horovod", "").partition("+")[2]
+    if label.startswith(wheel_label(info)) and (not mpi or "mpi" in label.split(".")):
         return wrong
     return [*wrong, "horovod"]
 
 
 def verify(python: str, info: dict, mpi: bool) -> None:
-    """Horovod says that it has what it was built with, and two processes add two tensors."""
+    """See that Horovod has what it was built with, and that two processes can add tensors."""
     horovodrun = str(Path(python).absolute().parent / "horovodrun")
     if not Path(horovodrun).exists():
         horovodrun = str(Path(info["prefix"]) / "bin" / "horovodrun")

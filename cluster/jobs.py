@@ -5,7 +5,7 @@
     python -m cluster.jobs logs [RUN] [--rank 3] [--follow]
     python -m cluster.jobs stop [RUN] [--kill]
 
-Where a run is not named, the newest is meant; for stop the only one that runs.
+Without RUN, logs takes the newest run, and stop the only one that is running.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
 from cluster.record import ALIVE, FOLDER, begun, birth, end, new_folder, place, write
 
-NOTE_SECONDS = 30  # for `launch` to write run.json, with the id of the process that it started
+NOTE_SECONDS = 30  # that `launch` has to write run.json, with the id of the process it started
 STOPPED = "stopped before it ended"
-END_SECONDS = 7  # after the time for a checkpoint, until all processes on all hosts have ended
+END_SECONDS = 7  # after the time for a checkpoint: for all processes on all hosts to end
 
 
 def launch(arguments: argparse.Namespace) -> int:
@@ -39,7 +39,7 @@ def launch(arguments: argparse.Namespace) -> int:
         raise Refusal("the command is missing, as python template.py")
     start = _start(arguments.at)
     hosts = chosen(arguments)
-    members = ranks(hosts, arguments.np)  # to refuse here what cannot run
+    members = ranks(hosts, arguments.np)  # also refuses here what cannot run
     quick(used(hosts, arguments.np))
     folder = new_folder()
     run = [sys.executable, "-m", "cluster.jobs", "run", "--record", str(folder)]
@@ -66,7 +66,7 @@ def launch(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace) -> list[str]:
-    """The arguments that `launch`, `run` and the launcher have in common."""
+    """The options and the command, which `launch` passes to `run`, and that to the launcher."""
     return [f"--stop-seconds={arguments.stop_seconds}", *given(arguments), *arguments.command]
 
 
@@ -80,15 +80,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.at:
 
         def stopped(number: int, _: object) -> NoReturn:
-            # Here, not by `stop` alone: else `status` may see us gone before that has noted why.
+            # `stop` notes it too, but `status` might find us gone before that.
             end(arguments.record, "stopped", STOPPED)
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, stopped)
         start = datetime.datetime.fromisoformat(arguments.at)
         while (left := (start - datetime.datetime.now()).total_seconds()) > 0:
-            time.sleep(min(left, 30))  # by the clock, which may be set meanwhile
-        try:  # again: the code of some host may have changed since
+            time.sleep(min(left, 30))  # the clock may be set meanwhile
+        try:  # again, as the code on some host may have changed since
             quick(used(chosen(arguments), arguments.np))
         except (Refusal, OSError) as error:
             end(arguments.record, "failed", str(error))
@@ -117,39 +117,40 @@ def _start(at: str) -> datetime.datetime | None:
 
 
 def runs() -> list[dict[str, Any]]:
-    """All that are known, the oldest first; one whose launcher was killed is lost."""
+    """All runs that are known, the oldest first; those whose launcher was killed are lost."""
     states = []
     for file in sorted(FOLDER.glob("*/run.json")):
         try:
             state = json.loads(file.read_text())
             here = state["launcher"] == place()
             gone = here and state["state"] in ALIVE and birth(state["pid"]) != state["birth"]
-            if gone:  # what it has noted in its last moment
+            if gone:  # it may have noted its end between our two looks
                 state = json.loads(file.read_text())
                 gone = state["state"] in ALIVE
             datetime.datetime.fromisoformat(state["began"])
+            if gone and not state["detached"]:  # its user saw it end in the terminal
+                shutil.rmtree(file.parent, ignore_errors=True)
+                continue
+            if gone:
+                _mark_lost(file.parent, state)
         except (OSError, ValueError, LookupError, TypeError):
-            continue  # gone just now, or of something else
-        if gone and not state["detached"]:  # its terminal has seen it; nothing else is kept of it
-            shutil.rmtree(file.parent, ignore_errors=True)
-            continue
-        if gone:
-            why = "it ended without a word: its launcher was killed (at logout? docs/hosts.md), "
-            why += "or the disk is full"
-            try:
-                last = max(path.stat().st_mtime for path in file.parent.iterdir())
-            except (OSError, ValueError):
-                continue  # gone just now
-            ended = datetime.datetime.fromtimestamp(last).isoformat(timespec="seconds")
-            state |= {"state": "lost", "reason": why, "ended": ended}
-            with contextlib.suppress(OSError):  # for hosts that share this folder
-                write(file.parent, state)
+            continue  # removed just now, or not a file of ours
         states.append(state)
     return states
 
 
+def _mark_lost(folder: Path, state: dict[str, Any]) -> None:
+    why = "it ended without a word: its launcher was killed (at logout? docs/hosts.md), "
+    why += "or the disk is full"
+    last = max(path.stat().st_mtime for path in folder.iterdir())
+    ended = datetime.datetime.fromtimestamp(last).isoformat(timespec="seconds")
+    state |= {"state": "lost", "reason": why, "ended": ended}
+    with contextlib.suppress(OSError):  # for hosts that share this folder
+        write(folder, state)
+
+
 def status(arguments: argparse.Namespace) -> int:
-    """A line a run: running ones, and the last ten that ended."""
+    """Print a line for each run: the last ten that ended, and all that run."""
     states = runs()
     alive = [state for state in states if state["state"] in ALIVE]
     shown = [state for state in states if state not in alive][-10:] + alive
@@ -163,7 +164,7 @@ def status(arguments: argparse.Namespace) -> int:
     for state in shown:
         why = state.get("reason") or (f"at {state['at']}" if state["state"] == "waiting" else "")
         hosts = ",".join(f"{name}:{slots}" for name, slots in state["hosts"].items())
-        # A command may have lines, as of python -c.
+        # The command may have several lines, as python -c has.
         what = " ".join(state["command"].split()) + (f" ({' '.join(why.split())})" if why else "")
         rows.append((state["id"], state["state"], str(state["ranks"]), _took(state), hosts, what))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
@@ -180,7 +181,8 @@ def _took(state: dict[str, Any]) -> str:
 
 
 def _named(name: str | None, alive: bool = False, logged: bool = False) -> dict[str, Any]:
-    """The run that is meant; without a name the newest, of those that run or whose output is kept.
+    """The state of the run with this name; without a name, of the newest whose output is kept
+    (`logged`), or of the only one that runs (`alive`).
 
     Raises:
         Refusal: when there is none, or several could be meant.
@@ -202,7 +204,7 @@ def _named(name: str | None, alive: bool = False, logged: bool = False) -> dict[
 
 
 def logs(arguments: argparse.Namespace) -> int:
-    """What a rank printed; with --follow until the run ends."""
+    """Print what a rank has printed; with --follow until the run ends."""
     state = _named(arguments.run, logged=True)
     folder = FOLDER / state["id"]
     if not state["detached"]:
@@ -226,7 +228,7 @@ def logs(arguments: argparse.Namespace) -> int:
                     sys.stdout.write(text)
                 offset = log.tell()
             sys.stdout.flush()
-        if not offset and not announced:  # of ranks other than 0 mostly; said at once
+        if not offset and not announced:  # as of most ranks but 0: say so at once
             announced = True
             print(f"{name} has printed nothing{'' if ended else ' yet'}", file=sys.stderr)
         if ended or not arguments.follow:
@@ -253,7 +255,7 @@ def stop(arguments: argparse.Namespace) -> int:
         except PermissionError:
             raise Refusal(f"run {state['id']} is another user's: they can stop it") from None
         if arguments.kill and state["state"] != "waiting":
-            time.sleep(0.2)  # two signals at once may come in another order
+            time.sleep(0.2)  # two signals sent at once may arrive in the other order
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, AT_ONCE)
         elif state["state"] == "running":

@@ -2,9 +2,10 @@
 
     python -m cluster.mpirun -np 8 -H node1:4,node2:4 python template.py
 
-Prints Open MPI's line and becomes it: one application a host, so that each has its own GPUs and
-variables. As with horovodrun here, only variables of an allow-list leave this host, by name; those
-of the host file stand on the line. What ranks print, signals and the end of a job are mpirun's.
+Prints the command line of Open MPI's mpirun and becomes it: one application context per host, so
+that each has its own GPUs and variables. As in cluster/horovodrun.py, only variables of an
+allow-list leave this host; they are on the command line by name only, those of the host file with
+their values. Output, signals and the end of the job are left to mpirun.
 """
 
 from __future__ import annotations

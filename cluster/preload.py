@@ -1,13 +1,13 @@
-"""The ranks of a host share their imports: one process makes them, then it is forked.
+"""The ranks of a host share their imports: one process makes them and is then forked.
 
-    python -m cluster.preload script.py arguments ...       by cluster/agent.py; who runs, on stdin
+    python -m cluster.preload script.py arguments ...   started by cluster/agent.py; ranks on stdin
 
-It is for scripts with a line that begins with MARK. What stands above it is run once; then each
-rank runs the whole script as `python script.py arguments ...` would, in a session of its own, with
-its variables and output. So a host's processor time and file look-ups for torch and Lightning are
-those of one process, however many ranks it has. Above the line there is no rank yet: HOROVOD_RANK
-is not set. What goes wrong there, each rank tells itself. Ranks import for themselves where a fork
-is not as good as a new process: after a Python thread was started, or CUDA asked for its devices.
+It is for scripts with a line that begins with MARK. What stands above that line is run once; then
+each rank runs the whole script as `python script.py arguments ...` would, in a session of its own,
+with its own variables and output. So a host imports torch and Lightning once, however many ranks it
+has. Above the line HOROVOD_RANK is not set, as there is no rank yet; an error there is raised again
+in each rank. Ranks import for themselves where a fork is not as good as a new process: when the
+imports started a Python thread, or asked CUDA for its devices.
 """
 
 from __future__ import annotations
@@ -34,38 +34,38 @@ PAUSE_HARD = 2  # omp_pause_resource_t of OpenMP 5.0
 
 
 def run_head(script: str, source: bytes) -> None:
-    """What stands above the mark."""
+    """Run what stands above the mark."""
     head = source.partition(b"\n" + MARK)[0]
-    gc.disable()  # it walks what imports make again and again, a quarter of their time
-    with contextlib.suppress(Exception):  # each rank comes to it again, and tells
+    gc.disable()  # it takes a quarter of the time of imports, walking again what they have made
+    with contextlib.suppress(Exception):  # each rank comes to it again, and reports it
         code = compile(head, script, "exec", dont_inherit=True)
         exec(code, {"__name__": "__preload__", "__file__": script})
     freeze()
     gc.enable()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # here, and not in each rank
-    # A rank would wait for OpenMP threads that only its parent had.
+    # Ends OpenMP's threads: a rank would wait for them, but only its parent has them.
     for library in set(re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())):
-        with contextlib.suppress(OSError, AttributeError):  # there is none before version 9
+        with contextlib.suppress(OSError, AttributeError):  # new in GCC 9
             ctypes.CDLL(library).omp_pause_resource_all(PAUSE_HARD)
 
 
 def freeze() -> None:
-    """What there is by now, ranks do not walk: their writes to it would copy its pages."""
+    """Keep garbage collection off all objects so far: its writes in each rank would copy pages."""
     gc.freeze()
-    # An extension made with nanobind (triton's, with torch 2.15) tells of what is still frozen at
-    # the end as leaked.
+    # An extension made with nanobind (triton's, with torch 2.15) reports as leaked what is still
+    # frozen at the end.
     if any(kind.__module__ == "nanobind" for kind in type.__subclasses__(type)):
         atexit.register(gc.unfreeze)
 
 
 def become_rank(outputs: list[int], variables: dict[str, str], parent: int, agent: int) -> None:
-    """In the new process: what the agent gives to one that it starts itself."""
+    """In the new process: get all that the agent gives to a rank that it starts itself."""
     os.setsid()
     for number, descriptor in zip((1, 2), outputs):
         os.dup2(descriptor, number)
     os.environ.update(variables)
-    # The agent adopts us when our parent has ended; from then on its end is ours.
+    # The agent adopts us when our parent has ended; from then on we die with the agent.
     while os.getppid() == parent:
         time.sleep(0.001)
     die_with_parent()
@@ -74,13 +74,14 @@ def become_rank(outputs: list[int], variables: dict[str, str], parent: int, agen
 
 
 def run(script: str, source: bytes) -> None:
-    """As the interpreter does; returns or raises as the script does."""
+    """Run the script as the interpreter would; returns or raises as the script does."""
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=script, __builtins__=builtins)
     sys.modules["__main__"] = main
     sys.excepthook = functools.partial(tell, script)
     if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed()  # Python's own is: not the same numbers on all ranks
+        # Else all ranks draw the same numbers; Python seeds its own generator anew after a fork.
+        sys.modules["numpy.random"].seed()
     exec(compile(source, script, "exec", dont_inherit=True), main.__dict__)
 
 
@@ -88,11 +89,11 @@ def tell(
     script: str, kind: type[BaseException], error: BaseException,
     traceback: types.TracebackType | None,
 ) -> None:  # fmt: skip
-    """The traceback from the script on, without us."""
+    """Print the traceback from the script on, without ours."""
     inner = traceback
     while inner and inner.tb_frame.f_code.co_filename != script:
         inner = inner.tb_next
-    if inner or isinstance(error, SyntaxError):  # which has no line that was run
+    if inner or isinstance(error, SyntaxError):  # of the script itself: no line of it was run
         traceback = inner
     sys.__excepthook__(kind, error.with_traceback(traceback), traceback)
 
@@ -103,10 +104,10 @@ def main() -> None:
     script = os.path.join(os.getcwd(), sys.argv[0])  # as the interpreter does for __file__
     source = Path(script).read_bytes()
     sys.path[0] = str(Path(script).resolve().parent)
-    for name in ("cluster", "cluster.agent"):  # the script may have a package of that name
+    for name in ("cluster", "cluster.agent", "cluster.probe"):  # the script may have such a package
         del sys.modules[name]
     pids = os.dup(1)
-    os.dup2(2, 1)  # what an import prints
+    os.dup2(2, 1)  # for what an import prints
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
@@ -115,7 +116,7 @@ def main() -> None:
     outputs = [descriptor for pair in job["outputs"].values() for descriptor in pair]
     for rank, variables in job["ranks"].items():
         with warnings.catch_warnings():
-            # Python 3.12 counts the threads of NumPy's OpenBLAS, which can be forked.
+            # Python 3.12 warns of threads of NumPy's OpenBLAS, with which a fork is safe.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
         if pid == 0:

@@ -1,9 +1,9 @@
-"""What a host has, told by the host itself; nothing but Python's own library, nothing is changed.
+"""What a host reports of itself: it needs Python's own library only, and changes nothing.
 
 cluster/doctor.py sends this file's text over ssh to `python -c`, so that a host without a checkout
-can answer too: where there is no environment yet, by its own python3, which may be 3.6. It prints a
-line of JSON with facts; then it may be given the other hosts' addresses and prints which of them it
-reaches. What they mean is the doctor's to say.
+can answer too. Where there is no environment yet, its own python3 runs it, which may be 3.6. It
+prints a line of JSON with facts; then it may be given addresses of other hosts, and prints which of
+them it reaches. cluster/findings.py says what the facts mean.
 """
 
 import contextlib
@@ -23,10 +23,10 @@ import time
 from pathlib import Path
 
 CODE = (".py", ".yaml", ".yml", ".toml", ".txt", ".sh", "Makefile")
-MOST_BYTES = 1 << 20  # of a file that is read; of a larger one the size has to do
+MOST_BYTES = 1 << 20  # of a file that is read; larger ones are compared by their size
 CONNECT_SECONDS = 3
 CGROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-# In the environment's own interpreter, as the host's may be another.
+# Run by the environment's interpreter, as this may be another.
 VERSIONS = """
 import importlib.metadata as m, json, platform
 found = {"python": platform.python_version()}
@@ -35,8 +35,8 @@ for name in %r:
     except m.PackageNotFoundError: found[name] = None
 print(json.dumps(found))
 """
-# GPUs are counted by CUDA: torch.cuda.device_count() asks the driver's NVML, which also lists those
-# that CUDA cannot use, for an old driver or where NVSwitch's fabric manager does not run.
+# CUDA counts the GPUs: torch.cuda.device_count() asks the driver's NVML, which also lists those
+# that CUDA cannot use, because the driver is old or NVSwitch's fabric manager does not run.
 BUILD = """
 import json, torch, horovod.torch as hvd
 gpus = torch._C._cuda_getDeviceCount() if torch.version.cuda else 0
@@ -46,7 +46,7 @@ print(json.dumps({"cuda": torch.version.cuda, "gpus": gpus,
 
 
 def code(root: str, kinds: "tuple[str, ...]") -> "dict[str, str]":
-    """A digest of each file in the checkout whose name has one of these ends."""
+    """A digest of each file in the checkout whose name ends with one of `kinds`."""
     digests = {}
     for folder, folders, files in os.walk(root):
         relative = os.path.relpath(folder, root)
@@ -80,7 +80,7 @@ def identity(root: str) -> "list[int]":
 
 
 def run(command: "list[str]", seconds: int) -> "tuple[int, str, str]":
-    """Status and what it prints."""
+    """Exit status, stdout and stderr."""
     pipe = subprocess.PIPE
     result = subprocess.run(command, stdout=pipe, stderr=pipe, timeout=seconds)
     out, err = (text.decode(errors="replace") for text in (result.stdout, result.stderr))
@@ -88,7 +88,7 @@ def run(command: "list[str]", seconds: int) -> "tuple[int, str, str]":
 
 
 def ask(python: str, script: str) -> "dict | str":
-    """What a script prints in the environment's interpreter, or why it does not."""
+    """The JSON that a script prints in the environment's interpreter, or why it does not."""
     try:
         status, out, err = run([python, "-c", script], 60)
     except OSError as error:
@@ -101,11 +101,11 @@ def ask(python: str, script: str) -> "dict | str":
 
 
 def mib(text: str) -> int:
-    return int(text) if text.isdecimal() else 0  # [N/A] where GPU and CPU share memory
+    return int(text) if text.isdecimal() else 0  # "[N/A]" where GPU and CPU share memory
 
 
 def gpus() -> dict:
-    """What nvidia-smi tells of each GPU, and whose processes are on them."""
+    """What nvidia-smi reports of each GPU, and whose processes are on them."""
     if shutil.which("nvidia-smi") is None:
         return {"devices": [], "error": None, "processes": []}
     fields = "index,uuid,name,driver_version,memory.total,memory.free"
@@ -119,14 +119,8 @@ def gpus() -> dict:
         return {"devices": [], "error": out.strip() or err.strip(), "processes": []}
     rows = [[cell.strip() for cell in row.split(",")] for row in out.splitlines()]
     devices = [
-        {
-            "index": int(index),
-            "name": name,
-            "driver": driver,
-            "total": mib(total),
-            "free": mib(free),
-        }
-        for index, _, name, driver, total, free in rows
+        {"index": int(index), "name": name, "driver": driver, "total": mib(most), "free": mib(left)}
+        for index, _, name, driver, most, left in rows
     ]
     indices = {row[1]: int(row[0]) for row in rows}
     processes = []
@@ -143,7 +137,7 @@ def gpus() -> dict:
 
 
 def interfaces() -> "dict[str, str]":
-    """IPv4 address by interface."""
+    """The first IPv4 address of each interface that has one."""
     addresses = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
@@ -157,18 +151,16 @@ def interfaces() -> "dict[str, str]":
     return addresses
 
 
-def address_towards(host: str) -> "str | None":
+def own_address(towards: str) -> str:
+    """The address of this host by which packets to another leave."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((host, 9))  # UDP: looks up the route, sends nothing
-        except OSError:
-            return None
-        return probe.getsockname()[0]
+        probe.connect((towards, 9))  # UDP: looks up the route, sends nothing
+        return str(probe.getsockname()[0])
 
 
 def groups(controller: str) -> "list[Path]":
-    """This process's control group and those above it, as cgroups(7) has them: in version 2 one
-    tree, in version 1 one for each controller. Within a container its own group may be the root.
+    """The folders of this process's control group and of those above it (cgroups(7)): version 2 has
+    one tree, version 1 one for each controller. Within a container its own group may be the root.
     """
     folders = []
     for line in first_of(OWN).splitlines():
@@ -182,7 +174,7 @@ def groups(controller: str) -> "list[Path]":
 
 
 def first_of(*files: Path) -> str:
-    """What the first of these files holds that is there."""
+    """The content of the first of these files that can be read; empty if none can."""
     for file in files:
         try:
             return file.read_text().strip()
@@ -192,8 +184,8 @@ def first_of(*files: Path) -> str:
 
 
 def usable_cores() -> int:
-    """Whole cores, by affinity and control groups: a limit of Docker's --cpus or of Kubernetes is
-    rounded up. The same is in strategies/cores.py, as that folder stands alone.
+    """Whole cores, by affinity and control groups; a limit of Docker's --cpus or of Kubernetes is
+    rounded up. strategies/cores.py has the same, as that folder stands alone.
     """
     limits = [float(len(os.sched_getaffinity(0)))]
     for folder in groups("cpu"):
@@ -206,7 +198,7 @@ def usable_cores() -> int:
 
 
 def infiniband(folder: str = "/sys/class/infiniband") -> bool:
-    """Whether a port of it is up; RoCE counts too."""
+    """Whether a port of InfiniBand is up; RoCE counts too."""
     for state in glob.glob(f"{folder}/*/ports/*/state"):
         with contextlib.suppress(OSError), open(state) as file:
             if "ACTIVE" in file.read():
@@ -215,7 +207,7 @@ def infiniband(folder: str = "/sys/class/infiniband") -> bool:
 
 
 def memory() -> int:
-    """MiB that are free, on the host and within the limits of its container."""
+    """MiB that are available, on the host and within the limits of its container."""
     with open("/proc/meminfo") as file:
         lines = dict(line.split(":") for line in file)
     left = [int(lines["MemAvailable"].split()[0]) << 10]
@@ -225,12 +217,12 @@ def memory() -> int:
         if limit.isdecimal() and used.isdecimal():
             kinds = dict(line.split() for line in first_of(folder / "memory.stat").splitlines())
             cache = kinds.get("total_inactive_file") or kinds.get("inactive_file", "0")
-            left.append(int(limit) - int(used) + int(cache))  # files that it can forget
+            left.append(int(limit) - int(used) + int(cache))  # the kernel can drop cached files
     return max(0, min(left)) >> 20
 
 
 def free(path: str) -> int:
-    """MiB on the file system of the path, or of the folder above it that is there."""
+    """MiB free on the file system of the path, or of the nearest folder above it that exists."""
     while not os.path.isdir(path):
         path = os.path.dirname(path)
     return shutil.disk_usage(path).free >> 20
@@ -241,8 +233,9 @@ def facts(request: dict) -> dict:
     checkout = os.path.isfile(os.path.join(root, "template.py"))
     if os.path.isdir(root):
         os.chdir(root)
-    own = address_towards(request["launcher"])
-    addresses = interfaces()
+    addresses, own = interfaces(), ""
+    with contextlib.suppress(OSError):  # no route: "towards" is None
+        own = own_address(request["launcher"])
     answer = {
         "time": time.time(),
         "root": os.path.isdir(root),
@@ -255,7 +248,7 @@ def facts(request: dict) -> dict:
         "cores": usable_cores(),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
-        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # to which jobs raise theirs
+        "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # jobs raise theirs to it
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": infiniband(),
     }
@@ -281,7 +274,7 @@ def main() -> None:
     answer = facts(request)
     nic = request["nic"] or answer["towards"]
     if not request["quick"] and nic in answer["interfaces"]:
-        # The kernel lets others connect; nobody has to accept them to be reached.
+        # The kernel completes the connections of others; nobody has to accept them.
         listener = socket.socket()
         listener.bind((answer["interfaces"][nic], 0))
         listener.listen(1024)

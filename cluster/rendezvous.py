@@ -1,16 +1,17 @@
 """Where the processes of a job find each other: a key-value store over HTTP, for this job alone.
 
-Horovod's own server listens on all interfaces and takes what anyone puts there (CVE-2024-10190).
-This one listens on the interface towards the hosts and answers only those who know the job's
-secret, which is part of the path. Gloo asks for "http://" + address + ":" + port + "/" + key: so
-the address that ranks are given is "host:port/secret/", and what follows only lengthens the path.
+Horovod's own server listens on all interfaces and accepts what anyone puts there (CVE-2024-10190).
+This one listens only on the interfaces towards the hosts, and answers only those who know the job's
+secret, which is part of the path. Gloo requests "http://" + address + ":" + port + "/" + key: ranks
+are given "host:port/secret/" as the address, and what Gloo appends only lengthens the path.
 
-Each of p ranks asks for what every other has put, each time over a connection of its own: p^2
-requests. So one thread answers them all, in 0.1 ms each (http.server's threads: 0.5 ms), and who
-asks for what is not there yet waits for it here (Gloo asks again 100 times a second).
+Each of p ranks asks for what every other one has put, each time over a new connection: p^2
+requests. So one thread answers them all, in 0.1 ms each (http.server's threads: 0.5 ms), and a
+request for a value that is not there yet waits here (else Gloo would ask 100 times a second).
 
-What remains: who can read the network between the hosts can read the secret, and the connections
-that Gloo and NCCL then make between ranks have no authentication. Use a network of your own.
+What remains unsafe: anyone who can read the network between the hosts can read the secret, and the
+connections that Gloo and NCCL then make between ranks have no authentication. Use a network of your
+own.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from http import HTTPStatus
 MOST_BYTES = 1 << 20  # of a value: addresses of ranks
 MOST_KEYS = 1 << 20
 MOST_HEAD = 1 << 14  # bytes of a request, without the value
-WAIT_SECONDS = 1.0  # for a value; Gloo then asks again, or has lost its patience
-QUIET_SECONDS = 30.0  # until a request must be there
+WAIT_SECONDS = 1.0  # that a request waits for a value; then Gloo asks again, or gives up
+QUIET_SECONDS = 30.0  # in which a connection must have sent its request
 LENGTH = re.compile(rb"^content-length: *(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
 class Rendezvous:
-    """The store, from here until `close`.
+    """The store, which answers from now until `close`.
 
     Args:
         addresses: of this host, on which to listen; one port, the same for all.
@@ -51,7 +52,7 @@ class Rendezvous:
             for address in addresses:
                 server = self.loop.create_server(
                     lambda: _Connection(self), address, self.port, backlog=1024
-                )  # all ranks come at once
+                )  # a long backlog, as all ranks come at once
                 self._servers.append(self.loop.run_until_complete(server))
                 self.port = self._servers[0].sockets[0].getsockname()[1]
         except OSError:
@@ -61,7 +62,7 @@ class Rendezvous:
         self._thread.start()
 
     def environment(self, address: str) -> dict[str, str]:
-        """What tells ranks that reach this host by `address` where the store is."""
+        """The variables that tell ranks where the store is; they reach this host by `address`."""
         return {
             "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{address}:{self.port}/{self.secret}/",
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port),
@@ -120,7 +121,7 @@ class _Connection(asyncio.Protocol):
             length = LENGTH.search(head)
             self._put(value, int(length[1]) if length else MOST_BYTES + 1)
         else:
-            # DELETE: Horovod's ranks say so when they end; others may still be reading.
+            # DELETE, which Horovod's ranks send when they end: not done, as others may still read.
             self.answer(HTTPStatus.OK)
 
     def _get(self) -> None:
@@ -133,7 +134,7 @@ class _Connection(asyncio.Protocol):
         self._limit = rendezvous.loop.call_later(WAIT_SECONDS, self.answer, HTTPStatus.NOT_FOUND)
 
     def _put(self, value: bytes, length: int) -> None:
-        """Called again with all that has come, until that is all."""
+        """Called with all that has come so far, until the value is complete."""
         rendezvous = self._rendezvous
         if length > MOST_BYTES or len(rendezvous.store) > MOST_KEYS:
             self.answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
@@ -148,7 +149,7 @@ class _Connection(asyncio.Protocol):
         if asker not in self._rendezvous.refused:
             self._rendezvous.refused.add(asker)
             message = f"refused a request of {asker}: not of this job\n"
-            # Not here: a terminal may be stopped, and all ranks wait for this thread.
+            # Not in this thread, for which all ranks wait: the terminal may be stopped.
             threading.Thread(target=sys.stderr.write, args=[message], daemon=True).start()
         self.answer(HTTPStatus.FORBIDDEN)
 

@@ -1,4 +1,4 @@
-"""A process that is told to end leaves as it does at Ctrl-C: what it started, it ends."""
+"""Have signals that end a process do what Ctrl-C does, so that it ends what it has started."""
 
 from __future__ import annotations
 

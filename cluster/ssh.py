@@ -1,4 +1,4 @@
-"""Why an ssh failed, told apart from what it said, and what mends it."""
+"""Why an ssh failed, judged by its exit status and its words, and what mends it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from cluster.hosts import SSH_SECONDS, Host, make
 BEHIND_PROXY = re.compile("UNKNOWN port|kex_exchange|banner exchange|stdio forwarding failed")
 NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
 
-# To be had while connecting. An sshd, or the one that many hosts are behind, drops connections
-# when 10 have not logged in yet (MaxStartups 10:30:100).
+# Held while connecting: an sshd, as that of a login node before many hosts, starts to drop
+# connections when 10 have not logged in yet (MaxStartups 10:30:100).
 connecting = threading.Semaphore(8)
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """What keeps us from a host, and the command that mends it."""
+    """Why a host is not reached, and the command that mends it."""
 
     what: str
     mend: str
@@ -30,7 +30,7 @@ class Trouble:
 
 
 def diagnose(host: Host, status: int, stderr: str) -> Trouble:
-    """What the end of an ssh to `host` means, from its status and what came on stderr."""
+    """Why an ssh to `host` ended, from its exit status and stderr."""
     login = f"ssh {host.destination}"
     last = " ".join(stderr.strip().splitlines()[-1:])[:200]
     if status == NO_FOLDER:
@@ -42,42 +42,32 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
         return Trouble(f"{os.getcwd()} is no checkout of this", make(f"sync {host.given()}"))
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
-    if "UNKNOWN port" in stderr:  # so ssh calls what it meets behind a proxy
+    if "UNKNOWN port" in stderr:  # ssh's name for what is behind a proxy
         lines = [line for line in stderr.strip().splitlines() if not BEHIND_PROXY.search(line)]
         why = " ".join(lines[-1:])[:200] or "the connection was closed"
         return Trouble(f"ProxyJump or ProxyCommand does not lead to it: {why}", f"{login} to look")
-    troubles = {
-        "REMOTE HOST IDENTIFICATION HAS CHANGED": Trouble(
-            "its host key is another than the known one",
-            f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}",
-        ),
-        "Host key verification failed": Trouble(
-            "its host key is unknown here", f"{login} once, and compare the fingerprint"
-        ),
-        "Permission denied": Trouble(
-            "it lets nobody in with our key", f"ssh-copy-id {host.destination}"
-        ),
-        "Connection refused": Trouble(
-            "no sshd listens there", f"on {host.name}: sudo systemctl start ssh"
-        ),
-        "Could not resolve hostname": Trouble(
-            "its name is unknown", "write the name that ssh and the other hosts know"
-        ),
-        "No route to host": Trouble("there is no route to it", f"ping {host.name}"),
-        "banner exchange": Trouble(
-            f"it took the connection and said nothing for {SSH_SECONDS} s",
-            f"on {host.name}: sudo systemctl restart ssh",
-        ),
-        "timed out": Trouble(f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}"),
-    }
-    for words, trouble in troubles.items():
+    on_it = f"on {host.name}: sudo systemctl"
+    for words, what, mend in (
+        ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than the known one",
+         f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}"),
+        ("Host key verification failed", "its host key is unknown here",
+         f"{login} once, and compare the fingerprint"),
+        ("Permission denied", "it lets nobody in with our key", f"ssh-copy-id {host.destination}"),
+        ("Connection refused", "no sshd listens there", f"{on_it} start ssh"),
+        ("Could not resolve hostname", "its name is unknown",
+         "write the name that ssh and the other hosts know"),
+        ("No route to host", "there is no route to it", f"ping {host.name}"),
+        ("banner exchange", f"it took the connection and said nothing for {SSH_SECONDS} s",
+         f"{on_it} restart ssh"),
+        ("timed out", f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}"),
+    ):  # fmt: skip
         if words in stderr:
-            return trouble
+            return Trouble(what, mend)
     return Trouble(f"ssh failed: {last or 'without a word'}", f"{login} to look")
 
 
 def explain(host: Host, status: int, stderr: str) -> str:
-    """In one line, for the end of a job."""
+    """Why the connection to the agent on `host` ended, in one line."""
     if status not in (NO_FOLDER, 126, 127) and not stderr.strip():
         return "the connection to it was lost"
     return str(diagnose(host, status, stderr))

@@ -2,9 +2,10 @@
 
     python -m cluster.sync -H node1:4,node2:4 [--dry-run] [--env]
 
-Data, logs, .git and secrets stay (.syncignore, .gitignore). --env brings the environment too. All
-hosts at once; one that fails keeps no other from it and is told at the end. Hosts that share a
-folder disturb each other: those that were have a second turn, by themselves.
+Data, logs, .git and secrets are neither copied nor deleted (.syncignore, .gitignore). --env copies
+the environment too. All hosts are copied to at once; when one fails the others go on, and it is
+named at the end. Hosts that share a folder among them disturb each other; where that happened they
+have a second turn, one after the other.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import tempfile
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from cluster.agent import descendants
 from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, environment
@@ -30,7 +32,7 @@ from cluster.signals import interrupt_at_signals
 from cluster.ssh import diagnose
 
 ROOT = Path(__file__).resolve().parent.parent
-SHOWN = 20  # changes of a host
+SHOWN = 20  # changes that are listed for a host
 # Says what is at the path: shared (it has the file that we just made), checkout, empty, missing or
 # other.
 LOOK = """
@@ -42,27 +44,27 @@ elif [ -z "$(ls -A)" ]; then echo empty; else echo other; fi
 command -v rsync >/dev/null || echo no-rsync
 """
 LOOK_SECONDS = SSH_SECONDS + 40  # as the doctor's: a login shell on a slow file system
-SILENT_SECONDS = 300  # of an rsync that neither sends nor hears anything
+SILENT_SECONDS = 300  # after which an rsync gives up that neither sends nor receives
 KINDS = {"+": "new", "*": "changed", "-": "deleted"}
-# What git tracks, and no run reads.
+# Files that git may track, but no run reads.
 UNREAD = (".md", ".rst", ".png", ".svg", ".jpg", ".pdf")
 RESULTS = "benchmarks/results/"
-# Stay too, but keep no folder that goes (rsync's p). Only these: what else is ignored may be work.
+# Not copied, but deleted with their folder (rsync's p). Other ignored files keep it: they may be
+# somebody's work.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
 
-
-marking = threading.Lock()  # held while a file of ours comes into this folder
+marking = threading.Lock()  # held while a mark is made in this folder
 
 
 class Disturbed(Refusal):
-    """Files came or went meanwhile, as where another host has the same folder."""
+    """Files came or went during the copy, as where another host has the same folder."""
 
 
 def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
-    """Bring one host to what is here; lines that say what changed.
+    """Copy to one host; lines that say what changed.
 
     Raises:
-        Refusal: with what stands against it, and what to do.
+        Refusal: with what prevents it, and what to do.
     """
     if host.is_here:
         return ["this host"]
@@ -81,10 +83,10 @@ def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
         raise Refusal(
             f"{host.name}: {ROOT} holds something else there: move it away, to lose nothing"
         )
-    if state not in ("checkout", "empty", "missing"):  # as by a ForceCommand
+    if state not in ("checkout", "empty", "missing"):  # as where sshd has a ForceCommand
         look = f"ssh {host.destination} echo hello"
         raise Refusal(f"{host.name}: does not run what it is told to: {look}")
-    # By content: an edit may leave the size as it was.
+    # By content (--checksum), as an edit may keep size and time.
     options, filters = rules()
     changes = _rsync(host, ROOT, [*options, "--checksum"], dry_run, filters)
     counts = [f"{len(names)} {KINDS[sign]}" for sign, names in changes.items() if names]
@@ -105,47 +107,46 @@ def synced() -> set[str] | None:
 
 @functools.cache
 def rules() -> tuple[list[str], str]:
-    """Options of rsync's, and its input, for what stays where it is: what .syncignore names, and
-    what git ignores.
+    """Options and input of rsync, for what is not copied: what .syncignore names and git ignores.
 
-    rsync does not know `!` in a .gitignore, nor files that git was told to add all the same; so
-    what git tracks or would add is named one by one where .gitignore keeps it from rsync.
+    rsync does not know `!` in a .gitignore, nor files that were added to git although ignored: the
+    input names each file that git tracks or would add and rsync would leave out.
     """
     stays = ["--exclude=/.sync-*", "--exclude-from=.syncignore"]
-    # Our patterns protect files of the other side before it has them.
-    # Where -p does not count, R does, before the same name in a .gitignore.
+    # As options they protect files there even before that side has our .gitignore. Where -p does
+    # not count, R does, ahead of the same name in a .gitignore.
     ignored = [f"--filter={rule}" for name in CACHES for rule in (f"-p {name}", f"R {name}/***")]
     ignored += [f"--filter=.- {file}" for file in _patterns()] + ["--filter=:- .gitignore"]
     copied = _listed([*stays, *ignored])
     lost = (_known_to_git("--cached", "--others") & _listed(stays)) - copied
     folders = _folders(lost)
     kept = [f"+ /{_literally(name)}" for name in sorted(lost | folders)]
-    # Of a folder that is ignored as a whole nothing else.
+    # A folder is named only to get at such files: nothing else in it is copied.
     kept += [f"- /{_literally(name)}*" for name in sorted(folders - copied)]
-    # By the input: they may be too many for a command line.
+    # As input, since they may be too many for a command line.
     return [*stays, "--filter=. -", *ignored], "".join(f"{rule}\n" for rule in kept)
 
 
 def _listed(options: list[str], filters: str = "") -> set[str]:
-    """The files here that rsync would copy, and their folders, with a slash behind them."""
+    """The files here that rsync would copy, and their folders, which end with a slash."""
     done = subprocess.run(
         ["rsync", "-r8", "--list-only", *options, "./"], input=filters,
         cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
     )  # fmt: skip
-    # permissions, size, date, time, name
+    # A line: permissions, size, date, time, name.
     lines = [line for line in done.stdout.splitlines() if line[:1] in ("-", "d")]
     return {line.split(None, 4)[4] + "/" * (line[0] == "d") for line in lines}
 
 
 @functools.cache
 def tracked() -> set[str]:
-    """The files of git's that a run may read; none outside of a repository."""
+    """The files that git tracks and a run may read; none outside of a repository."""
     names = _known_to_git("--cached")
     return {name for name in names if not name.endswith(UNREAD) and not name.startswith(RESULTS)}
 
 
 def _patterns() -> list[Path]:
-    """Where it stands what git ignores in all of this checkout: for all, this clone, this user."""
+    """The files with what git ignores in all of this checkout: for all, this clone, this user."""
     clone = _git("rev-parse", "--git-path", "info/exclude").strip()
     user = _git("config", "--type=path", "--get", "core.excludesFile").strip()
     config = os.environ.get("XDG_CONFIG_HOME") or "~/.config"
@@ -160,14 +161,15 @@ def _known_to_git(*which: str) -> set[str]:
 
 
 def _git(*words: str) -> str:
-    """What git says; nothing where there is no git, or no repository.
+    """What git prints; nothing where there is no git, or no repository.
 
     Raises:
         Refusal: for a repository that git cannot read.
     """
-    # Also of another user's checkout, as in a container; and not of a hook's repository.
+    # Without GIT_*, which name another repository when a git hook runs us. safe.directory: it may
+    # be another user's checkout, as in a container.
     environment = {name: os.environ[name] for name in os.environ if not name.startswith("GIT_")}
-    environment["LC_ALL"] = "C"  # else its messages are translated
+    environment["LC_ALL"] = "C"  # for messages that are not translated
     try:
         done = subprocess.run(
             ["git", "-c", "safe.directory=*", *words],
@@ -185,7 +187,7 @@ def _folders(names: set[str]) -> set[str]:
 
 
 def _literally(name: str) -> str:
-    """As a pattern of rsync's."""
+    """A pattern of rsync's that matches this name only."""
     return re.sub(r"([*?\[\\])", r"\\\1", name) if re.search(r"[*?\[]", name) else name
 
 
@@ -194,7 +196,7 @@ def _mark() -> str:
 
 
 def _environment(host: Host, dry_run: bool) -> list[str]:
-    """The virtual environment of this checkout, file by file; then it is tried."""
+    """Copy the environment of this checkout, and try whether it runs there."""
     folder = environment()
     if ROOT not in folder.parents:
         raise Refusal(
@@ -219,12 +221,12 @@ def _environment(host: Host, dry_run: bool) -> list[str]:
 def _rsync(
     host: Host, folder: Path, options: list[str], dry_run: bool, filters: str = ""
 ) -> dict[str, list[str]]:
-    """What changed, by its kind; the folder is made if it is missing."""
+    """Run rsync; the files that changed, by the keys of KINDS. A missing folder is made."""
     target = f"{host.user}@{host.name}" if host.user else host.name
     ssh = shlex.join(host.ssh_options())
     path = shlex.quote(str(folder))
     remote_rsync = "rsync" if dry_run else f"mkdir -p {path} && rsync"
-    # -s: rsync before 3.2.4 has the path split at its blanks there, and deletes in a part of it.
+    # -s: else rsync before 3.2.4 splits the path at its blanks there, and deletes in part of it.
     output = _run([
         "rsync", "-azs", "--delete", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
         f"--rsync-path={remote_rsync}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
@@ -234,7 +236,7 @@ def _rsync(
     for line in output.splitlines():
         flags, _, name = line.partition(" ")
         if name.endswith("/") and not flags.startswith("*deleting"):
-            continue  # a folder, told by what is in it
+            continue  # a folder: what is in it is listed
         if flags.startswith("*deleting"):
             changes["-"].append(name.strip())
         elif flags.startswith(("<f+", "cL+")):
@@ -255,25 +257,40 @@ def _run(command: list[str], host: Host, seconds: float | None = None, stdin: st
             f"{host.name}: no answer within {seconds:g} s: "
             f"look there: ssh {host.destination} uptime"
         ) from None
+    if done.returncode and command[0] == "rsync":
+        kind = Disturbed if done.returncode in (23, 24) else Refusal
+        raise kind(f"{host.name}: {_rsync_failed(host, done.returncode, done.stderr)}")
     if done.returncode:
-        kind, why = Refusal, str(diagnose(host, done.returncode, done.stderr))
-        if command[0] == "rsync":
-            kind = Disturbed if done.returncode in (23, 24) else Refusal
-            # Of many lines the first that names a cause; the last one counts them.
-            holds = "could not make way for|cannot delete non-empty"
-            cause = rf"^(?:rsync.*(?:failed: |No space)|mkdir: |{holds}).*$"
-            causes = re.findall(cause, done.stderr, re.MULTILINE)
-            why = causes[0].strip() if causes else why
-            if "is your shell clean" in done.stderr:
-                why = "its login shell prints, as by an echo in .bashrc, what rsync cannot read: "
-                why += f"ssh {host.destination} true must print nothing"
-            if re.match(holds, why):
-                why += ": it is a folder there, with what .syncignore or .gitignore protects"
-            if done.returncode == 11 and not causes:  # the receiver's words may get lost on the way
-                look = f"ssh {host.destination} df -h {ROOT}"
-                why = f"cannot write there, as where a disk is full: {look}"
-        raise kind(f"{host.name}: {why}")
+        raise Refusal(f"{host.name}: {diagnose(host, done.returncode, done.stderr)}")
     return done.stdout
+
+
+def _rsync_failed(host: Host, status: int, errors: str) -> str:
+    """Why an rsync failed, and what to do."""
+    # Of many lines the first that names a cause; the last one only counts them.
+    holds = "could not make way for|cannot delete non-empty"
+    cause = rf"^(?:rsync.*(?:failed: |No space)|mkdir: |{holds}).*$"
+    causes = re.findall(cause, errors, re.MULTILINE)
+    if status == 11 and not causes:  # the receiver's words may get lost on the way
+        return f"cannot write there, as where a disk is full: ssh {host.destination} df -h {ROOT}"
+    if "is your shell clean" in errors:
+        why = "its login shell prints, as by an echo in .bashrc, what rsync cannot read: "
+        return f"{why}ssh {host.destination} true must print nothing"
+    why = causes[0].strip() if causes else str(diagnose(host, status, errors))
+    if re.match(holds, why):
+        why += ": it is a folder there, with what .syncignore or .gitignore protects"
+    return why
+
+
+def _leave() -> NoReturn:
+    """End at Ctrl-C without waiting for hosts, and leave no process and no mark behind."""
+    for pid in descendants():  # each ssh and rsync
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    marking.acquire()  # for good: no mark is made any more
+    for mark in ROOT.glob(f"{_mark()}*"):
+        mark.unlink(missing_ok=True)
+    os._exit(130)
 
 
 def main() -> int:
@@ -314,13 +331,7 @@ def main() -> int:
             for host in disturbed:
                 one(host, alone=True)
         except KeyboardInterrupt:
-            for pid in descendants():  # each ssh and rsync, which a terminal tells too
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-            marking.acquire()  # for good: none is made any more
-            for mark in ROOT.glob(f"{_mark()}*"):
-                mark.unlink(missing_ok=True)
-            os._exit(130)
+            _leave()
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(failed))

@@ -1,10 +1,10 @@
-"""Hosts to try things on, made of this one: each has an address, a name and an sshd of its own.
+"""Makes test hosts out of this one: each has its own address, name and sshd.
 
     sudo python3 cluster/testbed.py --hosts 2 --rate 500mbit -- COMMAND ...
 
-runs COMMAND on node1, from where `ssh node2` works; --rate is that of each host's link. Hosts are
-network namespaces joined by a bridge in another, and share this machine's files. All of it is
-removed when the command has ended, fails, or is interrupted. Needs root, and Debian's iproute2,
+runs COMMAND on node1, from where `ssh node2` works; --rate limits the link of each host. The hosts
+are network namespaces joined by a bridge in another one, and share this machine's files. All of it
+is removed when the command ends or is interrupted. Needs root, and Debian's iproute2,
 openssh-server and util-linux.
 """
 
@@ -22,7 +22,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 PROGRAMS = {
     "ip": "iproute2", "tc": "iproute2", "sshd": "openssh-server", "ssh-keygen": "openssh-client",
@@ -30,7 +29,7 @@ PROGRAMS = {
 }  # fmt: skip
 ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 ANSWER_SECONDS = 20  # for all hosts together
-TERM_SECONDS = 2  # from SIGTERM to SIGKILL, for what still runs there
+TERM_SECONDS = 2  # from SIGTERM to SIGKILL, for processes that still run there
 BURST = ["burst", "256kb", "latency", "50ms"]  # of the token bucket that limits a link
 
 
@@ -49,7 +48,7 @@ def missing() -> str | None:
 
 @dataclass
 class Host:
-    """One of them; `sshd` is a process in its namespaces."""
+    """A test host; `sshd` is a process in its namespaces."""
 
     name: str
     address: str
@@ -62,23 +61,23 @@ class Host:
         return ["nsenter", *where, *command]
 
     def shows(self, source: Path, target: Path) -> None:
-        """From now on this host, and no other, has `source` where others have `target`."""
+        """Mount `source` over `target`, on this host only."""
         _run("nsenter", "-t", str(self.sshd.pid), "--mount", "mount", "--bind", source, target)
 
 
 class Testbed:
-    """`with Testbed(2) as hosts:` and they are there.
+    """`with Testbed(2) as hosts:` makes test hosts, and removes them at its end.
 
     Args:
         hosts: how many; they are called node1, node2, ...
-        rate: of each host's link, in both directions, as tc writes it ("500mbit"); None: as it is.
+        rate: of each host's link, in both directions, as for tc ("500mbit"); None: unlimited.
         interfaces: the name of each host's network interface.
 
     Raises:
         RuntimeError: with the reason, where they cannot be made.
     """
 
-    __test__ = False  # no test of pytest's
+    __test__ = False  # pytest must not collect it
     _made = 0
 
     def __init__(
@@ -103,10 +102,7 @@ class Testbed:
             raise
         return self.hosts
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:  # fmt: skip
+    def __exit__(self, *_: object) -> None:
         self._remove()
 
     def _make(self) -> None:
@@ -204,7 +200,7 @@ def _processes(namespace: str) -> list[int]:
 
 
 def _succeeds(command: list[str], seconds: float) -> bool:
-    """Within these; a login may hang."""
+    """Whether the command succeeds within this time; a login may hang."""
     try:
         done = subprocess.run(command, capture_output=True, timeout=max(seconds, 0.1))
     except subprocess.TimeoutExpired:
@@ -224,7 +220,7 @@ def main() -> int:
     parser.add_argument("--rate", help="of each host's link, as 500mbit")
     parser.add_argument("command", nargs="+", help="to run on node1")
     arguments = parser.parse_args()
-    # What was made is removed also then. A script: cluster/signals.py cannot be imported.
+    # So that the hosts are removed. As a script this file cannot import cluster/signals.py.
     for number in ENDS:
         signal.signal(number, signal.default_int_handler)
     try:

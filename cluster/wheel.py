@@ -1,9 +1,9 @@
 """The wheel of Horovod: its name, which says all it depends on, and its build from pip packages.
 
 Horovod asks for C++14 and C++11 where torch's headers need C++17 or C++20, for a CUDA toolkit and
-an NCCL of the system, and for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941): it
-gets a compiler wrapper, settings, and folders linked together from pip's packages. Whether it gets
-NCCL is decided by torch, not by this machine: a login node without a GPU builds for the whole
+an NCCL of the system, and for a CMake policy that CMake 4 dropped (horovod#3996, #4014, #3941). The
+build gives it a compiler wrapper, settings, and folders linked together from pip's packages. Torch
+decides whether it gets NCCL, not this machine: a login node without a GPU builds for the whole
 cluster.
 """
 
@@ -23,32 +23,24 @@ from cluster.probe import memory, usable_cores
 
 WHEELS = Path(os.environ.get("WHEELS") or "~/.cache/horovod-wheels").expanduser()
 
-# Of the source of Horovod 0.28.1 on PyPI: it is compiled and run, so it must be no other.
+# Of the source of Horovod 0.28.1 on PyPI: no other may be compiled and run.
 SOURCE_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
 
-# What the build needs beside torch; it lives in a throw-away environment. setuptools 82 is without
-# the pieces that Horovod's setup.py expects; the CUDA compiler is that of torch's own CUDA.
+# What the build needs beside torch, in a throw-away environment. setuptools 82 lacks pieces that
+# Horovod's setup.py expects; the CUDA compiler is that of torch's own CUDA.
 BUILD_TOOLS = ["setuptools<81", "wheel", "cmake", "cffi"]
 BUILD_TOOLS += ["cloudpickle", "psutil", "pyyaml", "packaging"]
 CUDA_TOOLS = {
-    "13.0": [
-        "nvidia-cuda-nvcc==13.0.88",
-        "nvidia-cuda-crt==13.0.88",
-        "nvidia-nvvm==13.0.88",
-        "nvidia-cuda-cccl==13.0.85",
-    ],
-    "13.2": [
-        "nvidia-cuda-nvcc==13.2.86",
-        "nvidia-cuda-crt==13.2.86",
-        "nvidia-nvvm==13.2.86",
-        "nvidia-cuda-cccl==13.2.86",
-    ],
-}
+    "13.0": ["nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88",
+             "nvidia-nvvm==13.0.88", "nvidia-cuda-cccl==13.0.85"],
+    "13.2": ["nvidia-cuda-nvcc==13.2.86", "nvidia-cuda-crt==13.2.86",
+             "nvidia-nvvm==13.2.86", "nvidia-cuda-cccl==13.2.86"],
+}  # fmt: skip
 
-# Horovod's CMake files, its gloo and its CUDA kernels ask for these; torch's headers need more.
-# Without -g, that they ask for too, the build takes 0.8 of the time and the wheel 1.5 of 21 MB.
-# Newer g++ (seen: 13, 14, 16) has headers that bring along neither or one of these two, which the
-# sources forget to ask for.
+# Horovod's CMake files, its gloo and its CUDA kernels ask for the older standards; torch's headers
+# need more. Without -g, which they ask for too, the build takes 0.8 of the time and the wheel 1.5
+# of 21 MB. The sources forget to include cstdint and stdexcept, which the headers of newer g++
+# (seen: 13, 14, 16) no longer include for them.
 CXX_WRAPPER = """#!/bin/sh
 for arg do
     shift
@@ -60,30 +52,32 @@ exec {cxx} "$@" -g0
 """
 
 
-def wheel_label(info: dict) -> list[str]:
+def cuda_tag(info: dict) -> str:
+    return "cu" + info["cuda"].replace(".", "") if info["cuda"] else "cpu"
+
+
+def wheel_label(info: dict) -> str:
     """What a Horovod wheel is tied to: the local part of its version, e.g.
-    torch2.11.0.cu130.nccl2.28.9. Python's and glibc's versions are in the wheel's tags."""
+    torch2.11.0.cu130.nccl2.28.9.p6. Python's and glibc's versions are in the wheel's tags."""
     torch = info["packages"].get("torch", "none").split("+")[0]
-    if not info["cuda"]:
-        return f"torch{torch}.cpu.{PATCH}".split(".")
-    nccl = info["packages"].get(f"nvidia-nccl-cu{info['cuda'].split('.')[0]}", "none")
-    return f"torch{torch}.cu{info['cuda'].replace('.', '')}.nccl{nccl}.{PATCH}".split(".")
+    label = f"torch{torch}.{cuda_tag(info)}"
+    if info["cuda"]:
+        nccl = info["packages"].get(f"nvidia-nccl-cu{info['cuda'].split('.')[0]}", "none")
+        label += f".nccl{nccl}"
+    return f"{label}.{PATCH}"
 
 
 def wheel_folder(info: dict) -> Path:
     """One folder for each build of torch; requirements.txt names the one of its pin."""
-    torch = info["packages"]["torch"].split("+")[0]
-    return (
-        WHEELS / f"torch{torch}+{'cu' + info['cuda'].replace('.', '') if info['cuda'] else 'cpu'}"
-    )
+    return WHEELS / f"torch{info['packages']['torch'].split('+')[0]}+{cuda_tag(info)}"
 
 
 def wheel_name(info: dict, horovod: str, mpi: bool) -> str:
-    label = wheel_label(info) + ["mpi"] * mpi
+    label = wheel_label(info) + ".mpi" * mpi
     architectures = os.environ.get("HOROVOD_BUILD_CUDA_CC_LIST", "")
-    label += [f"sm{architecture}" for architecture in architectures.split(",") if architecture]
+    label += "".join(f".sm{number}" for number in architectures.split(",") if number)
     tag = python_tag(info)
-    return f"horovod-{horovod}+{'.'.join(label)}-{tag}-{tag}-{platform_tag()}.whl"
+    return f"horovod-{horovod}+{label}-{tag}-{tag}-{platform_tag()}.whl"
 
 
 def python_tag(info: dict) -> str:
@@ -91,7 +85,7 @@ def python_tag(info: dict) -> str:
 
 
 def platform_tag() -> str:
-    """The wheel runs on this glibc and newer ones; so tagged, pip refuses it on an older one."""
+    """The wheel runs on this glibc and newer ones; by this tag pip refuses it on an older one."""
     return "manylinux_" + platform.libc_ver()[1].replace(".", "_") + "_x86_64"
 
 
@@ -130,7 +124,7 @@ def no_headers(info: dict) -> str:
 
 
 def fetch_headers(build: Path, info: dict) -> str:
-    """Python's headers from the distribution's package, unpacked, not installed: needs no root.
+    """Python's headers from the distribution's package, unpacked but not installed, without root.
 
     Returns:
         The folders to search for headers, as the compiler's CPATH wants them.
@@ -159,7 +153,7 @@ def build_jobs() -> int:
 
 
 def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
-    """Compile Horovod in a throw-away environment that sees the torch of `python`'s."""
+    """Compile Horovod in a throw-away environment that sees the torch of `python`."""
     folder = wheel_folder(info)
     check_compilers(info)
     check_disk(folder, 0.1, "the wheel is kept there")
@@ -245,7 +239,7 @@ def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) ->
             "CUDA_HOME": str(cuda),
             "CUDACXX": f"{cuda}/bin/nvcc",
             "LIBRARY_PATH": f"{cuda}/lib64",
-            # It knows g++ to 15; its own part are kernels of a few lines.
+            # nvcc knows g++ up to 15; all that it compiles are kernels of a few lines.
             "NVCC_APPEND_FLAGS": f"-std={standard} -allow-unsupported-compiler",
             "HOROVOD_CUDA_HOME": str(cuda),
             "HOROVOD_GPU_OPERATIONS": "NCCL",
@@ -265,7 +259,7 @@ def cxx_standard(packages: Path) -> str:
 
 
 def stage_cuda(build: Path, tools: Path, packages: Path) -> tuple[Path, Path]:
-    """CUDA's and NCCL's folders as a compiler expects them, linked together from pip's packages.
+    """Folders of CUDA and NCCL as a compiler expects them, linked together from pip's packages.
 
     Args:
         build: the folder to make them in.
@@ -288,12 +282,13 @@ def stage_cuda(build: Path, tools: Path, packages: Path) -> tuple[Path, Path]:
 
 
 def declare_as_glibc(header: Path) -> None:
-    """Since 2.42 glibc has functions of CUDA's names: C++ wants both to say that nothing is thrown.
+    """Declare CUDA's rsqrt and rsqrtf as not throwing, as glibc 2.42 does with functions of those
+    names: C++ wants both declarations to agree.
 
-    CUDA 13.0 says it of those that came with 2.41.
+    CUDA 13.0 has done so for the functions that came with glibc 2.41.
     """
     text = header.read_text()
-    header.unlink()  # a link
+    header.unlink()  # a link to pip's file, which stays as it is
     declared = r"(__device_builtin__ \w+ +rsqrtf?\(\w+ x\));"
     header.write_text(re.sub(declared, "\\1\n#if __GLIBC_PREREQ(2, 42)\n__THROW\n#endif\n;", text))
 

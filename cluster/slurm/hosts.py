@@ -15,12 +15,10 @@ from collections.abc import Iterator, Mapping
 
 
 def names(nodes: str) -> Iterator[str]:
-    """Of a node list as Slurm writes it: `gpu[01-02,7],login` is gpu01, gpu02, gpu7, login."""
+    """The nodes of a list as Slurm writes it: `gpu[01-02,7],login` is gpu01, gpu02, gpu7, login."""
     for entry in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", nodes):
-        parts = re.split(r"\[([^\]]*)\]", entry)
-        choices = []
-        for index, part in enumerate(parts):
-            choices.append([part] if index % 2 == 0 else list(_numbers(part)))
+        parts = re.split(r"\[([^\]]*)\]", entry)  # text and numbers in turn
+        choices = [_numbers(part) if index % 2 else [part] for index, part in enumerate(parts)]
         for words in itertools.product(*choices):
             yield "".join(words)
 
@@ -33,7 +31,7 @@ def _numbers(text: str) -> Iterator[str]:
 
 
 def tasks(counts: str) -> Iterator[int]:
-    """Of SLURM_TASKS_PER_NODE: `2(x3),1` is 2, 2, 2, 1."""
+    """The counts of SLURM_TASKS_PER_NODE: `2(x3),1` is 2, 2, 2, 1."""
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
         yield from [int(count)] * int(times or 1)
 
@@ -44,7 +42,7 @@ def hosts(environment: Mapping[str, str]) -> str:
     Raises:
         ValueError: outside of a job, in a heterogeneous one, or when the lists differ in length.
     """
-    # Its variables are of its first part, and steps on nodes of others need srun --het-group.
+    # The variables describe only its first part, and steps on others need srun --het-group.
     if "SLURM_HET_SIZE" in environment:
         raise ValueError("a heterogeneous job of Slurm: submit one part, without ':' or hetjob")
     try:

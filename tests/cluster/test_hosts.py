@@ -387,7 +387,7 @@ def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
     first, second = read(file)
     assert str(diagnose(first, 97, "")).endswith(": " + make(f"sync HOSTFILE={file}"))
     assert first.given(1) == f"node1: {{slots: 1}} in HOSTFILE={file}"
-    assert entry(first) == {"slots": 2, "gpus": [1, 0], "user": "ada"}
+    assert entry(first) == {"slots": 2, "gpus": (1, 0), "user": "ada"}
     assert entry(second) == {"slots": 1}
 
 
@@ -477,7 +477,7 @@ def test_a_checkout_may_be_reached_by_a_link(
 def test_a_second_address_of_an_interface_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of each the first is looked at."""
     monkeypatch.setattr(agent, "own_address", lambda towards: "10.1.0.2")
-    monkeypatch.setattr(agent, "address_of", lambda interface: "10.0.0.2")
+    monkeypatch.setattr(agent, "interfaces", lambda: {"eth0": "10.0.0.2"})
     told = r"^10.1.0.2, by which it reaches 10.1.0.1, is the first address of no network interface"
     with pytest.raises(ValueError, match=told):
         agent.interface_towards("10.1.0.1")

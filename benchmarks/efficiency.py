@@ -68,10 +68,8 @@ class Row:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The 95 % confidence interval of the median, by the sign test (up to eight: the range).
-
-    One value says nothing of its noise (see `MIN_REPEATS`): both ends are that value.
-    """
+    """The 95 % confidence interval of the median, by the sign test; of up to eight values the
+    range. One value says nothing of its noise (see `MIN_REPEATS`): both ends are that value."""
     count, ordered = len(values), sorted(values)
     # The number of values below the true median is distributed as that of heads among coins.
     excluded = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
@@ -82,11 +80,7 @@ def spread(
     values: list[float], digits: int | None = None, factor: float = 1, unit: str = ""
 ) -> str:
     """The median, and the interval in brackets if values differ, as "88.78 (88.36 to 93.66)"; empty
-    for no values.
-
-    Args:
-        digits: after the point; by default 4 significant ones.
-    """
+    for no values. `digits` after the point, by default 4 significant ones."""
     if not values:
         return ""
     if digits is None:
@@ -238,6 +232,4 @@ def _drift(results: Results, run: Run) -> float:
 def _unclear(what: str, ratios: list[float]) -> list[str]:
     """A mark where the interval contains 1, so that no difference is shown."""
     low, high = interval(ratios) if ratios else (0, 0)
-    if low <= 1 <= high and low < high:
-        return [f"{what} within noise"]
-    return []
+    return [f"{what} within noise"] if low <= 1 <= high and low < high else []

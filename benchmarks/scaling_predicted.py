@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.efficiency import Results, interval
 from benchmarks.predict import predictions
 from benchmarks.predict_inputs import job_of, networks, newest_by_hosts
-from benchmarks.scaling_plan import windows
+from benchmarks.scaling_plan import accumulated
 from cluster.hosts import Refusal
 
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
@@ -56,7 +56,7 @@ def predicted(
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {
         "strategy": "horovod", "world_size": run["np"], "anatomy": anatomy,
-        "accumulate_grad_batches": windows(results["config"]),
+        "accumulate_grad_batches": accumulated(results["config"]),
     }  # fmt: skip
     slots = max(host["slots"] for host in settings["hosts"].values())
     try:
@@ -79,8 +79,8 @@ def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
     settings = results["settings"]
     sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
     predictable = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
-    wires = [run["wire"] for run in results["runs"] if run.get("wire")]
-    once = all(wire.get("exchanges", 1) == 1 for wire in wires) and windows(results["config"]) == 1
+    exchanges = [run["wire"].get("exchanges", 1) for run in results["runs"] if run.get("wire")]
+    once = set(exchanges) <= {1} and accumulated(results["config"]) == 1
     return bool(predictable) and once and not _of_these_hosts(results, files)
 
 

@@ -116,7 +116,6 @@ def table(results: dict[str, Any]) -> str:
 
 
 def head(results: dict[str, Any]) -> str:
-    """What was measured, on what."""
     hosts = ",".join(f"{host['name']}:{host['slots']}" for host in results["hosts"])
     kinds = dict.fromkeys(
         f"{results['device'] or machine['cpu']}, {machine['cores']} cores"
@@ -133,7 +132,6 @@ def head(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
-    """Both bandwidths over the size, logarithmic, with p10 to p90."""
     from benchmarks.figures import plt, save, title  # slow to import
 
     figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")

@@ -85,8 +85,7 @@ class Job:
     """What a rank does in a step.
 
     Attributes:
-        forward, backward, rest: seconds; `rest` is the optimizer, data, and whatever else nothing
-            hides.
+        forward, backward, rest: seconds; `rest` is the optimizer, data and what else is not hidden.
         buckets: bytes of each, in the order in which backward fills them.
         deviation: standard deviation of forward + backward from step to step, in seconds.
         ready: share of backward after which each bucket is full; None: in proportion to bytes.
@@ -148,12 +147,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """The constants of `fit`.
+    """`share` is that of the links' rate which the bytes get; without a known rate the bandwidth.
 
-    Attributes:
-        fixed, latency: seconds.
-        share: of the links' rate that the bytes get; without a known rate, the bandwidth itself.
-        error: the median of |fitted / measured - 1|.
+    `error` is the median of |fitted / measured - 1|.
     """
 
     fixed: float
@@ -223,7 +219,6 @@ def median_wait(count: int) -> float:
 
 
 def predict(job: Job, ranks: int, network: Network) -> Step:
-    """A step on `ranks` ranks."""
     if ranks == 1:
         return Step(job.compute, 0.0, 0.0, 1.0)
     straggler = job.slowest + job.deviation * expected_maximum(ranks)

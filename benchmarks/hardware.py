@@ -52,9 +52,8 @@ def machine() -> dict[str, Any]:
 
 def processors(machine: dict[str, Any]) -> str:
     """What computes in a `machine`, as "4 NVIDIA H100" or "AMD EPYC, 2 cores"."""
-    counts = Counter(machine["gpus"]).items()
-    on_gpus = ", ".join(f"{count} {name}" for name, count in counts)
-    return on_gpus or f"{machine['cpu']}, {machine['cores']} cores"
+    gpus = ", ".join(f"{count} {name}" for name, count in Counter(machine["gpus"]).items())
+    return gpus or f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def gpus() -> list[str]:

@@ -85,9 +85,6 @@ JOBS = [
 Measure = Callable[[list[str], int], dict[str, Any]]
 
 
-# ---------------------------------------------------------------------------- measuring
-
-
 def launch(arguments: list[str], np: int) -> dict[str, Any]:
     """Train on this host; the summary of the run, and its validation losses by step.
 
@@ -156,9 +153,6 @@ def plan(sizes: list[int], ddp: bool) -> list[tuple[str, int]]:
     strategies = ["horovod", "ddp"] if ddp else ["horovod"]
     several = [(strategy, np) for np in sizes if np > 1 for strategy in strategies]
     return [("single", 1), ("horovod", 1), *several]
-
-
-# ---------------------------------------------------------------------------- the command
 
 
 def parse(line: list[str] | None = None) -> argparse.Namespace:

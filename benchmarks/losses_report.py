@@ -62,9 +62,6 @@ def unequal(results: Results) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------------------- the table
-
-
 def table(results: Results) -> str:
     head = ["job", "strategy", "ranks x batch", "first val/loss", "last val/loss",
             "32 bits: first difference", "largest", "64 bits: largest", ""]  # fmt: skip
@@ -98,9 +95,6 @@ def description(results: Results) -> str:
         "ranks, and its difference from that of one process as a share of it. Equal: at most "
         f"{EQUAL:.0e} in 64 bits.\n\n{jobs}"
     )
-
-
-# ---------------------------------------------------------------------------- the plot
 
 
 def draw(results: Results, name: Path) -> None:
@@ -145,9 +139,6 @@ def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> 
     if strategy != "single":
         shown = [max(FLOOR, value) for value in differences(job, run)]
         bottom.plot(run["steps"], shown, linewidth=0.6 if exact else 1.4, **style)
-
-
-# ---------------------------------------------------------------------------- files
 
 
 def report(results: Results, name: Path) -> str:

@@ -112,11 +112,10 @@ def measure(ranks: int) -> dict[str, float | None]:
     result = json.loads(line[line.index("{") :])
     assert result["ranks"] == ranks
     result["seconds"]["end"] = time.time() - result["done"]
-    lines = max(printing - launch, 1e-3)
     return {
         "launch": launch,
         "doctor": None if NOT_FIT in doctor_output else doctor,
-        "lines": lines,
+        "lines": max(printing - launch, 1e-3),
         **result["seconds"],
     }
 
@@ -173,8 +172,7 @@ def main() -> int:
     )
     write_json(results, file)
     write_text(file.with_suffix(".md"), head + text + "\n")
-    print(text)
-    print(f"written to {file} and .md")
+    print(f"{text}\nwritten to {file} and .md")
     return 0
 
 

@@ -34,19 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import unused, write_text
 from benchmarks.load import BUSY_SHARE
-from benchmarks.predict_inputs import (
-    ALL_REDUCE_KEYS,
-    RUN_KEYS,
-    described,
-    job_of,
-    networks,
-    newest_all_reduces,
-    newest_run,
-    read,
-)
 from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
@@ -218,18 +209,19 @@ def main() -> int:
     parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
     arguments = parser.parse_args()
     try:
-        ranks, network = numbers(arguments.ranks), described(arguments.network)
-        run = Path(arguments.run) if arguments.run else newest_run()
-        summary = read(run, "RUN", RUN_KEYS)
+        ranks, network = numbers(arguments.ranks), inputs.described(arguments.network)
+        run = Path(arguments.run) if arguments.run else inputs.newest_run()
+        summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
         if not summary["hosts"]:
             raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
         named = [Path(name) for name in arguments.allreduce.split()]
-        files = named or newest_all_reduces(summary)
-        results = {file: read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files}
-        job = job_of(summary, run)
+        files = named or inputs.newest_all_reduces(summary)
+        results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in files}
+        job = inputs.job_of(summary, run)
         options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
         options |= network
-        cases, sources = networks([*results.values()], options, max(summary["hosts"].values()))
+        slots = max(summary["hosts"].values())
+        cases, sources = inputs.networks([*results.values()], options, slots)
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

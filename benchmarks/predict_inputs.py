@@ -40,20 +40,12 @@ FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
 
 
 class Case(NamedTuple):
-    """How good the network is taken to be.
+    """How good the network is taken to be."""
 
-    Attributes:
-        times: key of the measured times that count.
-        share: of a described link's rate that is reached.
-        slower: factor of a described latency.
-        part: of the time of an all-reduce that does not grow with bytes, how much is latency and
-            not `fixed`; for measurements on one number of ranks, which cannot tell.
-    """
-
-    times: str
-    share: float
-    slower: float
-    part: float
+    times: str  # key of the measured times that count
+    share: float  # of a described link's rate that is reached
+    slower: float  # factor of a described latency
+    part: float  # that is latency, of what no bytes explain: one number of ranks cannot tell
 
 
 CASES = (  # at best, likely, at worst
@@ -61,6 +53,8 @@ CASES = (  # at best, likely, at worst
     Case("seconds", share=0.85, slower=1.0, part=0.5),
     Case("seconds_p90", share=0.70, slower=2.0, part=1.0),
 )
+Results = list[dict[str, Any]]
+Options = dict[str, Any]  # of NETWORK
 ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
 RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
 KEYS = (
@@ -80,7 +74,7 @@ def quantity(text: str, what: str, units: Sequence[str]) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def described(text: str) -> dict[str, Any]:
+def described(text: str) -> Options:
     """The keys and values of NETWORK, in bytes per second and seconds.
 
     Raises:
@@ -283,9 +277,7 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     ]
 
 
-def fits(
-    results: list[dict[str, Any]], times: str, part: float, inside: float | None = None
-) -> Fit | None:
+def fits(results: Results, times: str, part: float, inside: float | None = None) -> Fit | None:
     """The constants of what these files measured; None without any.
 
     Args:
@@ -304,9 +296,7 @@ def fits(
     return replace(fitted, fixed=fixed, latency=part * fitted.latency)
 
 
-def networks(
-    results: list[dict[str, Any]], options: dict[str, Any], slots: int
-) -> tuple[list[Network], list[str]]:
+def networks(results: Results, options: Options, slots: int) -> tuple[list[Network], list[str]]:
     """The network at best, likely, and at worst; and where its constants come from.
 
     Args:
@@ -336,10 +326,7 @@ def networks(
     return cases, [agreement, *_sources(cases[1], one_host, several, options)]
 
 
-def _constants(
-    one_host: list[dict[str, Any]], several: list[dict[str, Any]], options: dict[str, Any],
-    case: Case,
-) -> Network:  # fmt: skip
+def _constants(one_host: Results, several: Results, options: Options, case: Case) -> Network:
     """Latencies, bandwidths and fixed time: described, else fitted, else assumed."""
     inside = None if "inside" in options else fits(one_host, case.times, case.part)
     between = None if "rate" in options else fits(several, case.times, case.part)
@@ -362,10 +349,7 @@ def _constants(
     )  # fmt: skip
 
 
-def _sources(
-    likely: Network, one_host: list[dict[str, Any]], several: list[dict[str, Any]],
-    options: dict[str, Any],
-) -> list[str]:  # fmt: skip
+def _sources(likely: Network, one_host: Results, several: Results, options: Options) -> list[str]:
     """Where the constants come from, a line each."""
     lines = []
     for where, key, results, otherwise, latency, bandwidth in (

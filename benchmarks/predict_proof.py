@@ -220,9 +220,7 @@ def main() -> int:
         **facts, "stub": stub, "repeats": arguments.repeats, **compare(measured, stub),
         "measured": measured, "published": published.rows(),
     }  # fmt: skip
-    kind = slug(results["cpu"])
-    name = f"predict_{kind}_{results['date'][:10]}.json"
-    file = unused(arguments.out / name)
+    file = unused(arguments.out / f"predict_{slug(results['cpu'])}_{results['date'][:10]}.json")
     write_json(results, file)
     plot(results, file.with_suffix(""))
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"

@@ -91,10 +91,8 @@ class Group:
     pids: list[int] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    rank_0: dict[str, Any] = field(default_factory=dict)  # its last answer
     steps: int = 0
-    bytes: int = 0
-    images: int = 0
     peak_kib: int = 0
     resident_kib: list[int] = field(default_factory=list)
 
@@ -108,8 +106,7 @@ class Group:
                 raise self.failed()
             answers.append(json.loads(line))
         self.pids = [answer["pid"] for answer in answers]
-        self.bytes, self.arrivals = answers[0]["bytes"], answers[0]["arrivals"]
-        self.images = answers[0]["images"]
+        self.rank_0 = answers[0]
         self.peak_kib = max(answer["peak_kib"] for answer in answers)
         self.resident_kib.append(max(answer["resident_kib"] for answer in answers))
         for pid in self.pids:
@@ -227,10 +224,10 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                 group.end()
     return {
         "steps_per_block": steps,
-        "gradient_bytes": groups[0].bytes,
-        "images_a_rank": groups[0].images,
+        "gradient_bytes": groups[0].rank_0["bytes"],
+        "images_a_rank": groups[0].rank_0["images"],
         "ranks": len(groups[0].ranks),
-        "arrivals": next((group.arrivals for group in groups if group.arrivals), []),
+        "arrivals": next((a for group in groups if (a := group.rank_0["arrivals"])), []),
         "variants": {
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
@@ -431,7 +428,6 @@ def write(results: dict[str, Any], file: Path) -> None:
 
 
 def report(results: dict[str, Any]) -> str:
-    """What was measured, on what, and its tables."""
     batch = f", {results['batch']} images" if results["batch"] else ""
     on_gpu = results["device"] == "cuda"
     gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""

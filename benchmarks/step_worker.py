@@ -165,8 +165,7 @@ def raw_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> Non
 def arrivals(
     model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]
 ) -> list[tuple[float, int]]:
-    """For gradients in their order: the share of a step that is over when they are there, and their
-    bytes."""
+    """For gradients in turn the share of a step that is over when they come, and their bytes."""
     moments: list[float] = []
     sizes: list[int] = []
 

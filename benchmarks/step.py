@@ -91,7 +91,7 @@ class Group:
     pids: list[int] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
-    rank_0: dict[str, Any] = field(default_factory=dict)  # its last answer
+    answer: dict[str, Any] = field(default_factory=dict)  # the last of one rank
     steps: int = 0
     peak_kib: int = 0
     resident_kib: list[int] = field(default_factory=list)
@@ -106,7 +106,7 @@ class Group:
                 raise self.failed()
             answers.append(json.loads(line))
         self.pids = [answer["pid"] for answer in answers]
-        self.rank_0 = answers[0]
+        self.answer = answers[0]
         self.peak_kib = max(answer["peak_kib"] for answer in answers)
         self.resident_kib.append(max(answer["resident_kib"] for answer in answers))
         for pid in self.pids:
@@ -224,10 +224,10 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                 group.end()
     return {
         "steps_per_block": steps,
-        "gradient_bytes": groups[0].rank_0["bytes"],
-        "images_a_rank": groups[0].rank_0["images"],
+        "gradient_bytes": groups[0].answer["bytes"],
+        "images_a_rank": groups[0].answer["images"],
         "ranks": len(groups[0].ranks),
-        "arrivals": next((a for group in groups if (a := group.rank_0["arrivals"])), []),
+        "arrivals": next((a for group in groups if (a := group.answer["arrivals"])), []),
         "variants": {
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],

@@ -35,7 +35,7 @@ RATES, TIMES = ("kbit", "mbit", "gbit"), ("ns", "us", "ms")
 # between V100s about 120 GB/s of an all-reduce; newer ones more, which seldom matters here.
 INSIDE = {"pcie": (10e9, 5e-6), "nvlink": (120e9, 3e-6)}
 NOT_MEASURED = "rate=25gbit latency=20us"  # between hosts, where nothing is known of them
-TCP = 20e-6  # seconds of a small message between two processes, where NCCL's were described
+TCP = 20e-6  # seconds of a small message over TCP, where the latency described is NCCL's
 FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
 
 

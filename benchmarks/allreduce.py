@@ -1,14 +1,15 @@
-"""How fast the ranks of some hosts add up numbers: all-reduces of 4 KiB to 256 MiB.
+"""The bandwidth of all-reduces between the ranks of some hosts, from 4 KiB to 256 MiB.
 
     make bench-allreduce                                        2 ranks on this host
-    make bench-allreduce HOSTS=node1:4,node2:4 NETWORK=25gbit   on others; the name is for the files
+    make bench-allreduce HOSTS=node1:4,node2:4 NETWORK=25gbit   others; NETWORK is a name for files
     make bench-allreduce ARGS="--largest 16777216 --repeats 5"
 
-Algorithm bandwidth is bytes / seconds, bus bandwidth that times 2 (n - 1) / n: what a link carries
-under a ring, to be compared with its rate whatever the number of ranks n. Float32 sums. The time of
-a repetition is that of its slowest rank, as training waits for that one; medians, and the 10th and
-90th percentile. Leaves JSON, a table (Markdown, CSV) and a plot (PNG, SVG) in benchmarks/results/,
-which `make predict` reads. See benchmarks/allreduce_worker.py for what a rank does.
+Algorithm bandwidth is bytes / seconds. Bus bandwidth is 2 (n - 1) / n times that: what each link of
+a ring of n ranks carries, which can be compared with the link's rate for any n. Sums of float32. A
+repetition takes as long as its slowest rank, for which training waits; the table has medians, and
+the 10th and 90th percentile. Each all-reduce is timed by itself: overlap with compute is not
+measured. What a rank does is in benchmarks/allreduce_worker.py. JSON, a table (Markdown, CSV) and a
+plot (PNG, SVG) go to benchmarks/results/, where `make predict` finds them.
 """
 
 from __future__ import annotations
@@ -36,14 +37,15 @@ KIB, MIB = 2**10, 2**20
 def launched(
     module: str, options: dict[str, Any], where: list[str], prefix: list[str] | None = None
 ) -> dict[str, Any]:
-    """The last line of JSON of rank 0 of `module`, whose other lines are shown.
+    """Run `module` on some ranks; the last line of JSON that rank 0 prints. Its other lines are
+    shown.
 
     Args:
         where: -np, -H and --hostfile of cluster.horovodrun.
-        prefix: a command that runs it elsewhere.
+        prefix: a command that runs the launcher elsewhere, as on another host.
 
     Raises:
-        Refusal: when there is no such line, after the end of its output; or with its "error".
+        Refusal: with the "error" in that line, or when there is no such line.
     """
     command = [sys.executable, "-m", "cluster.horovodrun", *where]
     command += [sys.executable, "-m", module, json.dumps(options)]
@@ -79,7 +81,7 @@ def launched(
 
 
 def bandwidths(sizes: list[int], seconds: list[list[float]], count: int) -> list[dict[str, float]]:
-    """A row a size: median and spread of its times, and MB/s by the median."""
+    """A row for each size: median and spread of its times, and MB/s at the median."""
     rows = []
     for size, times in zip(sizes, seconds):
         deciles = statistics.quantiles(times, n=10, method="inclusive") if len(times) > 1 else times
@@ -114,7 +116,6 @@ def table(results: dict[str, Any]) -> str:
 
 
 def head(results: dict[str, Any]) -> str:
-    """What was measured, on what."""
     hosts = ",".join(f"{host['name']}:{host['slots']}" for host in results["hosts"])
     kinds = dict.fromkeys(
         f"{results['device'] or machine['cpu']}, {machine['cores']} cores"
@@ -131,13 +132,12 @@ def head(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
-    """Both bandwidths over the size, logarithmic, with p10 to p90."""
     from benchmarks.figures import plt, save, title  # slow to import
 
     figure, axes = plt.subplots(figsize=(5, 3.4), layout="constrained")
     rows = results["sizes"]
     sizes = [row["bytes"] for row in rows]
-    # On 2 ranks they are the same: open squares, and what lies in them.
+    # Open squares, in which the points of the bus bandwidth show: on 2 ranks both are equal.
     algorithm = [row["algorithm_mb_s"] for row in rows]
     axes.plot(
         sizes, algorithm, "s--", color="0.45", markersize=8, fillstyle="none", linewidth=1,
@@ -176,7 +176,7 @@ def file_name(results: dict[str, Any]) -> str:
 
 def write(results: dict[str, Any], folder: Path) -> Path:
     file = unused(folder / f"{file_name(results)}.json")
-    write_json(results, file)  # first: the others can be made of it
+    write_json(results, file)  # first: the other files can be made from it
     plot(results, file.with_suffix(""))
     write_text(file.with_suffix(".md"), f"{head(results)}\n\n{table(results)}\n")
     rows = io.StringIO()
@@ -188,10 +188,10 @@ def write(results: dict[str, Any], folder: Path) -> Path:
 
 
 def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
-    """Each `factor` times the one before.
+    """Bytes, each size `factor` times the one before.
 
     Raises:
-        Refusal: when they are no sizes of float32.
+        Refusal: when the smallest is not a whole number of float32, or there are no such sizes.
     """
     if smallest < 4 or smallest % 4 or largest < smallest or factor < 2:
         raise Refusal(
@@ -205,9 +205,9 @@ def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
 
 
 def facts(hosts: list[Host]) -> dict[str, Any]:
-    """What the times hang on: the hosts that take part, of which the one that starts them need not
-    be one, and the software, which is the same on all. The first host is told of; "machines" has
-    all, in their order.
+    """What the times depend on: the hardware of the hosts that take part (this one need not be
+    among them), their other load, and the software, which is the same on all. "machines" lists the
+    hosts in their order; the top level repeats the first.
 
     Raises:
         Failed: when a host does not answer.

@@ -3,8 +3,9 @@
     horovodrun -np 2 -H node1:1,node2:1 python -m benchmarks.allreduce_worker '{"sizes": [4096],
         "repeats": 9}'
 
-Rank 0 says how far it is, and ends with a line of JSON. As in training: Horovod as the strategy
-sets it up, named operations, in place, a tensor by itself; on GPUs by NCCL, else by Gloo or MPI.
+Rank 0 prints its progress, and at the end a line of JSON. As in training, Horovod is set up by the
+strategy, operations are named and in place, and each tensor goes by itself; on GPUs by NCCL, else
+by Gloo or MPI.
 """
 
 from __future__ import annotations
@@ -22,25 +23,23 @@ from cluster.exchange import device_of_rank, operations, shares_gpu, wait
 from cluster.probe import memory
 from strategies.environment import initialize
 
-PROCESS_BYTES = 500 * 2**20  # what a rank needs beside its numbers
-PAUSE = 2e-3  # of two cycles: an operation that follows another at once waits for the next one
+PROCESS_BYTES = 500 * 2**20  # what a rank needs besides its numbers
+# Seconds, two cycles of Horovod: an operation right after another would wait for the next cycle.
+PAUSE = 2e-3
 
 
 def lacking_memory(largest: int, device: str) -> str:
-    """Why the ranks of this host cannot have their numbers; empty if they can."""
+    """Why the numbers of this host's ranks do not fit into memory; empty if they do."""
     available = memory() << 20
-    # Beside its numbers a rank of the CPU has Gloo's two segments of at most 1 MiB.
-    needed = PROCESS_BYTES + (largest if device == "cpu" else 0)
-    ranks = f"{hvd.local_size()} ranks"
+    # Beside its numbers a rank on the CPU has only Gloo's two segments, of at most 1 MiB each.
+    needed = hvd.local_size() * (PROCESS_BYTES + (largest if device == "cpu" else 0))
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]
         if free < 2 * largest:
             return f"a GPU has {free / 2**30:.1f} GiB free, {2 * largest / 2**30:.1f} are needed"
-    if available < hvd.local_size() * needed:
-        return (
-            f"{ranks} need {hvd.local_size() * needed / 2**30:.1f} GiB, "
-            f"{available / 2**30:.1f} are free"
-        )
+    if available < needed:
+        gib = f"{needed / 2**30:.1f} GiB, {available / 2**30:.1f} are free"
+        return f"{hvd.local_size()} ranks need {gib}"
     return ""
 
 
@@ -48,7 +47,7 @@ def once(numbers: torch.Tensor, device: str, pause: float) -> float:
     """Seconds from the start of an all-reduce until this rank has the sum."""
     count = numbers.numel()
     numbers.fill_(1)
-    # The ranks begin together: the time of one should not have another's delay in it.
+    # The ranks begin together: the time of one must not contain another's delay.
     wait(hvd.allreduce_async(torch.zeros(1), name="together", op=hvd.Sum))
     time.sleep(pause)
     if device == "cuda":
@@ -64,11 +63,11 @@ def once(numbers: torch.Tensor, device: str, pause: float) -> float:
 
 
 def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -> list[list[float]]:
-    """For each size the times of its repetitions: those of the rank that took longest.
+    """For each size the seconds of its repetitions, each those of the slowest rank.
 
-    The sizes take turns, each repetition begins with another, and the first is left out. The
-    longest counts because training goes on only when the last rank has the sum. Before each, all
-    rest for `pause` seconds.
+    The slowest counts because training goes on only when the last rank has the sum. Sizes take
+    turns, each repetition begins with another size, and the first repetition is left out. All ranks
+    rest for `pause` seconds before each all-reduce.
     """
     numbers = torch.ones(max(sizes) // 4, device=device)
     times = torch.zeros(len(sizes), repeats + 1)
@@ -83,32 +82,31 @@ def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -
     return [[round(seconds, 9) for seconds in row] for row in slowest[:, 1:].tolist()]
 
 
-def main() -> None:
-    options: dict[str, Any] = json.loads(sys.argv[1])
-    torch.set_num_threads(1)
-    initialize()
+def result(options: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, or the "error" that kept all ranks from it."""
     device = device_of_rank()
     if problem := shares_gpu(device):
-        if hvd.rank() == 0:
-            print(json.dumps({"error": problem}), flush=True)
-        hvd.shutdown()
-        return
+        return {"error": problem}
     shortages = hvd.allgather_object(
         (socket.gethostname(), lacking_memory(max(options["sizes"]), device)), name="memory"
     )
-    if shortage := next((f"{host}: {reason}" for host, reason in shortages if reason), None):
-        if hvd.rank() == 0:
-            print(json.dumps({"error": f"{shortage}: take a smaller --largest"}), flush=True)
-        hvd.shutdown()
-        return
-    result = {
+    for host, reason in shortages:
+        if reason:
+            return {"error": f"{host}: {reason}: take a smaller --largest"}
+    return {
         "ranks": [host for host, _ in shortages],
         "operations": operations(device),
         "device": torch.cuda.get_device_name() if device == "cuda" else None,
         "seconds": measure(options["sizes"], options["repeats"], device),
     }
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    initialize()
+    measured = result(json.loads(sys.argv[1]))
     if hvd.rank() == 0:
-        print(json.dumps(result), flush=True)
+        print(json.dumps(measured), flush=True)
     hvd.shutdown()
 
 

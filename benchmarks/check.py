@@ -2,14 +2,15 @@
 
     make bench-check OLD=benchmarks/results/scaling_a.json NEW=benchmarks/results/scaling_b.json
 
-A row has regressed when its median step is slower by more than `FLOOR`, and its repeats are slower
-than those of OLD by more than chance: in a rank test (Mann and Whitney 1947) as large a difference
-comes in `CHANCE` of all cases where there is none. The slowest repeat of OLD, of five or more, is
-left out of the test, as it may have hung; so 1 or 2 of 100 rows are called slower by chance
-(simulated, lognormal noise of 7 %). Exit status: 0 without a regression, 1 with one, and the
-rows are named; 2 for files that cannot be compared: unfinished, another job, other hardware, other
-settings, a machine that has become slower itself, or too few repeats to know the noise. Versions
-and the commit may differ, and keys that only one of them knows: that is what is compared.
+A row has regressed when its median step is slower by more than `FLOOR` and chance does not explain
+it: the p-value of a one-sided rank test (Mann and Whitney 1947) on the repeats is at most `CHANCE`.
+The test leaves out the slowest repeat of OLD where there are five or more, as it may have hung. So
+1 or 2 of 100 rows are called slower though nothing changed (simulated, lognormal noise of 7 %).
+
+Exit status 0: no regression; 1: some, and the rows are named; 2: the files cannot be compared,
+because one is unfinished, the job, hardware or settings differ, the machine itself has become
+slower, or there are too few repeats to know the noise. Versions, the commit, and keys of the
+configuration that only one file has, may differ: they are what is compared.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from benchmarks.load import DRIFT
 from benchmarks.scaling_plan import OURS
 from cluster.hosts import Refusal
 
-# Placement of memory and order of start differ between two launches of the same job: by a few
-# percent, more than its repeats within one file show.
+# Two launches of the same job differ by a few percent, in the placement of memory and the order of
+# start: by more than the repeats within one file show.
 FLOOR = 0.03
-# In how many of all cases a row that is as before may be called slower. Of three or four repeats,
-# all of which are slower, chance says no less than 1 in 20, and 1 in 70.
-CHANCE, OF_FEW = 0.01, 0.05
-# What must be equal for times to be comparable; sizes, strategies and modes may be more in NEW.
+# The largest p-value of a regression; the second for fewer than five repeats: three against three
+# reach no less than 1 in 20, four against four 1 in 70.
+CHANCE, CHANCE_OF_FEW = 0.01, 0.05
+# What must be equal for times to be comparable; NEW may have more sizes, strategies and modes.
 SAME_SETTINGS = ("network", "threads", "batch_size", "warmup", "epochs")
 SAME_HARDWARE = ("cpu", "cores", "memory_gib", "gpus", "nics")
 
@@ -95,7 +96,7 @@ def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
     change = now / was - 1
     slow, fast = (after, before) if change > 0 else (before, after)
     chance = _chance(slow.step_ms, fast.step_ms)
-    allowed = CHANCE if min(len(slow.step_ms), len(fast.step_ms)) >= 5 else OF_FEW
+    allowed = CHANCE if min(len(slow.step_ms), len(fast.step_ms)) >= 5 else CHANCE_OF_FEW
     differs = abs(change) > FLOOR and chance <= allowed
     verdict = "as before" if not differs else "slower" if change > 0 else "faster"
     marks = "; ".join(
@@ -111,7 +112,7 @@ def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
 
 
 def _chance(slow: list[float], fast: list[float]) -> float:
-    """In which share of cases so many of the one are above so many of the other by chance."""
+    """The p-value: how often repeats of equal speed would look at least as slow."""
     kept = sorted(fast)[:-1] if len(fast) >= 5 else fast
     return float(mannwhitneyu(slow, kept, alternative="greater", method="exact").pvalue)
 
@@ -129,7 +130,7 @@ def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
         other = new["hosts"].get(name, {})
         conditions += [(f"{key} of {name}", host[key], other.get(key)) for key in SAME_HARDWARE]
     old_config, new_config = _flat(old["config"]), _flat(new["config"])
-    # What the benchmark sets itself, for all runs alike, is of no account.
+    # Left out: what the benchmark sets itself, for all runs alike.
     shared_keys = [
         key
         for key in old_config
@@ -139,7 +140,7 @@ def _conditions(old: Results, new: Results) -> list[tuple[str, Any, Any]]:
 
 
 def _host_conditions(old: dict[str, Any], new: dict[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Of slots only which ranks of OLD they gave each host: NEW may have more sizes."""
+    """Slots may differ, as NEW may have more sizes, if OLD's ranks are placed alike."""
     was, now = old["hosts"], new["hosts"]
     conditions: list[tuple[str, Any, Any]] = [("the list of hosts", ", ".join(was), ", ".join(now))]
     for name, key in itertools.product(was, ("gpus", "nic")):

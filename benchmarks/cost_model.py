@@ -1,7 +1,7 @@
 """How long a training step takes on p ranks: formulas, and how their constants are fitted.
 
-Pure functions; benchmarks/predict.py feeds them with what was measured. All times are seconds, all
-sizes bytes. Each rank keeps its batch size, so that efficiency is step(1) / step(p).
+Pure functions; benchmarks/predict.py feeds them with measurements. All times are in seconds, all
+sizes in bytes. Each rank keeps its batch size (weak scaling): efficiency is step(1) / step(p).
 
 Communication. A message of m bytes takes alpha + m beta (Hockney 1994, Parallel Computing 20). An
 all-reduce of m bytes on p ranks takes
@@ -10,27 +10,27 @@ all-reduce of m bytes on p ranks takes
     tree    2 log2(p) alpha + 2 (p - 1) / p m beta        halving and doubling: Thakur, Rabenseifner
                                                           & Gropp 2005, IJHPCA 19
 
-Gloo has the ring only, flat over all ranks in their order, also where several are on one host. So
-a host's link carries each byte once in each direction, whatever the number of its ranks, and the
-slowest link on the ring sets beta; alpha is the mean over its links. NCCL takes the faster of
-both (its double binary trees, Sanders, Speck & Traeff 2009, have the terms of the tree).
+Gloo has only the ring, one over all ranks in their order, even where several are on a host. So a
+host's link carries each byte once in each direction, whatever the number of its ranks; the slowest
+link of the ring sets beta, and alpha is the mean over its links. NCCL takes the faster of the two
+(its double binary trees, Sanders, Speck & Traeff 2009, have the terms of the tree).
 
-Negotiation. Before a round of operations all ranks agree on what is ready: with Horovod's cache
-warm that is one tiny all-reduce, over Gloo a ring again, 2 (p - 1) alpha, which is what limits
-Gloo at many ranks. Rounds begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
+Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
+warm that is one tiny all-reduce: over Gloo a ring again, 2 (p - 1) alpha, which is what limits Gloo
+on many ranks. Rounds begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
 
-Overlap. Backward fills buckets (strategies/buckets.py); each is ready at its share of backward. The
-thread of Horovod takes those that are ready, agrees on them, and sends them one after the other;
-over Gloo the next round waits for that, over NCCL it is agreed on meanwhile. The step ends when
-backward and the last bucket have ended, and the optimizer after them.
+Overlap. Backward fills buckets (strategies/buckets.py), each ready after its share of backward.
+Horovod's thread takes those that are ready, agrees on them, and sends them one after the other.
+Over Gloo the next round waits for their end; over NCCL it is agreed on meanwhile. The optimizer
+follows when backward and the last bucket have ended.
 
-Stragglers. A bucket is ready when the slowest rank has it. Ranks take normally distributed times,
-of standard deviation sigma from step to step; the slowest of p, whose distribution is Phi^p, takes
-sigma times the integral of x dPhi(x)^p more than the mean. One rank that is always the slowest
-keeps the others as long on any number of ranks.
+Stragglers. A bucket is ready when the slowest rank has it. The times of ranks are normally
+distributed, with standard deviation sigma from step to step; the slowest of p, whose distribution
+is Phi^p, takes sigma times the integral of x dPhi(x)^p more than the mean. A rank that is always
+the slowest costs the same on any number of ranks.
 
-Not in it: congestion between hosts (a full bisection is taken for granted), ranks that take their
-cores or memory bandwidth from each other beyond what was measured, the reading of data.
+Left out: congestion between hosts (full bisection bandwidth is assumed), ranks that compete for
+cores or memory bandwidth more than they did when measured, and the reading of data.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from scipy.optimize import nnls
 from scipy.special import ndtr
 
 MIB = 2**20
-CYCLE = 1e-3  # HOROVOD_CYCLE_TIME as Horovod has it
+CYCLE = 1e-3  # Horovod's default of HOROVOD_CYCLE_TIME
 
 
 @dataclass(frozen=True)
@@ -54,16 +54,16 @@ class Network:
 
     Attributes:
         latency, bandwidth: alpha, and 1 / beta, of the link from one host to another.
-        ranks_per_host: these are joined by inside_latency, inside_bandwidth.
-        fixed: seconds of a round that neither ranks nor bytes explain.
-        algorithms: "ring", "tree", of which the faster counts.
-        controller: how ranks agree, "ring" (Gloo) or "tree" (MPI).
-        agreement_latency: a hop of it takes at least this: Gloo's go over TCP, also within a host
-            and where NCCL moves the gradients.
+        ranks_per_host: ranks on one host, joined by inside_latency and inside_bandwidth.
+        fixed: seconds of a round that depend on neither ranks nor bytes.
+        algorithms: "ring", "tree"; the faster of those given is used.
+        controller: how ranks agree, by "ring" (Gloo) or "tree" (MPI).
+        agreement_latency: the least that a hop of an agreement takes. Gloo agrees over TCP, even
+            inside a host, and even where NCCL moves the gradients.
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).
-        cycle: between the beginnings of two rounds, at least.
-        burst: bytes that a link lets through at once after a rest, where a token bucket limits it
-            (cluster/testbed.py, rented machines); they come back at its bandwidth.
+        cycle: least seconds between the beginnings of two rounds.
+        burst: bytes that pass at once after a rest on a link limited by a token bucket
+            (cluster/testbed.py, rented machines); it refills at the link's bandwidth.
     """
 
     latency: float
@@ -87,9 +87,9 @@ class Job:
     Attributes:
         forward, backward, rest: seconds; `rest` is the optimizer, data and what else is not hidden.
         buckets: bytes of each, in the order in which backward fills them.
-        deviation: standard deviation of forward + backward, from step to step.
-        slowest: seconds that a rank which is always the slowest takes more than the mean.
-        ready: share of backward after which each bucket is full; None: as its bytes are.
+        deviation: standard deviation of forward + backward from step to step, in seconds.
+        ready: share of backward after which each bucket is full; None: in proportion to bytes.
+        slowest: seconds by which one rank, always the same, is slower than the mean.
     """
 
     forward: float
@@ -128,9 +128,9 @@ class Measurement:
 
     Attributes:
         rate: bytes per second of its links, where it is known.
-        hops: how often it pays the latency that is to be fitted, with the agreement before it;
-            None: as over Gloo on hosts of one rank, 4 (p - 1).
-        known: seconds of latency that are known already, as that inside hosts.
+        hops: how often it and the agreement before it pay the latency that is fitted; None: 4 (p -
+            1), as two rings over hosts of one rank do.
+        known: seconds of latency that are not fitted, such as that inside hosts.
     """
 
     ranks: int
@@ -147,7 +147,7 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Fit:
-    """`share` of the links' rate that the bytes get: the bandwidth itself where no rate is known.
+    """`share` is that of the links' rate which the bytes get; without a known rate the bandwidth.
 
     `error` is the median of |fitted / measured - 1|.
     """
@@ -164,7 +164,7 @@ def wire_bytes(bytes_: float, ranks: int) -> float:
 
 
 def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
-    """How often an all-reduce pays the latency between hosts, and that inside one."""
+    """How often an all-reduce pays the latency between hosts, and how often that inside a host."""
     if algorithm == "tree":
         inside = math.ceil(ranks / hosts)
         return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
@@ -181,14 +181,14 @@ def latencies(network: Network, ranks: int, algorithm: str) -> float:
 
 
 def slowest_bandwidth(ranks: int, network: Network) -> float:
-    """Of the links that `ranks` ranks use."""
+    """The least bandwidth of the links that `ranks` ranks use."""
     inside = min(ranks, network.ranks_per_host)
     links = [network.bandwidth] if ranks > inside else []
     return min(links + ([network.inside_bandwidth] if inside > 1 else []), default=math.inf)
 
 
 def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float = 0.0) -> float:
-    """An all-reduce by itself, without the agreement before it; `free` bytes pass at once."""
+    """An all-reduce without the agreement before it; its first `free` bytes pass at once."""
     latency = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
     limited_bytes = max(0.0, wire_bytes(bytes_, ranks) - free)
     return latency + limited_bytes / slowest_bandwidth(ranks, network)
@@ -202,21 +202,23 @@ def agreement_seconds(ranks: int, network: Network) -> float:
 
 
 def expected_maximum(count: int) -> float:
-    """Of `count` independent standard normal variables: the sum over small intervals."""
+    """Of `count` independent standard normal variables; the integral, summed over small steps."""
     edges = np.linspace(-9, 9, 2001)
     return float(np.diff(ndtr(edges) ** count) @ (edges[1:] + edges[:-1]) / 2)
 
 
 def median_wait(count: int) -> float:
-    """In half of all steps the slowest of `count` ranks takes more than this over their mean, in
-    standard deviations; in the form of Blom (1958, Statistical Estimates and Transformed
-    Beta-Variables), fitted to drawn numbers within 1 %. Of 2 it is Phi^-1(3/4) / sqrt(2), a sixth
-    less than what is expected: few steps wait long."""
+    """The median, over steps, of how much the slowest of `count` ranks exceeds their mean, in
+    standard deviations.
+
+    The form is that of Blom (1958, Statistical Estimates and Transformed Beta-Variables), fitted to
+    simulated steps within 1 %. For 2 ranks it is Phi^-1(3/4) / sqrt(2), a sixth less than the
+    expected excess, as few steps wait long.
+    """
     return statistics.NormalDist().inv_cdf((count - 0.455) / (count + 0.262))
 
 
 def predict(job: Job, ranks: int, network: Network) -> Step:
-    """A step on `ranks` ranks."""
     if ranks == 1:
         return Step(job.compute, 0.0, 0.0, 1.0)
     straggler = job.slowest + job.deviation * expected_maximum(ranks)
@@ -225,8 +227,8 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     agreement = agreement_seconds(ranks, network)
     bandwidth = slowest_bandwidth(ranks, network)
     thread = wire = 0.0  # when each is free
-    credit, credit_time = network.burst, 0.0  # bytes that would pass at once, and when that was so
-    sent = 0
+    credit, credit_time = network.burst, 0.0  # bytes in the token bucket, and when it was looked at
+    sent = 0  # buckets
     while sent < len(ready):
         round_begins = max(thread, ready[sent])
         agreed = round_begins + agreement
@@ -245,7 +247,7 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
 
 
 def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float]:
-    """Bytes, as strategies/layout.py puts layers together that come in the order of backward."""
+    """Bytes of the buckets into which strategies/layout.py puts layers, in backward's order."""
     sizes, size, limit = [], 0.0, float(MIB)
     for layer in layers:
         size += layer
@@ -256,7 +258,7 @@ def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float
 
 
 def as_many_buckets(bytes_: float, count: int) -> list[float]:
-    """Those of the smallest layers of equal size that make no more than `count`."""
+    """Bytes of the buckets of as many equal layers as make no more than `count` buckets."""
     layers = 1000
     while layers > 1 and len(bucket_sizes([bytes_ / layers] * layers)) > count:
         layers -= 1
@@ -268,9 +270,9 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
 
         seconds - known = fixed + hops alpha + (2 (p - 1) / p bytes - burst) / (share rate)
 
-    which is an operation by itself: agreement and transfer. `burst` is of links that are known to
-    have one, and had rested. With one number of ranks, `fixed` and alpha cannot be told apart: then
-    fixed is 0, and alpha at its highest.
+    which is one operation: agreement and transfer. `burst` is for rested links with a known token
+    bucket. Measurements on one number of ranks cannot separate `fixed` from alpha: then fixed is 0,
+    and alpha an upper bound.
 
     Raises:
         ValueError: with fewer than two sizes, or times that do not grow with them.
@@ -285,7 +287,7 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     seconds = np.array([m.seconds for m in measurements])
     matrix /= seconds[:, None]
     target = 1 - np.array([m.known for m in measurements]) / seconds
-    scale = np.maximum(matrix.max(axis=0), 1e-30)  # to units in which all columns are alike
+    scale = np.maximum(matrix.max(axis=0), 1e-30)  # so that all columns are of like size
     constants = nnls(matrix / scale, target)[0] / scale
     fixed, latency, inverse = (float(value) for value in constants)
     if inverse == 0:

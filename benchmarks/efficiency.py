@@ -1,23 +1,26 @@
-"""From the runs of benchmarks/scaling.py to the rows of its table; arithmetic, nothing is started.
+"""From the runs of benchmarks/scaling.py to the rows of its table: arithmetic, nothing is started.
 
-A run's time of a step t is the mean over its measured steps, in ms, without what is between two
-epochs (runs/anatomy.py); a row has one for each repeat.
+The step time t of a run is the mean over its measured steps, in ms, without what happens between
+two epochs (runs/anatomy.py). A row has one for each repeat.
 
-    samples/s    n x b / t with n processes and batches of b a process; where the last batch of an
-                 epoch is smaller, with the mean of the measured batches in place of n x b: of d
-                 samples, an epoch of s = ceil(ceil(d / n) / b) steps leaves it d - (s - 1) x n x b
+    samples/s    n x b / t with n processes and b samples a process and step. Where the last batch
+                 of an epoch is smaller, the mean of the measured batches replaces n x b: of d
+                 samples an epoch has s = ceil(ceil(d / n) / b) steps, and the last of them gets
+                 d - (s - 1) x n x b
     speed-up     samples/s on n processes / samples/s on n0, the smallest size measured
     efficiency   speed-up x n0 / n
 
-under weak scaling (b the same at each n) and strong scaling (n x b the same) alike. Speed-up and
-efficiency are formed within each repeat, whose runs are neighbours in time, and then their median
-is taken: what changes slowly on a machine cancels out. Beside it stands the interval that has the
-true median in it in 95 of 100 cases, whatever its shape: that of the sign test. Of up to eight
-repeats it is the whole range, which of five has it in 94 cases, of three in 75.
+The same holds under weak scaling (b constant) and strong scaling (n x b constant). Speed-up and
+efficiency are ratios within a repeat, whose runs are neighbours in time, so that slow changes of
+the machine cancel out; the table has their median. Beside it stands the confidence interval of the
+sign test, which assumes nothing about the distribution: it contains the true median with at least
+95 % probability. Of up to eight repeats it is the whole range, which cannot do better than 94 % for
+five repeats, and 75 % for three.
 
-Where more ranks than cores are on a machine, these say nothing about communication. Such a size is
-marked "oversubscribed" and has a step with communication / without it instead: the same number of
-processes, each training alone, at the same time; medians of steps, as they do not start together.
+Where a machine has more ranks than cores, these figures say nothing about communication. Such a
+size is marked "oversubscribed", and instead has the ratio of a step with communication to one
+without: the same number of processes, each training alone at the same time. It is of median steps,
+as those processes do not start together.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ class Row:
         speedup, efficiency: empty at oversubscribed sizes.
         over_alone: a step with communication / without; empty at all other sizes.
         predicted_ms: of a step, from the smallest size (benchmarks/scaling_predicted.py): likely,
-            at best, at worst; empty where it is not known.
-        marks: what a reader must know before the figures are used.
+            at best, at worst; empty where nothing is predicted.
+        marks: what a reader must know before using the figures.
     """
 
     mode: str
@@ -65,11 +68,10 @@ class Row:
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """The ends between which the median lies; of one value, which says nothing, that value: see
-    `MIN_REPEATS`. So many of n values are left out at each end that one of the ends is wrong in 5
-    of 100 cases at most: the interval that belongs to the sign test."""
+    """The 95 % confidence interval of the median, by the sign test; of up to eight values the
+    range. One value says nothing of its noise (see `MIN_REPEATS`): both ends are that value."""
     count, ordered = len(values), sorted(values)
-    # How many of n coins fall on one side: as many values lie below the true median.
+    # The number of values below the true median is distributed as that of heads among coins.
     excluded = max(0, int(binom.ppf(0.025, count, 0.5)) - 1)
     return ordered[excluded], ordered[count - 1 - excluded]
 
@@ -77,8 +79,8 @@ def interval(values: list[float]) -> tuple[float, float]:
 def spread(
     values: list[float], digits: int | None = None, factor: float = 1, unit: str = ""
 ) -> str:
-    """The median and, in brackets, the interval if there is any, as "88.78 (88.36 to 93.66)"; empty
-    for no values. By default 4 digits."""
+    """The median, and the interval in brackets if values differ, as "88.78 (88.36 to 93.66)"; empty
+    for no values. `digits` after the point, by default 4 significant ones."""
     if not values:
         return ""
     if digits is None:
@@ -91,17 +93,17 @@ def spread(
 
 
 def spread_in_words(repeats: int) -> str:
-    """What stands in the brackets of `spread`."""
+    """The brackets of `spread`, described."""
     return "their range" if repeats <= 8 else "the 95 % interval of the median"
 
 
 def batch_of(mode: str, batch_size: int, np: int) -> int:
-    """Of a process: data.batch_size under weak scaling, its np-th part under strong scaling."""
+    """Samples a process and step: data.batch_size under weak scaling, 1 / np of it under strong."""
     return batch_size if mode == "weak" else batch_size // np
 
 
 def steps_per_epoch(results: Results, np: int, batch: int) -> int:
-    """Batches of each process that an epoch has, as trainer.limit_train_batches allows."""
+    """Batches of each process in an epoch, within trainer.limit_train_batches."""
     steps = _batches(results["trial"], np, batch)
     limit = results["config"].get("trainer", {}).get("limit_train_batches")
     if limit is None:
@@ -110,13 +112,13 @@ def steps_per_epoch(results: Results, np: int, batch: int) -> int:
 
 
 def _batches(trial: dict[str, Any], np: int, batch: int) -> int:
-    """Of each process's data, the last one perhaps smaller or, with drop_last, left out."""
+    """Batches in a process's share of the data; the last may be smaller, or dropped (drop_last)."""
     share = math.ceil(trial["train_samples"] / np)
     return share // batch if trial.get("drop_last") else math.ceil(share / batch)
 
 
 def runs_of(results: Results, strategy: str, np: int, batch: int, alone: bool) -> dict[int, Run]:
-    """What was measured of one job, by repeat."""
+    """The runs of one job, by repeat."""
     wanted = (strategy, np, batch, alone)
     return {
         run["repeat"]: run
@@ -126,7 +128,6 @@ def runs_of(results: Results, strategy: str, np: int, batch: int, alone: bool) -
 
 
 def samples_per_second(results: Results, run: Run) -> float:
-    """See above."""
     np, batch, trial = run["np"], run["batch"], results["trial"]
     samples = np * batch
     if trial["train_samples"] and not trial.get("drop_last"):
@@ -138,7 +139,7 @@ def samples_per_second(results: Results, run: Run) -> float:
 
 
 def _ends_of_epochs(results: Results, steps: int) -> float:
-    """The share of the measured batches that are the last of an epoch of so many."""
+    """The share of the measured batches that are the last of an epoch of `steps` batches."""
     settings = results["settings"]
     if settings["epochs"]:
         return 1 / steps
@@ -195,7 +196,7 @@ def _rates(results: Results, strategy: str, np: int, batch: int) -> dict[int, fl
 
 
 def _marks(results: Results, row: Row, runs: list[Run], alone: list[Run]) -> list[str]:
-    """Of the runs of a row, and of those alone that they are set against."""
+    """The marks of a row from its runs, and from the runs `alone` that they are compared with."""
     marks = ["oversubscribed"] if row.np in results["oversubscribed"] else []
     if len(runs) < MIN_REPEATS:
         marks.append(f"{len(runs)} repeat" + "s" * (len(runs) > 1))
@@ -229,8 +230,6 @@ def _drift(results: Results, run: Run) -> float:
 
 
 def _unclear(what: str, ratios: list[float]) -> list[str]:
-    """A mark where 1 is in the interval, and a difference from it none to speak of."""
+    """A mark where the interval contains 1, so that no difference is shown."""
     low, high = interval(ratios) if ratios else (0, 0)
-    if low <= 1 <= high and low < high:
-        return [f"{what} within noise"]
-    return []
+    return [f"{what} within noise"] if low <= 1 <= high and low < high else []

@@ -1,4 +1,4 @@
-"""What the plots of all benchmarks share: no display, one look, and a PNG and an SVG of each."""
+"""What the plots of all benchmarks share: no display, one style, a PNG and an SVG of each."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ FONTS = {
 
 
 def title(text: str, inches: float) -> str:
-    """In lines that fit so wide a figure, at a font size of 9."""
+    """Wrapped to the width of a figure, at a font size of 9."""
     return textwrap.fill(text, int(13 * inches))
 
 
 def save(figure: Figure, name: Path) -> None:
-    """As name.png and name.svg. The same results give the same files: without date and version,
-    and names within the SVG come from a fixed salt."""
+    """As name.png and name.svg. The same results give the same bytes: there is no date or
+    version in them, and identifiers in the SVG come from a fixed salt."""
     with plt.rc_context({"svg.hashsalt": "results"}):
         for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
             file = name.with_name(name.name + suffix)

@@ -1,4 +1,4 @@
-"""The files of results: written whole, continued, and by one measurement at a time."""
+"""The files of results: written whole, continued after an interrupt, one measurement at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.hardware import ROOT
 
 RESULTS = ROOT / "benchmarks" / "results"
-_LOCKED: dict[Path, int] = {}  # folders of results, open as long as this process lives
+_LOCKED: dict[Path, int] = {}  # folder: its lock, held as long as this process lives
 
 
 def write_json(results: dict[str, Any], file: Path) -> None:
@@ -24,7 +24,7 @@ def write_json(results: dict[str, Any], file: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """All or nothing, whenever it is interrupted; others may read it at any time."""
+    """All or nothing, even if interrupted: who reads the file meanwhile sees the old or the new."""
     unfinished = file.with_suffix(".part")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -41,14 +41,14 @@ def write_text(file: Path, text: str) -> None:
 def continued(
     results: dict[str, Any], folder: Path, name: str, *measured: str
 ) -> tuple[Path, dict[str, Any]]:
-    """What the same command left when it was interrupted, and its file; else `results`, unfinished,
-    and a file that is not there yet. Until this process ends, no other one measures for the same
-    folder: it would write the same file, and both would disturb each other.
+    """The file of the same measurement if one was interrupted, and what is in it; else a new file
+    name, and `results`. Locks the folder, as `measure_alone` does.
 
     Args:
         results: all that is known before the first measurement.
-        folder, name: of the file, whose name ends with the date.
-        measured: keys of what is measured; the others, but for the time, must be equal.
+        folder, name: of the file; the date is appended to the name.
+        measured: keys that do not tell measurements apart, as they hold what is measured; all
+            others, except the time and the other load, must be equal.
     """
     measure_alone(folder)
     results = {**json.loads(json.dumps(results)), "finished": False}
@@ -67,14 +67,14 @@ def continued(
 
 
 def measure_alone(folder: Path) -> None:
-    """Makes the folder, which must take results, before hours are measured for nothing. Until this
-    process ends, no other one measures for it."""
+    """Makes the folder and tries to write to it, before hours are measured for nothing. Until this
+    process ends, no other one can measure for it: both would disturb each other."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        try:  # a file to write to: NFS locks no folder, nor what is only read
+        try:  # a file open for writing: NFS locks neither folders nor files open for reading
             lock = os.open(folder / ".lock", os.O_WRONLY | os.O_CREAT, 0o666)
-        except PermissionError:  # another user's, as root's; on a local disk it will do
+        except PermissionError:  # another user's, such as root's; enough on a local disk
             lock = os.open(folder / ".lock", os.O_RDONLY)
     except OSError as error:
         raise SystemExit(
@@ -96,14 +96,14 @@ def measure_alone(folder: Path) -> None:
 
 
 def whole_repeats(runs: list[dict[str, Any]], jobs: int) -> list[dict[str, Any]]:
-    """The runs of repeats that have one of each of so many jobs. They are set against each other as
-    neighbours in time, which those of an interrupted repeat are not when it goes on later."""
+    """The runs of repeats that have a run of each of so many `jobs`. The runs of a repeat are
+    compared as neighbours in time; of one that was interrupted and completed later they are not."""
     counts = Counter(run["repeat"] for run in runs)
     return [run for run in runs if counts[run["repeat"]] == jobs]
 
 
 def unused(file: Path) -> Path:
-    """This file, or with _2, _3, ... in its name: one that is not there yet."""
+    """The first of this name, and this name with _2, _3, ..., that does not exist yet."""
     candidate, number = file, 1
     while candidate.exists():
         number += 1
@@ -112,5 +112,5 @@ def unused(file: Path) -> Path:
 
 
 def slug(text: str) -> str:
-    """A part of a file's name."""
+    """Letters, digits and dashes of a text, for a part of a file's name."""
     return re.sub(r"\W+", "-", text).strip("-").lower()

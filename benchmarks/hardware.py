@@ -1,8 +1,8 @@
-"""What figures hang on: the machine, its network, the versions and the commit.
+"""What figures depend on: the machine, its network, the versions and the commit.
 
     python -m benchmarks.hardware            this host, as JSON
 
-benchmarks/scaling.py and allreduce.py ask each host of a job so.
+benchmarks/scaling.py and allreduce.py run that command on each host of a job.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from cluster.probe import usable_cores
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
+# Variables that reach all ranks and change how fast they are.
 FASTER = ("HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PRELOAD", "MALLOC_")
-# Neither a note nor a result makes a measurement another one.
+# What makes a measurement another one when it changes; notes and results do not.
 CODE = ["*.py", "*.yaml", "requirements.txt", "pyproject.toml", "Makefile"]
-PASSING = re.compile("lo$|veth|docker|br-|virbr")  # interfaces that are no machine's
+PASSING = re.compile("lo$|veth|docker|br-|virbr")  # loopback, and interfaces of containers
 
 
 def hardware() -> dict[str, Any]:
-    """Of this host, with the versions, the commit and the time."""
+    """`machine` and `software`."""
     return {**machine(), **software()}
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, cores and GPUs that may be used."""
+    """Processor, memory, and the cores and GPUs that this process may use."""
     cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
     memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
@@ -50,19 +51,19 @@ def machine() -> dict[str, Any]:
 
 
 def processors(machine: dict[str, Any]) -> str:
-    """Of `machine`, as "4 NVIDIA H100" or "AMD EPYC, 2 cores"."""
-    counts = Counter(machine["gpus"]).items()
-    on_gpus = ", ".join(f"{count} {name}" for name, count in counts)
-    return on_gpus or f"{machine['cpu']}, {machine['cores']} cores"
+    """What computes in a `machine`, as "4 NVIDIA H100" or "AMD EPYC, 2 cores"."""
+    gpus = ", ".join(f"{count} {name}" for name, count in Counter(machine["gpus"]).items())
+    return gpus or f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def gpus() -> list[str]:
-    """Their names."""
+    """The names of those that this process may use."""
     return [name for (name,) in nvidia_smi("name")]
 
 
 def software() -> dict[str, Any]:
-    """Versions of Python and packages, the commit, variables that matter, and when."""
+    """Versions of Python and packages, the commit and what differs from it, the environment
+    variables that matter, and the time."""
     installed = {}
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
@@ -72,7 +73,6 @@ def software() -> dict[str, Any]:
         "versions": installed,
         "commit": _commit(),
         "changes": _changes(),
-        # Variables that reach all ranks and change how fast they are.
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FASTER)},
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }
@@ -84,14 +84,14 @@ def versions(results: dict[str, Any]) -> str:
 
 
 def _commit() -> str | None:
-    """With -dirty behind it where code differs from it; None outside a repository."""
+    """Followed by -dirty where code differs from it; None outside a repository."""
     commit = _git("describe", "--always", "--exclude=*").strip()
     return commit + ("-dirty" if _git("diff", "HEAD", "--", *CODE) else "") or None
 
 
 def _changes() -> str | None:
-    """A digest of what code and configuration differ from the commit, new files too; None if
-    nothing does."""
+    """A digest of how code and configuration differ from the commit, new files included; None if
+    they do not."""
     difference = _git("diff", "HEAD", "--", *CODE)
     names = _git("ls-files", "-z", "--others", "--exclude-standard", "--", *CODE).split("\0")
     for file in (ROOT / name for name in names if name):
@@ -101,7 +101,7 @@ def _changes() -> str | None:
 
 def _git(*arguments: str) -> str:
     try:
-        # In a container the checkout may be another user's.
+        # safe.directory: in a container the checkout may belong to another user.
         command = ["git", "-c", "safe.directory=*", *arguments]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
         return done.stdout
@@ -110,19 +110,14 @@ def _git(*arguments: str) -> str:
 
 
 def host() -> dict[str, Any]:
-    """`machine`, what it calls itself, the network interfaces, and a text that only hosts made of
-    one machine share."""
+    """`machine`, what it calls itself, its network interfaces, and an identifier of its boot, which
+    only hosts made of the same machine share."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return {
-        **machine(),
-        "node": os.uname().nodename,
-        "nics": nics(),
-        "boot": boot,
-    }
+    return {**machine(), "node": os.uname().nodename, "nics": nics(), "boot": boot}
 
 
 def nics() -> dict[str, int | None]:
-    """Rate in Mbit/s (None: not told) of each interface that is up, without loopback and those of
+    """The rate in Mbit/s (None: unknown) of each interface that is up, except loopback and those of
     containers, which come and go."""
     rates = {}
     for _, name in socket.if_nameindex():
@@ -137,7 +132,7 @@ def nics() -> dict[str, int | None]:
 
 
 def _number(file: Path) -> int | None:
-    """What a file of the kernel begins with; None where it has nothing to say."""
+    """The number at the beginning of a file of the kernel; None without one."""
     try:
         match = re.match(r"\d+", file.read_text())
     except OSError:
@@ -146,7 +141,7 @@ def _number(file: Path) -> int | None:
 
 
 def nvidia_smi(*fields: str) -> list[list[str]]:
-    """The fields of each GPU, or of each that CUDA_VISIBLE_DEVICES lists; nothing without one."""
+    """These fields of each GPU, or of each that CUDA_VISIBLE_DEVICES lists; empty without any."""
     if shutil.which("nvidia-smi") is None:
         return []
     asked = ",".join(("index", "uuid", *fields))

@@ -1,7 +1,7 @@
 """One run of a benchmark: template.py on some processes, what it measured, and what else ran there.
 
-Started by `cluster.horovodrun` as by `make train`; the result is read from the summary.json that a
-run leaves, on the host of rank 0, by ssh where that is another. Nothing stays behind on the hosts.
+`cluster.horovodrun` starts it, as in `make train`. The result is read from the summary.json that a
+run leaves on the host of rank 0, by ssh if that is another host. Nothing stays behind on the hosts.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
 from cluster.hosts import Host, ranks
 
-# What makes a process one rank of several (cluster/hosts.py, Rank.environment); without it, it
+# What makes a process one of several ranks (cluster/hosts.py, Rank.environment); without these it
 # trains alone.
 RANK_VARIABLES = [
     f"HOROVOD_{name}"
     for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 ]
-# For a measurement nothing is evaluated, saved or logged.
+# Nothing is evaluated, saved or logged during a measurement.
 MEASURED = [
     "test=false", "callbacks=none", "logger=none", "trainer.enable_checkpointing=false",
     "trainer.limit_val_batches=0", "trainer.num_sanity_val_steps=0",
@@ -39,7 +39,7 @@ MEASURED = [
 
 
 class Failed(Exception):
-    """Why a run gave no result: the last lines of its output, and a line."""
+    """Why a run gave no result: the last lines of its output, then one with "error: "."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Launcher:
     Args:
         hosts: filled in their order.
         where: the launcher's arguments that name them.
-        arguments: the user's overrides.
-        threads: of a process.
+        arguments: the user's overrides of template.py.
+        threads: of each process.
     """
 
     hosts: list[Host]
@@ -79,11 +79,10 @@ class Launcher:
     threads: int
 
     def run(self, job: Job, length: list[str]) -> dict[str, Any]:
-        """Train; what it measured, with the state of the hosts that took part before and after.
+        """Train; what was measured, with the load of the hosts that took part before and after.
 
         Args:
-            job: what to run.
-            length: overrides that say how long, and how much of it is warm-up.
+            length: overrides that say how long the run is, and how much of it is warm-up.
 
         Raises:
             Failed: when it did not end well.
@@ -95,7 +94,7 @@ class Launcher:
             try:
                 command = self.command(job, [*length, f"log_dir='{runs}'"])
                 train(command, job, Path(folder) / "output", self.threads)
-            finally:  # also takes away what a run that failed has left
+            finally:  # a run that failed leaves files too, which `collect` removes
                 summaries = [summary for host in writers for summary in collect(host, runs)]
         if len(summaries) != (job.np if job.alone else 1):
             names = ", ".join(host.name for host in writers)
@@ -106,7 +105,7 @@ class Launcher:
         return {**_measured(job, summaries), "hosts": before}
 
     def command(self, job: Job, overrides: list[str]) -> list[str]:
-        """The line that starts it. Of two equal keys Hydra takes the last: those of ours."""
+        """The line that starts it. Ours come last, as Hydra takes the last of two equal keys."""
         launcher = [sys.executable, "-m", "cluster.horovodrun", "-np", str(job.np), *self.where]
         alone = ["env", *(f"-u{name}" for name in RANK_VARIABLES)] if job.alone else []
         ours = [*MEASURED, f"strategy={job.strategy}", f"data.batch_size={job.batch}", *overrides]
@@ -121,7 +120,7 @@ def train(command: list[str], what: object, log: Path, threads: int) -> None:
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     with log.open("w") as output:
-        # In a session of its own: Ctrl-C is for us, who end it.
+        # In a session of its own, so that Ctrl-C reaches only us, who end it.
         process = subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=output, stderr=output,
             stdin=subprocess.DEVNULL, start_new_session=True,
@@ -140,7 +139,7 @@ def train(command: list[str], what: object, log: Path, threads: int) -> None:
 
 
 def collect(host: Host, folder: str) -> list[dict[str, Any]]:
-    """The summaries below a folder of a host, which is removed."""
+    """The summaries below a folder of a host; then the folder is removed."""
     quoted, parent = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
     script = f"for f in {quoted}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
     script += f"; rm -r {quoted}" + ("" if host.is_here else f"; rmdir {parent}")
@@ -151,8 +150,8 @@ def collect(host: Host, folder: str) -> list[dict[str, Any]]:
 
 
 def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, Any]]:
-    """What a module of benchmarks/ prints on each host, all at the same time; by name. It sees the
-    GPUs that a job would have there.
+    """The JSON that a module of benchmarks/ prints on each host, by the host's name. It runs on all
+    at the same time, and sees the GPUs that a job would have there.
 
     Raises:
         Failed: when one does not answer.
@@ -177,7 +176,7 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
 
 
 def _its_gpus(host: Host) -> str:
-    """In a shell: those of the host file, else of our environment, which goes to all ranks."""
+    """CUDA_VISIBLE_DEVICES for a shell: the host file's, else ours, which all ranks get."""
     visible = forwarded(dict(os.environ)).get("CUDA_VISIBLE_DEVICES")
     if host.gpus is not None:
         visible = ",".join(map(str, host.gpus))
@@ -185,7 +184,7 @@ def _its_gpus(host: Host) -> str:
 
 
 def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Of several processes that were alone, the median."""
+    """The result of a run; of several processes that trained alone the median."""
     anatomies = [summary["anatomy"] for summary in summaries if summary.get("anatomy")]
     if len(anatomies) < len(summaries):
         raise Failed(f"error: {job}: no step was measured: more steps than warm-up are needed")

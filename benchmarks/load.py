@@ -1,9 +1,9 @@
-"""What else happens on a host around a measurement, and how fast its clock is.
+"""What else a host does around a measurement, and how fast its cores are.
 
-    python -m benchmarks.load            before a measurement: about 1.3 s, as JSON
+    python -m benchmarks.load            before a measurement: takes about 1.3 s, prints JSON
     python -m benchmarks.load --after    after it: only the counters
 
-Nothing of ours may run meanwhile. It reads /proc/stat (proc(5)) and nvidia-smi; it changes nothing.
+Nothing of ours may run meanwhile. Only /proc/stat (proc(5)) and nvidia-smi are read.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from typing import Any
 
 from benchmarks.hardware import nvidia_smi
 
-# From where on a disturbance is told beside the figures. An idle host is busy by 1 to 3 % and times
-# the arithmetic within 2 %; a job that takes a tenth of the cores slows ranks that use all of them
-# by about that much, which is the size of what a scaling table is read for.
+# Disturbances above these are noted beside the figures. An idle host is busy by 1 to 3 %, and its
+# times of the arithmetic agree within 2 %. A job that takes a tenth of the cores slows ranks that
+# use all of them by about a tenth, which is as much as the differences a scaling table is read for.
 BUSY_SHARE = 0.10  # of all cores, or of a GPU's time, before a measurement
 STEAL_SHARE = 0.02  # of the time during it, that the hypervisor gave to other machines
-DRIFT = 0.05  # the arithmetic against the fastest in the same file
+DRIFT = 0.05  # of the arithmetic's time, against the fastest in the same file
 
 PIECES, ADDITIONS = 20, 200_000  # about 0.2 s in all
 
 
 def before() -> dict[str, Any]:
-    """Busy share of the cores and GPUs, ms of the arithmetic, GPU temperature, the counters."""
+    """Busy shares of cores and GPUs in a second, GPU temperature, ms of arithmetic, counters."""
     first = counters()
     time.sleep(1)
     second = counters()
@@ -45,7 +45,7 @@ def before() -> dict[str, Any]:
 
 
 def counters() -> dict[str, int]:
-    """Ticks of all cores since boot: in all, busy, stolen by the hypervisor."""
+    """Ticks of all cores since boot: total, busy (with those stolen), stolen by the hypervisor."""
     line = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
     user, nice, system, idle, iowait, irq, softirq, steal = map(int, line[:8])
     busy = user + nice + system + irq + softirq + steal
@@ -53,7 +53,7 @@ def counters() -> dict[str, int]:
 
 
 def arithmetic() -> float:
-    """The median time of some equal pieces of work, in ms: it follows the clock, and no memory."""
+    """The median ms of equal pieces of work, which depend on the clock and not on memory."""
     times = []
     for _ in range(PIECES):
         began = time.perf_counter()

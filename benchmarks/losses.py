@@ -5,16 +5,18 @@
                                                         is that of all ranks together
 
 Each job is trained by Lightning's own strategy for one device (benchmarks/losses_worker.py), then
-on some ranks by Horovod and by DDP, each rank with its share of the batch: same seed, same weights
-at the start, same samples in each step. What is compared is val/loss over all ranks, every few
-steps. All of it twice: in 32 bits, as one trains, and in 64 bits. Several ranks add in another
-order, and training makes that rounding larger. In 64 bits it begins 2^29 times smaller: what is
-left there is no rounding but another computation. A run is "equal" when in 64 bits no loss differs
-from that of one process by more than `EQUAL` of it; one that is not, though it ought to be, makes
-the exit status 1.
+by Horovod and by DDP on several ranks, each with its share of the batch: the same seed, the same
+initial weights, the same samples in each step. What is compared, every few steps, is val/loss over
+all ranks.
 
-What such a job needs: no dropout, which each rank draws for itself; samples to validate that the
-ranks divide, as DDP repeats some otherwise; ranks on this host. No time is measured.
+All of it is done twice, in 32 bits, as one trains, and in 64 bits. Several ranks add numbers in
+another order, and training amplifies that rounding error. In 64 bits it starts 2^29 times smaller,
+so that a difference which remains there is not rounding but another computation. A run is "equal"
+when in 64 bits no loss differs from that of one process by more than `EQUAL` of it. The exit status
+is 1 if a run is not equal that ought to be.
+
+Such a job has no dropout, which each rank draws for itself; a number of validation samples that the
+ranks divide, as DDP repeats some otherwise; and its ranks on this host. No time is measured.
 Results go to benchmarks/results/losses_<hardware>_<date>.json, .md, .png and .svg.
 """
 
@@ -42,7 +44,7 @@ from cluster.signals import interrupt_at_signals
 STEPS, POINTS = 200, 40
 PRECISIONS = ["32-true", "64-true"]
 ALONE = "strategy._target_=benchmarks.losses_worker.single_in_order"
-# Set for the comparison; what a user gives for them would be lost without a word.
+# Set for the comparison, so refused: what a user gives for them would be ignored silently.
 OURS = dict.fromkeys(
     ["strategy", "trainer.precision", "trainer.max_epochs", "trainer.limit_train_batches",
      "trainer.check_val_every_n_epoch", "trainer.val_check_interval", "callbacks", "logger",
@@ -56,8 +58,8 @@ class Job:
 
     Attributes:
         arguments: of template.py; data.batch_size is that of all ranks together.
-        differs: why several ranks are expected not to compute what one does; empty: they are to.
-        ddp_on_cpu: why DDP cannot train it without a GPU; empty: it can.
+        differs: why several ranks are expected to compute something else than one; else empty.
+        ddp_on_cpu: why DDP cannot train it without a GPU; else empty.
     """
 
     name: str
@@ -81,9 +83,6 @@ JOBS = [
     ),
 ]  # fmt: skip
 Measure = Callable[[list[str], int], dict[str, Any]]
-
-
-# ---------------------------------------------------------------------------- measuring
 
 
 def launch(arguments: list[str], np: int) -> dict[str, Any]:
@@ -110,8 +109,8 @@ def launch(arguments: list[str], np: int) -> dict[str, Any]:
 
 
 def read(metrics: Path) -> dict[int, float]:
-    """val/loss by the number of steps before it."""
-    if not metrics.is_file():  # nothing at all was logged
+    """val/loss by the number of training steps before it."""
+    if not metrics.is_file():  # nothing was logged
         return {}
     with metrics.open() as file:
         rows = [row for row in csv.DictReader(file) if row.get("val/loss")]
@@ -121,16 +120,16 @@ def read(metrics: Path) -> dict[int, float]:
 def measure(
     job: Job, batch: int, sizes: list[int], steps: int, launch: Measure, say: Callable[[str], None]
 ) -> dict[str, Any]:
-    """All runs of a job, one process first."""
+    """All runs of a job; in each precision that of one process comes first."""
     quick = ["test=false", "callbacks=none", "~logger.tensorboard"]
     common = [*job.arguments, *quick, "trainer.enable_checkpointing=false"]
     one_step = ["trainer.max_epochs=-1", "trainer.max_steps=1", "trainer.limit_val_batches=1",
             "trainer.val_check_interval=1"]  # fmt: skip
     first = launch([*common, *one_step, f"data.batch_size={batch}"], 1)
-    samples = first["train_samples"] or 0  # a stream may not tell
+    samples = first["train_samples"] or 0  # unknown for a stream
     if not (full_batches := samples // batch):
         raise Refusal(f"{job.name}: {samples or 'unknown'} samples make no batch of {batch}")
-    # The last batch of an epoch, which ranks might have to fill up, is left out.
+    # Whole batches only: several ranks might have to fill up the last one of an epoch.
     length = ["trainer.max_epochs=-1", f"trainer.max_steps={steps}",
               f"trainer.limit_train_batches={full_batches}", "trainer.check_val_every_n_epoch=null",
               f"trainer.val_check_interval={max(1, steps // POINTS)}"]  # fmt: skip
@@ -150,13 +149,10 @@ def measure(
 
 
 def plan(sizes: list[int], ddp: bool) -> list[tuple[str, int]]:
-    """Strategies and numbers of ranks; the first is what the others are compared with."""
+    """Strategies and numbers of ranks; the others are compared with the first."""
     strategies = ["horovod", "ddp"] if ddp else ["horovod"]
     several = [(strategy, np) for np in sizes if np > 1 for strategy in strategies]
     return [("single", 1), ("horovod", 1), *several]
-
-
-# ---------------------------------------------------------------------------- the command
 
 
 def parse(line: list[str] | None = None) -> argparse.Namespace:
@@ -178,8 +174,8 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
     """The global batch of each job.
 
     Raises:
-        Refusal: for one that template.py would refuse, that has none, or that the ranks do not
-            divide.
+        Refusal: for a job that template.py would refuse or that has no batch size, and for a batch
+            that the ranks do not divide.
     """
     global_batches = []
     for job in jobs:
@@ -197,8 +193,8 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
 def main() -> int:
     arguments = parse()
     interrupt_at_signals()
-    jobs = [Job(" ".join(arguments.overrides), arguments.overrides)] * bool(arguments.overrides)
-    jobs = jobs or JOBS
+    mine = arguments.overrides
+    jobs = [Job(" ".join(mine), mine)] if mine else JOBS
     results: Results = {
         "benchmark": "losses", **hardware(), "steps": arguments.steps, "sizes": arguments.np,
         "names": [job.name for job in jobs], "jobs": [],
@@ -209,7 +205,7 @@ def main() -> int:
 
     name = f"losses_{slug(processors(results))}"
     try:
-        refuse_ours(arguments.overrides, OURS, "make bench-losses")
+        refuse_ours(mine, OURS, "make bench-losses")
         global_batches = batches(jobs, arguments.np)
         file, results = continued(results, arguments.out, name, "jobs")
         for job, batch in list(zip(jobs, global_batches))[len(results["jobs"]) :]:
@@ -227,10 +223,7 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         count = len(results["jobs"])
-        say(
-            "\nstopped"
-            + (f"; jobs that are kept: {count}; the same command goes on" if count else "")
-        )
+        say("\nstopped" + f"; jobs that are kept: {count}; the same command goes on" * bool(count))
         return 130
     print(text)
     differing = unequal(results)

@@ -2,8 +2,8 @@
 
     python -m benchmarks.losses_report benchmarks/results/losses_....json      its files, again
 
-Above, the losses in 32 bits, drawn from the widest line to the narrowest as they lie on each other;
-below, how far they are from those of one process: thick in 32 bits, thin in 64.
+The upper panels show the losses in 32 bits, each line over a wider one, as they coincide. The lower
+ones show their differences from those of one process: thick in 32 bits, thin in 64.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from benchmarks.hardware import processors, versions
 from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
-EQUAL = 1e-8  # of a loss, in 64 bits: what 32 bits could not even tell apart
-FLOOR = 1e-18  # where "no difference" stands on a log axis
+EQUAL = 1e-8  # of a loss, in 64 bits: less than 32 bits can represent (2^-24 = 6e-8)
+FLOOR = 1e-18  # where "no difference" is drawn on a log axis
 TICKS = [1e-16, 1e-12, 1e-8, 1e-4, 1]
-# Okabe and Ito, which the colour-blind can tell apart
+# By Okabe and Ito, for the colour-blind.
 COLORS = {"single": "0.75", "horovod": "#0072B2", "ddp": "#D55E00"}
 DASHES = {1: "-", 2: "--", 4: ":"}
 
@@ -34,7 +34,7 @@ def differences(job: dict[str, Any], run: dict[str, Any]) -> list[float]:
     """|loss - loss of one process| / loss of one process, at each step of both.
 
     Raises:
-        ValueError: when both were not evaluated at the same steps.
+        ValueError: when they were not evaluated at the same steps.
     """
     reference = next(r for r in job["runs"] if r["precision"] == run["precision"])
     if reference["steps"] != run["steps"]:
@@ -43,7 +43,7 @@ def differences(job: dict[str, Any], run: dict[str, Any]) -> list[float]:
 
 
 def _difference(a: float, b: float) -> float:
-    """Of a relative to b; infinite where one of them is no number."""
+    """Of a relative to b; infinite where one of them is NaN."""
     if a == b:
         return 0.0
     difference = abs(a - b) / abs(b) if b else math.inf
@@ -51,7 +51,7 @@ def _difference(a: float, b: float) -> float:
 
 
 def unequal(results: Results) -> list[str]:
-    """The runs that differ by more than rounding, of jobs that are to be equal."""
+    """The runs that differ by more than rounding, of jobs that are expected to be equal."""
     return [
         f"{job['name']}: {run['strategy']} on {run['np']}, by {max(differences(job, run)):.1e}"
         for job in results["jobs"]
@@ -60,9 +60,6 @@ def unequal(results: Results) -> list[str]:
         and not job["differs"]
         and max(differences(job, run)) > EQUAL
     ]
-
-
-# ---------------------------------------------------------------------------- the table
 
 
 def table(results: Results) -> str:
@@ -100,11 +97,8 @@ def description(results: Results) -> str:
     )
 
 
-# ---------------------------------------------------------------------------- the plot
-
-
 def draw(results: Results, name: Path) -> None:
-    """A column of two panels for each job, as name.png and name.svg."""
+    """A column of two panels for each job, into name.png and name.svg."""
     jobs = results["jobs"]
     with plt.rc_context({**FONTS, "legend.fontsize": 7}):
         figure, grid = plt.subplots(
@@ -147,11 +141,8 @@ def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> 
         bottom.plot(run["steps"], shown, linewidth=0.6 if exact else 1.4, **style)
 
 
-# ---------------------------------------------------------------------------- files
-
-
 def report(results: Results, name: Path) -> str:
-    """The table and the plot beside a result; what to print of them."""
+    """Write the table and the plot beside a result; the text to print."""
     body = f"{description(results)}\n\n{table(results)}\n"
     write_text(name.with_name(f"{name.name}.md"), body)
     draw(results, name)

@@ -1,8 +1,8 @@
-"""Lightning's own strategy for one device, with the samples in the order that several ranks have.
+"""Lightning's own strategy for one device, with samples in the order that several ranks have.
 
-benchmarks/losses.py starts template.py with it, in the place of `strategy=single`, which draws the
-order of samples from another generator: its global batches would be others. Only the order of
-training is changed. No part of HorovodStrategy is in it.
+benchmarks/losses.py trains with it in place of `strategy=single`, which draws the order of samples
+from another generator and so would have other global batches. Only the order of the training
+samples differs from Lightning's. It contains nothing of HorovodStrategy.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 
 class SingleInOrder(SingleDeviceStrategy):
-    """Lightning's, with the sampler that it gives to each of several ranks, for one of one."""
+    """With the sampler that Lightning gives to each of several ranks, here for a single one."""
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -34,12 +34,12 @@ class SingleInOrder(SingleDeviceStrategy):
             )
             assert dataloader.batch_size is not None
             batches = BatchSampler(order, dataloader.batch_size, dataloader.drop_last)
-            # A DataLoader refuses plain assignment once it is made.
+            # A DataLoader refuses plain assignment of this attribute.
             object.__setattr__(dataloader, "batch_sampler", batches)
         return dataloader
 
 
 def single_in_order(accelerator: str = "auto") -> SingleInOrder:
-    """For the first GPU where there is one, unless "cpu"."""
+    """On the first GPU if there is one, unless the accelerator is "cpu"."""
     gpu = accelerator != "cpu" and torch.cuda.is_available()
     return SingleInOrder("cuda:0" if gpu else "cpu")

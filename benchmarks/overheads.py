@@ -1,13 +1,14 @@
-"""What our own tools and collectives cost as ranks grow, and by which law.
+"""What the launcher, the doctor and the collectives cost on more and more ranks, and how it grows.
 
     make bench-overheads                        2, 4, 8, 16, 32 ranks on this host
     make bench-overheads NP="2 4 8 16" REPEATS=5
 
-A stub stands for the job: it imports what each rank needs, and makes the strategy's collectives
-with little in them. Each quantity gets the law that fits it best of: constant, log p, p, p log p,
-p^2, each with a constant beside it; from four sizes on, as any of them fits two or three. All ranks
-share this host's cores, so what each rank computes grows with p here, and would not on hosts of
-their own.
+The job is a stub (overheads_worker.py) that imports what each rank needs, and calls the strategy's
+collectives on little data. Each cost is given the law that fits it best: constant, log p, p,
+p log p or p^2, each plus a constant; with fewer than four sizes none, as any law fits two or three.
+All ranks share this host's cores, so what each of them computes grows with p here, and would not on
+hosts of their own; and no network is between them.
+
 Results go to benchmarks/results/ as JSON and as a Markdown table; Ctrl-C keeps them, and the same
 command goes on.
 """
@@ -53,19 +54,19 @@ WHAT = {
     "barrier": "a barrier",
     "end": "the end, from what rank 0 prints last to the launcher's exit",
 }
-BEGUN = "OVERHEADS_BEGUN"  # in the environment of ranks: when the launcher was started
+BEGUN = "OVERHEADS_BEGUN"  # environment variable of the ranks: when the launcher was started
 NOT_FIT = "\nnot fit: "  # a verdict of the doctor, which then leaves some checks out
 MIN_SIZES = 4
-LINES = 10_000  # as many as take longer than two launches differ
+LINES = 10_000  # enough to take longer than the difference between two launches
 WORKER = ROOT / "benchmarks" / "overheads_worker.py"
 
 
 def law(ranks: list[int], seconds: list[float]) -> str:
-    """The one of LAWS whose curve a + b f(p), a, b >= 0, is nearest in relative error.
+    """The one of LAWS whose curve a + b f(p), a, b >= 0, has the least relative error.
 
-    A steeper law must halve the squared error of a flatter one to be taken: noise always fits a
-    little better with another. What does not grow by half over all sizes is called constant, what
-    grows half as much again as p^2 to the last size faster than that.
+    A steeper law is taken only if it halves the squared error of a flatter one, as noise always
+    fits some other law a little better. What grows by less than half from the first size to the
+    last is called constant; what grows 1.5 times as much as p^2 to the last size, faster than p^2.
     """
     if len(ranks) < MIN_SIZES:
         return "?"
@@ -75,7 +76,7 @@ def law(ranks: list[int], seconds: list[float]) -> str:
         return "faster than p^2"
     best, least_error = "", math.inf
     for name, f in LAWS.items():
-        # Relative: both sides are divided by the time.
+        # Both sides are divided by the time: relative errors.
         matrix = np.array([[1 / took, f(p) / took] for p, took in zip(ranks, seconds)])
         error = nnls(matrix, np.ones(len(ranks)))[1] ** 2
         if error < least_error / 2:
@@ -84,7 +85,7 @@ def law(ranks: list[int], seconds: list[float]) -> str:
 
 
 def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
-    """Seconds that a module of cluster/ ran, and what it printed."""
+    """Seconds that a command of cluster/ took on so many ranks, and what it printed."""
     began = time.time()
     where = ["-np", str(ranks), "-H", f"localhost:{ranks}"]
     done = subprocess.run(
@@ -99,7 +100,7 @@ def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
 
 
 def measure(ranks: int) -> dict[str, float | None]:
-    """Seconds of each of WHAT; None for the doctor where it finds this host unfit for so many."""
+    """Seconds of each of WHAT; None for the doctor where it finds this host unfit for this."""
     launch, _ = timed("horovodrun", ranks, "true")
     doctor, doctor_output = timed("doctor", ranks)
     printing, output = timed(
@@ -111,11 +112,10 @@ def measure(ranks: int) -> dict[str, float | None]:
     result = json.loads(line[line.index("{") :])
     assert result["ranks"] == ranks
     result["seconds"]["end"] = time.time() - result["done"]
-    lines = max(printing - launch, 1e-3)
     return {
         "launch": launch,
         "doctor": None if NOT_FIT in doctor_output else doctor,
-        "lines": lines,
+        "lines": max(printing - launch, 1e-3),
         **result["seconds"],
     }
 
@@ -172,8 +172,7 @@ def main() -> int:
     )
     write_json(results, file)
     write_text(file.with_suffix(".md"), head + text + "\n")
-    print(text)
-    print(f"written to {file} and .md")
+    print(f"{text}\nwritten to {file} and .md")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""What a rank of benchmarks/overheads.py does: the strategy's collectives, with little in them.
+"""What a rank of benchmarks/overheads.py does: the strategy's collectives on little data.
 
-A script, as cluster/preload.py shares the imports of scripts only.
+Run as a script, not as a module: cluster/preload.py shares only the imports of scripts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def main() -> None:
     last_import = max(moment for moment, _ in moments)
     durations = {
         "import": last_import - float(os.environ[BEGUN]),
-        # Nobody can be ready before the last has come.
+        # Counted from the last import, before which no rank can be ready.
         "init": max(moment for _, moment in moments) - last_import,
     }
     numbers, small = torch.ones(100), torch.ones(1)
@@ -54,7 +54,7 @@ def main() -> None:
             start = time.perf_counter()
             task()
             seconds.append(time.perf_counter() - start)
-        # The slowest rank's: the others wait for it sooner or later.
+        # The slowest rank's, for which the others wait sooner or later.
         median = torch.tensor(statistics.median(seconds[1:]))
         durations[name] = float(strategy.reduce(median, reduce_op="max"))
     if hvd.rank() == 0:

@@ -1,11 +1,11 @@
 """What the traced steps were spent on: a table for the terminal, a picture of one step.
 
-A moment counts for the innermost of Lightning's actions around it, in the thread that trains:
-`[Strategy]....training_step` is forward, and so on (PHASES). "all-reduce" is the wait for gradients
-after backward, for slower ranks too; what backward hides is in Horovod's row. Under strategy=ddp
-the wait is in backward. On GPUs these are the times of the host, which runs ahead of the GPU; an
-operation's time is then that of what it had the GPU do. The profiler itself takes time: shares are
-to be trusted, step times are not.
+Each moment of a step counts for the innermost of Lightning's actions around it in the thread that
+trains: `[Strategy]....training_step` is forward, and so on (PHASES). "all-reduce" is the wait for
+gradients after backward, which includes waiting for slower ranks; the part that backward hides is
+in Horovod's row. Under strategy=ddp the wait is part of backward. On GPUs these are times of the
+host, which runs ahead of the GPU; the table of operations then has the GPU's time of each. The
+profiler takes time itself: shares can be trusted, step times cannot.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ COLOURS = {
     "optimizer": "#009e73", "rest": "#dddddd", "GPU": "#444444", "negotiation": "#999999",
 }  # fmt: skip
 EPOCH = ".on_train_epoch_start"
-OPERATIONS, HOROVOD_PHASES = 8, 4  # in the table
+OPERATIONS, HOROVOD_PHASES = 8, 4  # most rows of the table
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of torch's profiler
-MOST_RANKS = 6  # in the table: with more, the slowest and the fastest
+MOST_RANKS = 6  # in the table; of more ranks the slowest and the fastest
 Segment = tuple[float, float, str]
 Amounts = defaultdict[str, float]
 
 
 def phase(name: str) -> str | None:
-    """Of an action of Lightning's, or of the strategy's wait; None for all others."""
+    """The phase of one of Lightning's actions or of the strategy's wait; None for other events."""
     return next((phase for phase, ends in PHASES.items() if name.endswith(ends)), None)
 
 
 def plain_steps(trace: Trace) -> list[Event]:
-    """Steps without the end of an epoch, whose validation and checkpoint are no part of a step."""
+    """Steps in which no epoch begins, as validation and checkpoints of the last would count too."""
     epochs = [e["ts"] for e in trace.events if str(e["name"]).endswith(EPOCH)]
     steps = trace.steps
     plain = [s for s in steps if not any(s["ts"] <= t < s["ts"] + s["dur"] for t in epochs)]
@@ -91,14 +91,14 @@ def shares(trace: Trace) -> dict[str, float]:
 
 
 def inside(events: Iterable[Event], steps: list[Event]) -> list[Event]:
-    """Those with a duration that begin in one of the steps."""
+    """The events with a duration that begin in one of the steps."""
     windows = [(step["ts"], step["ts"] + step["dur"]) for step in steps]
     return [e for e in events if "dur" in e and any(a <= e["ts"] < b for a, b in windows)]
 
 
 def launched(events: list[Event]) -> list[Event]:
-    """What GPUs did, under the names of the operations that had them do it: kernels have names of
-    a hundred letters. Horovod's have no such operation, and keep theirs."""
+    """What GPUs did, named after the operations that launched it: names of kernels have a hundred
+    letters. Horovod's kernels have no such operation, and keep their names."""
 
     def link(event: Event) -> Any:
         return event.get("args", {}).get("External id")
@@ -109,8 +109,8 @@ def launched(events: list[Event]) -> list[Event]:
 
 
 def busy(events: list[Event]) -> float:
-    """µs in which at least one was going on."""
-    total, until = 0.0, -math.inf  # a rank may begin before rank 0, whose first step is 0
+    """µs in which at least one of the events was going on."""
+    total, until = 0.0, -math.inf  # times may be negative: 0 is the first step of rank 0
     for event in sorted(events, key=lambda e: e["ts"]):
         end = event["ts"] + event["dur"]
         total += max(0.0, end - max(event["ts"], until))
@@ -119,7 +119,7 @@ def busy(events: list[Event]) -> float:
 
 
 def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
-    """µs by operation without those inside it, and calls: of those on GPUs where there are some."""
+    """µs by operation without those inside it, and calls; if some are on GPUs, only those."""
     on_gpu = [e for e in events if e.get("cat") in ON_GPU]
     threads: defaultdict[object, list[Event]] = defaultdict(list)
     for event in on_gpu or events:
@@ -141,7 +141,7 @@ def self_times(events: list[Event]) -> tuple[Amounts, Amounts]:
 
 
 def table(traces: list[Trace], horovod: Timeline) -> str:
-    """At most 25 lines: phases a rank, the slowest, operations, Horovod's phases."""
+    """At most 25 lines: phases of each rank, the slowest rank, operations, Horovod's phases."""
     count = min(len(plain_steps(trace)) for trace in traces)
     uncertainty = max(trace.uncertainty_us for trace in traces)
     lines = [
@@ -201,7 +201,7 @@ def _operations(traces: list[Trace]) -> list[str]:
 
 
 def _horovod(traces: list[Trace], horovod: Timeline) -> list[str]:
-    """Horovod's phases in rank 0's steps; some lie in others, as GLOO_ALLREDUCE in ALLREDUCE."""
+    """Horovod's phases in rank 0's steps; some contain others, as ALLREDUCE does GLOO_ALLREDUCE."""
     steps = plain_steps(traces[0])
     spent: Amounts = defaultdict(float)
     calls: Amounts = defaultdict(float)
@@ -219,23 +219,21 @@ def _ranked(title: str, spent: Amounts, calls: Amounts, most: int) -> list[str]:
 
 
 def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
-    """The step of rank 0 with the median time as a PNG: a row a rank, below them what GPUs do, and
-    Horovod's tensors."""
+    """The median step of rank 0 as a PNG: a row for each rank, below them the GPUs, and Horovod's
+    tensors."""
     from matplotlib.patches import Patch
 
     from benchmarks.figures import plt  # slow to import
 
     plain = sorted(plain_steps(traces[0]), key=lambda step: step["dur"])
     chosen = plain[len(plain) // 2]
-    steps = [
-        step for trace in traces for step in trace.steps if step["name"] == chosen["name"]
-    ]  # of each rank
+    steps = [step for trace in traces for step in trace.steps if step["name"] == chosen["name"]]
     begin = min(step["ts"] for step in steps)
     end = max(step["ts"] + step["dur"] for step in steps)
     outer = [
         e for e in horovod.ranges
         if overlaps(e, begin, end)
-        and (e["args"] or e["name"].startswith("NEGOTIATE_"))  # args: only of whole operations
+        and (e["args"] or e["name"].startswith("NEGOTIATE_"))  # only whole operations have args
     ]  # fmt: skip
     tensors = list(dict.fromkeys(e["tensor"] for e in sorted(outer, key=lambda e: e["ts"])))
     gpus = {trace.rank: [e for e in trace.events if e.get("cat") in ON_GPU] for trace in traces}

@@ -5,20 +5,23 @@
     make predict ALLREDUCE="benchmarks/results/allreduce_a.json benchmarks/results/allreduce_b.json"
     make predict NETWORK="rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
 
-The job is what `anatomy` in the summary of a run on two ranks or more says: its compute, its
-gradients, how much its ranks differ. The network is fitted to results of `make bench-allreduce`: of
-a single host for what is inside one, of several for what is between them; or it is described:
+The job comes from `anatomy` in the summary of a run on two ranks or more: its compute, its
+gradients, how much its ranks differ. The network is fitted to results of `make bench-allreduce`,
+those of a single host for what is inside one, those of several for what is between them; or it is
+described:
 
-    rate, latency      of the links between hosts, as 25gbit and 20us
-    gpus_per_host      ranks of a host
-    inside             a host: pcie, nvlink, or a rate
-    operations         nccl, gloo or mpi, where the all-reduces do not say it
-    controller         gloo (as `make train` has it) or mpi: how ranks agree
+    rate, latency              of the links between hosts, as 25gbit and 20us
+    gpus_per_host              ranks of a host
+    inside                     a host: pcie, nvlink, or a rate
+    operations                 nccl, gloo or mpi, where the all-reduces do not say it
+    controller                 gloo (as in `make train`) or mpi: how ranks agree
+    controller_latency         the least time of a hop while they agree, as 20us
 
-The batch of a rank, its compute and the ranks of a host stay as they were. Formulas: benchmarks/
-cost_model.py; whether they hold: `make predict-proof`. The band has the 10th and 90th percentile
-of the all-reduces; of a described network 0.95 to 0.7 of the rate, and half to twice the latency.
-Table and plot go beside the summary, as prediction.*, the next ones as prediction_2.*.
+Assumed: the batch of a rank, its compute, and the ranks of a host stay as they were. The formulas,
+and what they leave out, are in benchmarks/cost_model.py; whether they hold is tried by `make
+predict-proof`. The band spans the 10th to the 90th percentile of the all-reduces; for a described
+network 0.95 to 0.7 of the rate, and half to twice the latency. Table and plot go beside the summary
+as prediction.*, the next ones as prediction_2.*.
 """
 
 from __future__ import annotations
@@ -31,19 +34,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import unused, write_text
 from benchmarks.load import BUSY_SHARE
-from benchmarks.predict_inputs import (
-    ALL_REDUCE_KEYS,
-    RUN_KEYS,
-    described,
-    job_of,
-    networks,
-    newest_all_reduces,
-    newest_run,
-    read,
-)
 from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
@@ -52,7 +46,7 @@ MOST_RANKS = 4096
 
 @dataclass(frozen=True)
 class Prediction:
-    """For a number of ranks: the likely step, and those at best and at worst."""
+    """For a number of ranks the likely step, and those at best and at worst."""
 
     ranks: int
     hosts: int
@@ -72,7 +66,7 @@ def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Predic
 
 
 def table(rows: list[Prediction], measured: dict[int, float]) -> str:
-    """A row for each number of ranks; a column of what was measured where there is anything."""
+    """A row for each number of ranks; a column of measured steps if there are any."""
     lines = [
         "| ranks | hosts | step, ms (at best - at worst) | efficiency | of the step: straggler, "
         "exposed all-reduce, ms |" + (" measured, ms |" if measured else ""),
@@ -91,7 +85,7 @@ def table(rows: list[Prediction], measured: dict[int, float]) -> str:
 
 
 def as_csv(rows: list[Prediction]) -> str:
-    """The same, nothing rounded; times in ms."""
+    """The same without rounding; times in ms."""
     lines = ["ranks,hosts,step_ms,best_ms,worst_ms,efficiency,straggler_ms,exposed_ms"]
     for row in rows:
         times = (row.step.seconds, row.best.seconds, row.worst.seconds)
@@ -143,7 +137,7 @@ def plot(
 
 
 def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
-    """A line of a rank that is always the slowest, which no number of ranks explains."""
+    """A warning that one rank is always the slowest, which no number of ranks explains."""
     if not job.slowest:
         return []
     slow = summary["anatomy"]["straggler"]
@@ -155,7 +149,7 @@ def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
 
 
 def oversubscribed(summary: dict[str, Any]) -> list[str]:
-    """A line of ranks that shared cores, and so took longer than on cores of their own."""
+    """A warning that ranks shared cores, and so took longer than on cores of their own."""
     if not (crowded := summary["anatomy"].get("crowded")):
         return []
     return [
@@ -165,13 +159,17 @@ def oversubscribed(summary: dict[str, Any]) -> list[str]:
 
 
 def disturbed(result: dict[str, Any]) -> str:
-    """What to say behind an all-reduce's file that was measured beside other load."""
+    """A warning for an all-reduce's file that was measured beside other load; else empty."""
     busy = result.get("busy_before", 0)
     return f", take care: beside other load of {busy:.0%}" if busy > BUSY_SHARE else ""
 
 
 def numbers(text: str) -> list[int]:
-    """Raises Refusal for what are no numbers of ranks."""
+    """The numbers of ranks in a text, in order.
+
+    Raises:
+        Refusal: when it has anything else, or nothing.
+    """
     if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
         raise Refusal(f'NP={text}: write numbers of ranks, as NP="2 4 8 64"')
     ranks = sorted({int(word) for word in text.split()})
@@ -186,8 +184,8 @@ def head(
     """What is predicted, and from what.
 
     Args:
-        sources: of the network's constants.
-        used: results of all-reduces that these were fitted to, by their files.
+        sources: where the network's constants come from, a line each.
+        used: the results of all-reduces that they were fitted to, by file.
     """
     lines = [
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
@@ -211,25 +209,26 @@ def main() -> int:
     parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
     arguments = parser.parse_args()
     try:
-        ranks, network = numbers(arguments.ranks), described(arguments.network)
-        run = Path(arguments.run) if arguments.run else newest_run()
-        summary = read(run, "RUN", RUN_KEYS)
+        ranks, network = numbers(arguments.ranks), inputs.described(arguments.network)
+        run = Path(arguments.run) if arguments.run else inputs.newest_run()
+        summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
         if not summary["hosts"]:
             raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
         named = [Path(name) for name in arguments.allreduce.split()]
-        files = named or newest_all_reduces(summary)
-        results = {file: read(file, "ALLREDUCE", ALL_REDUCE_KEYS) for file in files}
-        job = job_of(summary, run)
+        files = named or inputs.newest_all_reduces(summary)
+        results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in files}
+        job = inputs.job_of(summary, run)
         options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
         options |= network
-        cases, sources = networks([*results.values()], options, max(summary["hosts"].values()))
+        slots = max(summary["hosts"].values())
+        cases, sources = inputs.networks([*results.values()], options, slots)
     except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         print(f"error: a file lacks what we write to it: {error!r}", file=sys.stderr)
         return 2
-    # What was measured belongs beside the prediction where that is for the hosts at hand.
+    # The run's own step belongs into the table only if the prediction is for its own network.
     median = summary["anatomy"]["step_ms"]["median"] / 1e3
     measured = {} if network else {summary["world_size"]: median}
     rows = predictions(job, sorted({*ranks, *measured}), cases)

@@ -1,6 +1,7 @@
-"""What `make predict` is told: a run's summary, results of all-reduces, a network in words.
+"""The inputs of `make predict`: a run's summary, results of all-reduces, a network in words.
 
-Reads and checks; the formulas are in benchmarks/cost_model.py.
+They are read, checked, and made the `Job` and the `Network` of the formulas, which are in
+benchmarks/cost_model.py.
 """
 
 from __future__ import annotations
@@ -8,11 +9,11 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.cost_model import (
     Fit,
@@ -29,19 +30,31 @@ from benchmarks.hardware import ROOT, machine
 from cluster.hosts import Refusal
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
+RATES, TIMES = ("kbit", "mbit", "gbit"), ("ns", "us", "ms")
 # Bandwidth and latency inside a host: a PCIe 3 x16 slot carries 12.8 GB/s of payload, NVLink
 # between V100s about 120 GB/s of an all-reduce; newer ones more, which seldom matters here.
 INSIDE = {"pcie": (10e9, 5e-6), "nvlink": (120e9, 3e-6)}
 NOT_MEASURED = "rate=25gbit latency=20us"  # between hosts, where nothing is known of them
-TCP = 20e-6  # latency of a small message between two processes, where NCCL's was described
+TCP = 20e-6  # seconds of a small message over TCP, where the latency described is NCCL's
 FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
-# Best, likely, worst: which times count; of a described link its share, and its latency times this;
-# how much of what no bytes explain is latency, where one number of ranks cannot tell.
-CASES = (
-    ("seconds_p10", 0.95, 0.5, 0.25),
-    ("seconds", 0.85, 1.0, 0.5),
-    ("seconds_p90", 0.70, 2.0, 1.0),
+
+
+class Case(NamedTuple):
+    """How good the network is taken to be."""
+
+    times: str  # key of the measured times that count
+    share: float  # of a described link's rate that is reached
+    slower: float  # factor of a described latency
+    part: float  # that is latency, of what no bytes explain: one number of ranks cannot tell
+
+
+CASES = (  # at best, likely, at worst
+    Case("seconds_p10", share=0.95, slower=0.5, part=0.25),
+    Case("seconds", share=0.85, slower=1.0, part=0.5),
+    Case("seconds_p90", share=0.70, slower=2.0, part=1.0),
 )
+Results = list[dict[str, Any]]
+Options = dict[str, Any]  # of NETWORK
 ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
 RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
 KEYS = (
@@ -61,50 +74,50 @@ def quantity(text: str, what: str, units: Sequence[str]) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def described(text: str) -> dict[str, Any]:
-    """What NETWORK says.
+def described(text: str) -> Options:
+    """The keys and values of NETWORK, in bytes per second and seconds.
 
     Raises:
         Refusal: for keys and values that are unknown.
     """
-    options: dict[str, Any] = {}
+    words: dict[str, str] = {}
     for entry in text.split():
         key, _, value = entry.partition("=")
         if key not in KEYS or not value:
             raise Refusal(
                 f"NETWORK: '{entry}' is unknown; there are {', '.join(KEYS)}, as key=value"
             )
-        if key in options:
-            raise Refusal(f"NETWORK: {key}={options[key]} and {key}={value}: give one of them")
-        options[key] = value
-    if "rate" in options:
-        options["rate"] = quantity(options["rate"], "rate", ("kbit", "mbit", "gbit"))
-    for key in {"latency", "controller_latency"} & options.keys():
-        options[key] = quantity(options[key], key, ("ns", "us", "ms"))
-    if options and ("rate" in options) != ("latency" in options):
+        if key in words:
+            raise Refusal(f"NETWORK: {key}={words[key]} and {key}={value}: give one of them")
+        words[key] = value
+    options = {key: _value(key, value) for key, value in words.items()}
+    if ("rate" in options) != ("latency" in options):
         raise Refusal("NETWORK: rate and latency belong together, as rate=25gbit latency=20us")
-    if "gpus_per_host" in options:
-        if not re.fullmatch("[1-9][0-9]{0,3}", options["gpus_per_host"]):
-            raise Refusal(
-                f"NETWORK: gpus_per_host={options['gpus_per_host']}: write how many, as 8"
-            )
-        options["gpus_per_host"] = int(options["gpus_per_host"])
-    if "inside" in options and options["inside"] not in INSIDE:
-        rate = quantity(options["inside"], "inside", ("mbit", "gbit"))
-        options["inside"] = (rate, INSIDE["pcie"][1])
-    elif "inside" in options:
-        options["inside"] = INSIDE[options["inside"]]
-    for key, values in (("operations", ("nccl", "gloo", "mpi")), ("controller", ("gloo", "mpi"))):
-        if options.get(key, values[0]) not in values:
-            raise Refusal(f"NETWORK: {key}={options[key]}: there are {', '.join(values)}")
     return options
 
 
+def _value(key: str, text: str) -> Any:
+    if key == "rate":
+        return quantity(text, key, RATES)
+    if key in ("latency", "controller_latency"):
+        return quantity(text, key, TIMES)
+    if key == "inside":
+        return INSIDE.get(text) or (quantity(text, key, RATES[1:]), INSIDE["pcie"][1])
+    if key == "gpus_per_host":
+        if not re.fullmatch("[1-9][0-9]{0,3}", text):
+            raise Refusal(f"NETWORK: gpus_per_host={text}: write how many, as 8")
+        return int(text)
+    choices = ("gloo", "mpi") if key == "controller" else ("nccl", "gloo", "mpi")
+    if text not in choices:
+        raise Refusal(f"NETWORK: {key}={text}: there are {', '.join(choices)}")
+    return text
+
+
 def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
-    """A result that has these keys.
+    """A JSON file that has these keys.
 
     Raises:
-        Refusal: when it is none.
+        Refusal: naming it as `what`, when it cannot be read or lacks one.
     """
     try:
         content = json.loads(file.read_text())
@@ -119,7 +132,11 @@ def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
 
 
 def newest_run() -> Path:
-    """Raises Refusal where no run has an anatomy."""
+    """The summary of the newest run of several ranks, without those that a profiler made slower.
+
+    Raises:
+        Refusal: where there is none.
+    """
     files = sorted(ROOT.glob("logs/*/runs/*/summary.json"), key=lambda f: (f.parent.name, f))
     for file in reversed(files):
         try:
@@ -137,36 +154,49 @@ def newest_run() -> Path:
 
 def newest_all_reduces(summary: dict[str, Any]) -> list[Path]:
     """The newest of one of a run's hosts and the newest of several, where there are any."""
-    newest: dict[bool, tuple[str, Path]] = {}
     here = {"name": os.uname().nodename, **machine()}
-    for file in sorted(RESULTS.glob("allreduce_*.json")):
-        try:
-            content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-            elsewhere = not set(content["ranks"]) <= set(summary["hosts"])
-        except (Refusal, TypeError):
-            continue  # half copied, or of another form
+
+    def of_this_run(result: dict[str, Any]) -> bool:
+        if not set(result["ranks"]) <= set(summary["hosts"]):
+            return False
+        if result["operations"] != summary.get("operations", "Gloo"):
+            return False
+        if here["name"] not in set(summary["hosts"]) & set(result["ranks"]):
+            return True
         # Of this machine, not of another that has its name.
-        if here["name"] in summary["hosts"] and here["name"] in content["ranks"]:
-            machines = content.get("machines", [content])
-            elsewhere |= not any(
-                all(machine.get(key, here[key]) == here[key] for key in ("cpu", "cores"))
-                for machine in machines
-            )
-        if elsewhere or content["operations"] != summary.get("operations", "Gloo"):
+        return any(
+            all(machine.get(key, here[key]) == here[key] for key in ("cpu", "cores"))
+            for machine in result.get("machines", [result])
+        )
+
+    files = sorted(RESULTS.glob("allreduce_*.json"))
+    return [file for file, _ in newest_by_hosts(files, of_this_run).values()]
+
+
+def newest_by_hosts(
+    files: Iterable[Path], suits: Callable[[dict[str, Any]], bool]
+) -> dict[bool, tuple[Path, dict[str, Any]]]:
+    """Of the results of all-reduces that suit: the newest of one host, under False, and the newest
+    of several, under True. Files that are half copied or of another form are passed over."""
+    newest: dict[bool, tuple[Path, dict[str, Any]]] = {}
+    for file in files:
+        try:
+            result = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
+            if len(result["sizes"]) < 2 or not suits(result):  # a line needs two sizes
+                continue
+            several = len(result["hosts"]) > 1
+            if several not in newest or result["date"] > newest[several][1]["date"]:
+                newest[several] = file, result
+        except (Refusal, LookupError, TypeError):
             continue
-        if len(content["sizes"]) < 2:
-            continue  # a line needs two
-        several = len(content["hosts"]) > 1
-        if several not in newest or content["date"] > newest[several][0]:
-            newest[several] = content["date"], file
-    return [file for _, file in newest.values()]
+    return newest
 
 
 def job_of(summary: dict[str, Any], file: Path) -> Job:
     """The job that a run was.
 
     Raises:
-        Refusal: when the run does not tell enough.
+        Refusal: when the summary lacks what is needed, or the cost model is not for such a run.
     """
     anatomy = summary["anatomy"]
     if summary.get("strategy") != "horovod":
@@ -190,7 +220,7 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
 
 
 def _job(anatomy: dict[str, Any], ranks: int, file: Path) -> Job:
-    # Medians of phases need not add up to the median step: they are scaled to.
+    # The medians of the phases need not add up to the median step: they are scaled to do so.
     scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
     phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
     wire = anatomy["wire"]
@@ -200,7 +230,7 @@ def _job(anatomy: dict[str, Any], ranks: int, file: Path) -> Job:
         deviation = 0.0
     elif ranks > 1:  # a phase is the median over steps
         deviation = phases["straggler"] / median_wait(ranks)
-    else:
+    else:  # from p10 to p90 of its own steps
         tail = NormalDist().inv_cdf(0.9)
         deviation = (anatomy["step_ms"]["p90"] - anatomy["step_ms"]["p10"]) / (2e3 * tail)
     rest = phases["data"] + phases["optimizer"] + phases["rest"]
@@ -210,7 +240,7 @@ def _job(anatomy: dict[str, Any], ranks: int, file: Path) -> Job:
 
 
 def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
-    """The bytes of gradients as they were sent: half of them in 16 bits."""
+    """The bytes of gradients as they were sent: in 16 bits half as many as the gradients have."""
     ranks = wire.get("ranks", ranks)
     if ranks == 1:  # sends nothing
         return wire["payload_bytes"]
@@ -221,15 +251,15 @@ def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
 
 
 def algorithms(operations: str) -> tuple[str, ...]:
-    """Of all-reduces over "gloo", "nccl" or "mpi"."""
+    """The algorithms that "gloo", "nccl" or "mpi" has for all-reduces."""
     return ("ring",) if operations == "gloo" else ("ring", "tree")
 
 
 def measurements_of(result: dict[str, Any], times: str, inside: float | None) -> list[Measurement]:
-    """The all-reduces of a file, with the agreement of its ranks before each.
+    """The all-reduces of a file; their times contain the agreement of the ranks before each.
 
     Args:
-        times: the key of the times that count.
+        times: see `Case`.
         inside: latency inside its hosts, if it is known; None: as that between them.
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
@@ -239,7 +269,7 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     between, within = (sum(pair) for pair in zip(transfer, hops(count, hosts, controller)))
     if inside is None or hosts == 1:
         paid, known = between + within, 0.0
-    else:  # also where it is 0, as a fit may say
+    else:  # also where it is 0, which a fit may find
         paid, known = between, within * inside
     return [
         Measurement(count, row["bytes"], row[times], hops=paid, known=known)
@@ -247,14 +277,11 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     ]
 
 
-def fits(
-    results: list[dict[str, Any]], times: str, part: float, inside: float | None = None
-) -> Fit | None:
+def fits(results: Results, times: str, part: float, inside: float | None = None) -> Fit | None:
     """The constants of what these files measured; None without any.
 
     Args:
-        times: the key of the times that count.
-        part: of what no bytes explain that is latency, where it cannot be told.
+        times, part: see `Case`.
         inside: latency inside their hosts, where it is known.
     """
     measurements = [m for result in results for m in measurements_of(result, times, inside)]
@@ -269,67 +296,60 @@ def fits(
     return replace(fitted, fixed=fixed, latency=part * fitted.latency)
 
 
-def networks(
-    results: list[dict[str, Any]], options: dict[str, Any], slots: int
-) -> tuple[list[Network], list[str]]:
+def networks(results: Results, options: Options, slots: int) -> tuple[list[Network], list[str]]:
     """The network at best, likely, and at worst; and where its constants come from.
 
     Args:
-        slots: ranks of a host in the run, where NETWORK does not say it.
+        options: of `described`.
+        slots: ranks of a host in the run, unless the options have gpus_per_host.
     """
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
     operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
     controller = options.get("controller", "mpi" if operations == "mpi" else "gloo")
-    # What was measured has the agreement in it.
+    # Measured times contain the agreement already.
     unknown = operations == "nccl" and controller == "gloo" and ("rate" in options or not several)
     hop = options.get("controller_latency", TCP if unknown else 0.0)
     cases = [
         replace(
-            _constants(one_host, several, options, times, share, slower, part),
+            _constants(one_host, several, options, case),
             ranks_per_host=options.get("gpus_per_host") or slots,
             algorithms=algorithms(operations),
             controller="ring" if controller == "gloo" else "tree",
-            agreement_latency=hop if "controller_latency" in options else slower * hop,
+            agreement_latency=hop if "controller_latency" in options else case.slower * hop,
             asynchronous=operations == "nccl",
         )
-        for times, share, slower, part in CASES
+        for case in CASES
     ]
     agreement = f"operations {operations}, agreement over {controller}"
     agreement += f", at least {hop * 1e6:g} µs a hop" if hop else ""
     return cases, [agreement, *_sources(cases[1], one_host, several, options)]
 
 
-def _constants(
-    one_host: list[dict[str, Any]], several: list[dict[str, Any]], options: dict[str, Any],
-    times: str, share: float, slower: float, part: float,
-) -> Network:  # fmt: skip
-    """Latencies, bandwidths and fixed time in one of CASES: described, else fitted, else taken."""
-    inside = None if "inside" in options else fits(one_host, times, part)
-    between = None if "rate" in options else fits(several, times, part)
+def _constants(one_host: Results, several: Results, options: Options, case: Case) -> Network:
+    """Latencies, bandwidths and fixed time: described, else fitted, else assumed."""
+    inside = None if "inside" in options else fits(one_host, case.times, case.part)
+    between = None if "rate" in options else fits(several, case.times, case.part)
     inside_latency = inside.latency if inside else options.get("inside", (None, None))[1]
     if between and inside_latency is not None and inside_latency < between.latency:
-        between = fits(several, times, part, inside_latency)
-    elif between and inside:  # fixed time that was taken for latency, at one number of ranks
+        between = fits(several, case.times, case.part, inside_latency)
+    elif between and inside:  # one number of ranks: fixed time passed for latency
         inside = replace(inside, latency=between.latency)
     if between:
         latency, bandwidth = between.latency, between.share
     else:
         link = described(NOT_MEASURED) | options
-        latency, bandwidth = slower * link["latency"], share * link["rate"]
+        latency, bandwidth = case.slower * link["latency"], case.share * link["rate"]
     within = (inside.share, inside.latency) if inside else options.get("inside")
     inside_bandwidth, inside_latency = within or (bandwidth, latency)
-    fixed = max((f.fixed for f in (inside, between) if f), default=slower * FIXED)
+    fixed = max((f.fixed for f in (inside, between) if f), default=case.slower * FIXED)
     return Network(
         latency, bandwidth, inside_latency=inside_latency, inside_bandwidth=inside_bandwidth,
         fixed=fixed,
     )  # fmt: skip
 
 
-def _sources(
-    likely: Network, one_host: list[dict[str, Any]], several: list[dict[str, Any]],
-    options: dict[str, Any],
-) -> list[str]:  # fmt: skip
+def _sources(likely: Network, one_host: Results, several: Results, options: Options) -> list[str]:
     """Where the constants come from, a line each."""
     lines = []
     for where, key, results, otherwise, latency, bandwidth in (

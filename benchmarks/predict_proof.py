@@ -2,15 +2,16 @@
 
     sudo make predict-proof            about 6 minutes
 
-Hosts are made of this one (cluster/testbed.py), a rank on each, with links of limited rate. What
-trains is a stub (benchmarks/predict_worker.py): its layers sleep in forward and backward, so that
-8 ranks do not fight for the cores of one machine; its gradients are real, and combined by the
-strategy's own buckets. The constants of the network are fitted to all-reduces, and those of the
-job to steps of one rank alone: no step on several ranks is used. Held out, also as all-reduces, are
-8 ranks at any rate, and one rate at any number of ranks.
+Hosts are made of this one (cluster/testbed.py), each with one rank, and links of limited rate. What
+trains is a stub (benchmarks/predict_worker.py): its layers sleep in forward and backward, so that 8
+ranks do not compete for the cores of one machine; its gradients are real, and combined by the
+strategy's own buckets. The network's constants are fitted to all-reduces and the job's to steps of
+one rank alone: no step on several ranks is used. Held out are 8 ranks at any rate, and one rate at
+any number of ranks, for all-reduces too.
 
-The processor time of TCP between 8 ranks is real here: the rates are such that the links, and not
-two cores, are what limits. At 1 Gbit/s that is no longer so, and nothing is claimed for it.
+What it does not prove: 8 ranks spend real processor time on TCP here, and the rates are chosen so
+that the links, not two cores, are the limit. At 1 Gbit/s that is no longer so, and nothing is
+claimed for it. Computing that slows down when ranks compete is not in the stub.
 Results, with the back-test on published figures, go to benchmarks/results/predict_*.
 """
 
@@ -43,7 +44,7 @@ STUB: dict[str, Any] = {
 
 
 def run(ranks: int, rate: int | None, options: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks measured, one on each of as many hosts; rate None: a rank alone."""
+    """What the ranks measured, each on a host of its own; rate None: one rank alone."""
     if rate is None:
         return launched("benchmarks.predict_worker", options, ["-np", "1"])
     with Testbed(ranks, f"{rate}mbit") as hosts:
@@ -53,7 +54,7 @@ def run(ranks: int, rate: int | None, options: dict[str, Any]) -> dict[str, Any]
 
 
 def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
-    """The job as one rank alone measured it."""
+    """The job, from the steps of one rank alone."""
     computing = [f + b for f, b in zip(steps["forward"], steps["backward"])]
     layers = [stub["layer_bytes"]] * stub["layers"]
     return Job(
@@ -63,7 +64,7 @@ def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
 
 
 def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list[int]) -> Any:
-    """All measurements: of one rank alone, and of each number of ranks at each rate."""
+    """All measurements: one rank alone, then each number of ranks at each rate."""
     plan = [(1, None)] + [(count, rate) for count in ranks for rate in rates]
     rows = []
     for number, (count, rate) in enumerate(plan, start=1):
@@ -72,7 +73,7 @@ def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list
         print(f"{number} of {len(plan)}: {count} ranks, {kind}", file=sys.stderr, flush=True)
         fitted = rate is not None and not held_out
         options = stub | {"seed": number, "sizes": SIZES if fitted else [], "repeats": repeats}
-        # Until the token buckets of the links are full, as they are after a step's forward.
+        # Long enough to fill the token buckets of the links, which a step's forward is too.
         options["pause"] = 1.2 * BURST_BYTES / (rate * MBIT) if rate else 0.0
         result = run(count, rate, options)
         row = {"ranks": count, "rate_mbit": rate, "held_out": held_out, "steps": result["steps"]}
@@ -91,7 +92,7 @@ def network_of(fitted: Fit, rate_mbit: float) -> Network:
 
 
 def compare(measured: list[dict[str, Any]], stub: dict[str, Any]) -> dict[str, Any]:
-    """The fit, and each row measured beside predicted."""
+    """The fit, and for each row the measured step beside the predicted one."""
     measurements = [
         Measurement(row["ranks"], each["bytes"], each["seconds"], row["rate_mbit"] * MBIT)
         for row in measured for each in row.get("all_reduce", [])
@@ -157,7 +158,7 @@ def head(results: dict[str, Any]) -> str:
 
 
 def plot(results: dict[str, Any], file: Path) -> None:
-    """Predicted over measured; what lies on the diagonal is right."""
+    """Predicted over measured steps; right predictions lie on the diagonal."""
     from benchmarks.figures import plt, save  # slow to import
 
     figure, axes = plt.subplots(figsize=(4.4, 4), layout="constrained")
@@ -219,9 +220,7 @@ def main() -> int:
         **facts, "stub": stub, "repeats": arguments.repeats, **compare(measured, stub),
         "measured": measured, "published": published.rows(),
     }  # fmt: skip
-    kind = slug(results["cpu"])
-    name = f"predict_{kind}_{results['date'][:10]}.json"
-    file = unused(arguments.out / name)
+    file = unused(arguments.out / f"predict_{slug(results['cpu'])}_{results['date'][:10]}.json")
     write_json(results, file)
     plot(results, file.with_suffix(""))
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"

@@ -1,9 +1,9 @@
 """One rank of benchmarks/predict_proof.py: all-reduces, and steps of a stub whose compute sleeps.
 
-The stub's layers sleep in forward and backward, as a process does whose GPU works, and leave the
-cores to what moves the data. Their gradients are real memory, combined by the strategy's own
-buckets while the next layer's backward still sleeps. A rank's times to sleep differ from step to
-step, as drawn: normal, with the standard deviation that it is told.
+The stub's layers sleep in forward and backward, like a process whose GPU works, and leave the cores
+to what moves the data. Their gradients are real memory, combined by the strategy's own buckets
+while the backward of the next layer still sleeps. How long a rank sleeps differs from step to step:
+it is drawn from a normal distribution with the standard deviation given.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from strategies.buckets import GradientBuckets
 from strategies.environment import initialize
 from strategies.reductions import add
 
-ALONE_STEPS = 3  # times as many without communication: they are short
+ALONE_STEPS = 3  # times as many steps without communication, which are short
 
 
 class Sleep(torch.autograd.Function):
-    """Takes so long in forward and backward; the gradient is 1 everywhere."""
+    """Sleeps in forward and backward as long as its layer says; the gradient is 1 everywhere."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, layer: SleepingLayer, weight: Tensor) -> Tensor:
@@ -72,14 +72,12 @@ def steps(options: dict[str, Any], alone: bool) -> dict[str, list[float]]:
         begun = time.perf_counter()
         loss = model(torch.zeros(1, requires_grad=True)).sum()
         forward = time.perf_counter()
-        if alone:
-            loss.backward()
-            backward = time.perf_counter()
-        else:
+        if not alone:
             buckets.prepare()
             buckets.start()
-            loss.backward()
-            backward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        if not alone:
             buckets.finish()
             gradient = layers[0].weight.grad
             if gradient is None or float(gradient[-1]) != world.size:
@@ -104,8 +102,7 @@ def main() -> None:
     if options["sizes"]:
         device = device_of_rank()
         result["seconds"] = measure(options["sizes"], options["repeats"], device, options["pause"])
-    all_steps = hvd.allgather_object(steps(options, alone), name="steps")
-    result["steps"] = all_steps
+    result["steps"] = hvd.allgather_object(steps(options, alone), name="steps")
     if hvd.rank() == 0:
         print(json.dumps(result), flush=True)
     hvd.shutdown()

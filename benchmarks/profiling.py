@@ -4,10 +4,10 @@
     python -m benchmarks.profiling -np 2 -H localhost:2 model.lr=0.01
     python -m benchmarks.profiling -H node1:4,node2:4 --merge logs/.../trace    of a run that was
 
-Trains for some batches with `profiler=trace` (runs/tracing.py), fetches the traces of ranks whose
-files are not seen here, and writes into the run's folder trace.json.gz, all ranks on one clock with
-Horovod's timeline, for https://ui.perfetto.dev or chrome://tracing, and trace.png, one step of it.
-A table tells what the steps were spent on. Validation is cut to a batch at the end of an epoch.
+Trains for some batches with `profiler=trace` (runs/tracing.py) and fetches the traces that other
+hosts have. Into the run's folder go trace.json.gz, all ranks on one clock with Horovod's timeline,
+for https://ui.perfetto.dev or chrome://tracing, and trace.png, one step of it. A table shows what
+the steps were spent on. Validation is cut to one batch at the end of an epoch.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ OURS = dict.fromkeys(
 
 
 def job(arguments: argparse.Namespace) -> list[str]:
-    """The changes to conf/ that make the job end when it is traced.
+    """The changes to conf/ with which the job ends once it is traced.
 
     Raises:
-        Refusal: for one that is not the user's to make.
+        Refusal: for an override of what make profile sets itself.
     """
     for change in arguments.overrides:
         if change.startswith("profiler="):
@@ -58,21 +58,21 @@ def job(arguments: argparse.Namespace) -> list[str]:
 
 
 def train(arguments: argparse.Namespace) -> Path:
-    """Run the job, with its output shown; the folder that rank 0 wrote its trace to.
+    """Run the job and show its output; the folder that rank 0 wrote its trace to.
 
     Raises:
-        Refusal: when there is none.
+        Refusal: when there is no trace.
     """
     overrides = job(arguments)
     if subprocess.run([sys.executable, "-m", "runs.config", *overrides]).returncode:
-        raise SystemExit(2)  # it has told why
+        raise SystemExit(2)  # runs.config has said why
     quick(used(chosen(arguments), arguments.np))
     command = [sys.executable, "-m", "cluster.horovodrun", *given(arguments)]
     command += [sys.executable, "template.py", *overrides]
     print(shlex.join(command), flush=True)
     environment = {**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        # Of a terminal: the job ends by it, and tells.
+        # From a terminal these reach the job too, which ends and says so.
         for number in (signal.SIGINT, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: process.terminate())
@@ -83,7 +83,7 @@ def train(arguments: argparse.Namespace) -> Path:
                 print(line, end="", flush=True)
                 if match := SAID.match(line):
                     folder = Path(match[1])
-        except BaseException:  # nobody reads, say: make profile | head -1
+        except BaseException:  # nobody reads our output any more: make profile | head -1
             process.terminate()
             raise
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -100,10 +100,10 @@ def train(arguments: argparse.Namespace) -> Path:
 
 
 def fetch(folder: Path, members: list[Rank]) -> int:
-    """Copy what other hosts have, and this one has not; how many files that were.
+    """Copy the traces that other hosts have and this one has not; the number of files copied.
 
     Raises:
-        Refusal: when a host does not hand out a rank's trace.
+        Refusal: when a rank's trace cannot be fetched.
     """
     count = 0
     wanted = [(member.host, f"rank-{member.rank}.json.gz", True) for member in members]

@@ -1,17 +1,17 @@
-"""The cost model against figures that others published of Horovod, with what is known of them.
+"""The cost model against figures that others published of Horovod, as far as they are documented.
 
     python -m benchmarks.published
 
-Two sources. The chart of 512 GPUs in Horovod's docs/benchmarks.rst (2018): 128 servers with 4
-Pascal GPUs each, 25 Gbit/s RoCE. Which of them, and the speed of one alone, is not given; the
-speeds of TensorFlow's benchmarks of 2017 on a P100 are taken (synthetic data, batch 64), for
-ResNet-101 what lies between ResNet-50 and ResNet-152 by multiply-adds. And NVIDIA's logs of
-ResNet-50 in MLPerf Training v0.6 (github.com/mlcommons/training_results_v0.6,
-NVIDIA/results/dgx*_mxnet/resnet/, medians of the speeds printed in result_0.txt), which trained
-with Horovod in 16-bit floats; efficiency there is against one machine, with a larger batch a GPU.
+There are two sources. The first is the chart of 512 GPUs in Horovod's docs/benchmarks.rst (2018):
+128 servers with 4 Pascal GPUs each, 25 Gbit/s RoCE. It names neither the GPUs nor the speed of a
+single one; assumed is a P100 in TensorFlow's benchmarks of 2017 (synthetic data, batch 64), and for
+ResNet-101 a speed between those of ResNet-50 and ResNet-152, by multiply-adds. The second are
+NVIDIA's logs of ResNet-50 in MLPerf Training v0.6 (github.com/mlcommons/training_results_v0.6,
+NVIDIA/results/dgx*_mxnet/resnet/, medians of the speeds printed in result_0.txt), trained with
+Horovod in 16-bit floats. Their efficiency is against one machine, with a larger batch a GPU.
 
 Layers, their parameters and multiply-adds come from torchvision. What nobody published is taken
-from ranges, `ASSUMED` below, and the band is what they leave open.
+from the ranges in `ASSUMED`; the band is what they leave open.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ P100 = {"inception_v3": 142.0, "resnet50": 219.0, "resnet152": 91.8, "vgg16": 15
 
 @dataclass(frozen=True)
 class Published:
-    """A row of theirs.
+    """A published figure.
 
     Attributes:
-        images, alone: per second and GPU, together and as the base.
-        bucket: bytes that travel together at least: Horovod's fusion.
+        images, alone: images a second and GPU, on all ranks and in the base.
+        bucket: least bytes that travel together (Horovod's tensor fusion).
         network: with the rated bandwidth of a host's links.
     """
 
@@ -53,7 +53,7 @@ class Published:
 
 @cache
 def layers(name: str) -> tuple[tuple[int, int], ...]:
-    """Parameters and multiply-adds of an image of each layer, from the loss backwards."""
+    """Parameters of each layer and its multiply-adds for an image, from the loss backwards."""
     import torch
     import torchvision
     from torch import Tensor, nn
@@ -64,7 +64,7 @@ def layers(name: str) -> tuple[tuple[int, int], ...]:
 
     def note(layer: nn.Module, _: Any, output: Tensor) -> None:
         weight = layer.get_parameter("weight")
-        # Each number of the output comes of a weight's filter; biases and norms count as nothing.
+        # Each number of the output takes a filter of the weight; biases and norms count as nothing.
         work = output.numel() * weight[0].numel() if weight.dim() > 1 else 0
         costs.append((sum(p.numel() for p in layer.parameters()), work))
 
@@ -91,7 +91,7 @@ def p100_speed(name: str) -> float:
 
 
 def job_of(row: Published, deviation: float) -> Job:
-    """A rank's step as the base has it: layers take time by their multiply-adds."""
+    """A rank's step as long as in the base, with layers in proportion to their multiply-adds."""
     compute = row.batch / row.alone
     total = multiply_adds(row.model)
     buckets, ready, size, done = [], [], 0.0, 0
@@ -139,7 +139,7 @@ def _mlperf(
 
 
 def rows() -> list[dict[str, Any]]:
-    """Each row's efficiency beside what the model says: most likely, and at worst and best."""
+    """Published efficiencies beside those of the model: likely, at worst and at best."""
     results = []
     for row in (
         _horovod("inception_v3", 0.90),

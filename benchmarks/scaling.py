@@ -1,21 +1,22 @@
-"""How training scales: the job itself at several sizes, and a table and a plot of it.
+"""How training scales: the job itself on several numbers of processes, a table and a plot of it.
 
     make bench                                          1 and 2 processes, the default job
     make bench NP="1 2 4 8" HOSTS=node1:4,node2:4 ARGS="experiment=denoiser"
     make bench STRATEGY="horovod ddp" MODE=both         beside DDP; weak and strong scaling
     make bench REPEATS=7 STEPS=200                      or EPOCHS=2: whole epochs
 
-Each run is template.py under `python -m cluster.horovodrun`, as `make train` starts it, without
-evaluation, checkpoints and logs. Weak scaling: data.batch_size a process. Strong scaling:
-data.batch_size is that of all processes together. Runs take turns, repeats outermost, and the first
-steps of each are left out. One run of a few steps at the largest size comes first and does not
-count: it shows that the job works, fills caches, and tells how many steps take `SECONDS`. Steps are
-batches; with trainer.accumulate_grad_batches the warm-up and what is measured are whole updates.
+Each run is template.py under `python -m cluster.horovodrun`, started as `make train` does, but
+without evaluation, checkpoints and logs. Under weak scaling data.batch_size is that of a process,
+under strong scaling that of all processes together. Runs take turns, with repeats outermost, and
+the first steps of each are left out. One run of a few steps at the largest size comes first and is
+not counted: it shows that the job works, fills caches, and tells how many steps take `SECONDS`. A
+step is a batch; with trainer.accumulate_grad_batches the warm-up and what is measured are whole
+updates.
 
 After each run the results are written to benchmarks/results/scaling_<model>_<hardware>_<date>.json.
-Ctrl-C keeps all whole repeats, and the same command goes on; one with other settings, code or
-hardware writes a file of its own. What the columns mean: benchmarks/efficiency.py; what makes a
-mark: load.py.
+Ctrl-C keeps all whole repeats, and the same command goes on; with other settings, code or hardware
+it writes a file of its own. benchmarks/efficiency.py says what the columns mean, load.py what makes
+a mark.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ from benchmarks import scaling_report
 from benchmarks.efficiency import Results, Run, runs_of
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
 from benchmarks.launching import Failed, Job
-from benchmarks.scaling_plan import jobs, length, plan, steps_of, turns, whole, windows
+from benchmarks.scaling_plan import accumulated, jobs, length, plan, steps_of, turns, whole_updates
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
 MIN_STEPS, TRIAL_STEPS, WARMUP = 30, 20, 10
-ABOUT = ("model", "train_samples", "drop_last", "operations")  # what the first run tells of all
+ABOUT = ("model", "train_samples", "drop_last", "operations")  # what all runs have in common
 Measure = Callable[[Job, list[str]], dict[str, Any]]
 
 
@@ -47,27 +48,24 @@ Measure = Callable[[Job, list[str]], dict[str, Any]]
 
 
 def try_out(results: Results, measure: Measure) -> None:
-    """A short run at the largest size; fills results["trial"]."""
+    """Make a short run at the largest size, and fill results["trial"]."""
     settings = results["settings"]
-    # Horovod's, if it is one of them, tells which all-reduces a prediction needs.
+    # Horovod's first, if it is one of them: its "operations" say which all-reduces can predict it.
     strategies = sorted(settings["strategies"], key=lambda name: name != "horovod")
     largest = {**settings, "sizes": settings["sizes"][-1:], "strategies": strategies}
-    job, together = jobs(largest, [])[0], windows(results["config"])
-    steps = whole(TRIAL_STEPS, together)
+    job, together = jobs(largest, [])[0], accumulated(results["config"])
+    steps = whole_updates(TRIAL_STEPS, together)
     measured = measure(job, steps_of(settings["warmup"], steps))
     refuse_other_steps(measured, job, steps)
     steps = max(MIN_STEPS, math.ceil(SECONDS * 1e3 / measured["step_ms"]))
     results["trial"] = {
-        "steps": settings["steps"] or whole(steps, together),
+        "steps": settings["steps"] or whole_updates(steps, together),
         **{key: measured[key] for key in ABOUT},
     }
 
 
 def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
-    """All runs that are not there yet, in turns; `save` is called after each.
-
-    The file is finished when its report is written: an interrupt before loses nothing.
-    """
+    """All runs that are not there yet, in turns; `save` is called after each."""
     settings = results["settings"]
     if not results["trial"]:
         say(f"a short run first, which does not count: np={settings['sizes'][-1]}")
@@ -91,7 +89,7 @@ def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
 
 
 def refuse_other_steps(measured: dict[str, Any], job: Job, steps: int) -> None:
-    """Raises Failed where a run was not as long as it was asked to be."""
+    """Raises Failed where a run measured another number of steps than it was told to."""
     if measured["measured_steps"] != steps:
         raise Failed(
             f"error: {job}: {measured['measured_steps']} steps were measured, not {steps}: "
@@ -108,21 +106,19 @@ def say(text: str) -> None:
 
 
 def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
-    """The unfinished file of the same measurement with its whole repeats, or a new name."""
+    """The unfinished file of the same measurement and its whole repeats, or a new file name."""
     model = slug(results["config"]["task"] or results["config"]["model"]["_target_"].split(".")[-1])
     network = results["settings"]["network"] or ""
     hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
-    name = f"scaling_{model}_{hardware}"
-    file, results = continued(results, folder, name, "runs", "trial")
-    whole = _whole_repeats(results)
-    if left := len(results["runs"]) - len(whole):
+    file, results = continued(results, folder, f"scaling_{model}_{hardware}", "runs", "trial")
+    kept = _whole_repeats(results)
+    if left := len(results["runs"]) - len(kept):
         runs = f"{left} run{'s' * (left > 1)}"
         say(f"measured again: {runs} of the repeat that was interrupted, for all of it at one time")
-    return file, {**results, "runs": whole}
+    return file, {**results, "runs": kept}
 
 
 def _whole_repeats(results: Results) -> list[Run]:
-    """The runs of repeats that have all: those of a repeat are set against each other."""
     return whole_repeats(results["runs"], len(jobs(results["settings"], results["oversubscribed"])))
 
 

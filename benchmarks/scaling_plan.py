@@ -1,4 +1,4 @@
-"""What benchmarks/scaling.py measures: sizes, jobs, their order and length; and what it refuses."""
+"""What benchmarks/scaling.py measures: sizes, jobs, their order and length, and what is refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.hardware import ROOT, gpus, software
 from benchmarks.launching import MEASURED, Job, Launcher, ask
 from cluster.hosts import Host, Refusal, chosen, ranks
 
-# Set for the measurement; what a user gives for them would be lost without a word.
+# Set for the measurement, so refused: what a user gives for them would be ignored silently.
 OURS = {
     "strategy": "STRATEGY=", "trainer.max_steps": "STEPS=", "trainer.max_epochs": "EPOCHS=",
     "log_dir": "nothing", "run_dir": "nothing", "callbacks.anatomy.warmup": "WARMUP=",
@@ -26,17 +26,17 @@ OURS = {
     **{setting.partition("=")[0]: "nothing" for setting in MEASURED},
 }  # fmt: skip
 
-# What is calculated with; it may be written as ${oc.decode:...} or ${another.key}.
+# Keys whose values are needed here; they may be written as ${oc.decode:...} or ${another.key}.
 COUNTED = (
     "data.batch_size", "trainer.limit_train_batches", "trainer.accumulate_grad_batches",
     "trainer.accelerator", "trainer.max_time", "trainer.overfit_batches", "trainer.fast_dev_run",
 )  # fmt: skip
-# End a run, or shorten its epochs, where neither steps nor epochs say so.
+# Keys of trainer that end a run or shorten its epochs, whatever number of them is asked for.
 SHORTEN = ("max_time", "overfit_batches", "fast_dev_run")
 
 
 def sizes_of(sizes: list[int] | None, hosts: list[Host] | None) -> list[int]:
-    """How many processes; by default 1, 2, 4, ... to all slots; without hosts to all GPUs, or 2."""
+    """Numbers of processes; by default 1, 2, 4, ... to all slots (no hosts: GPUs, or 2)."""
     if sizes:
         return sorted(set(sizes))
     slots = sum(host.slots for host in hosts) if hosts else len(gpus()) or 2
@@ -44,7 +44,7 @@ def sizes_of(sizes: list[int] | None, hosts: list[Host] | None) -> list[int]:
 
 
 def jobs(settings: dict[str, Any], oversubscribed: list[int]) -> list[Job]:
-    """All that is measured in a repeat; what weak and strong scaling share, once."""
+    """All that is measured in a repeat; what weak and strong scaling share only once."""
     planned = []
     for mode, strategy, np in itertools.product(
         settings["modes"], settings["strategies"], settings["sizes"]
@@ -57,7 +57,7 @@ def jobs(settings: dict[str, Any], oversubscribed: list[int]) -> list[Job]:
 
 
 def turns(planned: list[Job], repeats: int) -> list[tuple[int, Job]]:
-    """All runs in their order: repeats outermost, each beginning with another job."""
+    """All runs in their order: repeats outermost, each of which begins with another job."""
     return [
         (repeat, job)
         for repeat in range(repeats)
@@ -66,13 +66,10 @@ def turns(planned: list[Job], repeats: int) -> list[tuple[int, Job]]:
 
 
 def check(settings: dict[str, Any], config: dict[str, Any]) -> None:
-    """Whether settings can be measured as they are asked for.
-
-    Args:
-        config: of the job.
+    """Refuse what cannot be measured as asked for, before anything has run.
 
     Raises:
-        Refusal: when not, before anything has run.
+        Refusal: for settings that do not fit the job's configuration.
     """
     refuse_ours(settings["arguments"], OURS, "make bench")
     for name in SHORTEN:
@@ -81,11 +78,12 @@ def check(settings: dict[str, Any], config: dict[str, Any]) -> None:
                 f"trainer.{name}={value}: it ends runs or epochs early, whose steps could not be "
                 "counted: leave it out; STEPS= or EPOCHS= say how long a run is"
             )
-    steps, together = settings["steps"], windows(config)
+    steps, together = settings["steps"], accumulated(config)
     if steps and steps % together:
         raise Refusal(
             f"STEPS={steps}: a step is a batch, trainer.accumulate_grad_batches={together} of them "
-            f"an update, and whole updates are measured: give STEPS={whole(steps, together)}"
+            "an update, and whole updates are measured: give "
+            f"STEPS={whole_updates(steps, together)}"
         )
     batch = settings["batch_size"]
     wrong = [str(np) for np in settings["sizes"] if batch % np]
@@ -100,7 +98,7 @@ def refuse_ours(arguments: list[str], ours: dict[str, str], command: str) -> Non
     """Raises Refusal for an override of what the command sets itself.
 
     Args:
-        ours: what is set, and what changes it.
+        ours: keys that it sets, and for each the variable of make that changes it.
     """
     for argument in arguments:
         key = argument.partition("=")[0].lstrip("+~")
@@ -109,8 +107,8 @@ def refuse_ours(arguments: list[str], ours: dict[str, str], command: str) -> Non
 
 
 def cores_of_a_rank(hosts: list[Host], facts: dict[str, dict[str, Any]], np: int) -> int:
-    """Whole cores for each rank on the fullest machine, 0 where they do not suffice; hosts made of
-    one machine share its cores.
+    """Whole cores for each rank on the fullest machine, 0 where there are fewer cores than ranks;
+    hosts made of one machine share its cores.
 
     Raises:
         Refusal: when ranks would have to share a GPU.
@@ -127,7 +125,7 @@ def cores_of_a_rank(hosts: list[Host], facts: dict[str, dict[str, Any]], np: int
 
 
 def length(results: Results, np: int, batch: int) -> list[str]:
-    """Overrides that say how long a run is, and how much of it is warm-up."""
+    """Overrides that set the length of a run and of its warm-up, in steps or in epochs."""
     settings, trial = results["settings"], results["trial"]
     if not settings["epochs"]:
         return steps_of(settings["warmup"], trial["steps"])
@@ -141,33 +139,33 @@ def length(results: Results, np: int, batch: int) -> list[str]:
 
 
 def steps_of(warmup: int, steps: int) -> list[str]:
-    """Of a batch each, whatever that is to the optimizer."""
+    """Overrides for a run of so many batches, however many of them the optimizer accumulates."""
     batches = warmup + steps
     return [
         "trainer.max_epochs=-1",
-        # Never reached: schedules ask for an end, and a batch may be several steps to the Trainer.
+        # Never reached; schedules need an end, and for the Trainer a batch may be several steps.
         f"trainer.max_steps={100 * batches}",
         f"callbacks.anatomy.batches={batches}",
         f"callbacks.anatomy.warmup={warmup}",
     ]
 
 
-def windows(config: dict[str, Any]) -> int:
-    """Batches that are accumulated for a step of the optimizer."""
+def accumulated(config: dict[str, Any]) -> int:
+    """Batches that are accumulated for an update of the weights."""
     return config.get("trainer", {}).get("accumulate_grad_batches") or 1
 
 
-def whole(steps: int, together: int) -> int:
-    """So many or a few more: whole updates, of so many batches together."""
-    return -(-steps // together) * together
+def whole_updates(batches: int, together: int) -> int:
+    """So many batches, or the few more that make whole updates of `together` batches."""
+    return -(-batches // together) * together
 
 
 def configuration(arguments: list[str], strategies: list[str]) -> dict[str, Any]:
-    """The whole configuration of the job, as template.py has it: of `COUNTED` the values, all else
-    as it is written, which is the same whenever it is read (${now:} and ${rank:} are not).
+    """The configuration of the job as template.py has it. `COUNTED` keys are resolved; all others
+    stay as they are written, so that ${now:} and ${rank:} do not differ from run to run.
 
     Raises:
-        Refusal: for overrides that it would refuse.
+        Refusal: for overrides that template.py would refuse.
     """
     for strategy in strategies:
         overrides = [*arguments, *MEASURED, f"strategy={strategy}"]
@@ -188,7 +186,7 @@ def batch_size_of(config: dict[str, Any]) -> int:
     """data.batch_size of a configuration.
 
     Raises:
-        Refusal: where there is no such number.
+        Refusal: where it is missing or not a whole number.
     """
     batch = (config.get("data") or {}).get("batch_size")
     if not isinstance(batch, int):
@@ -208,7 +206,7 @@ def _output(command: list[str]) -> str:
 
 
 def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
-    """What is to be measured and with what, before anything has run."""
+    """The results without any run, and what makes the runs."""
     named = bool(arguments.hosts or arguments.hostfile)
     hosts = chosen(arguments) if named else None
     sizes = sizes_of(arguments.np, hosts)
@@ -220,7 +218,8 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
         "arguments": arguments.overrides, "mode": arguments.mode, "strategies": arguments.strategy,
         "modes": ["weak", "strong"] if arguments.mode == "both" else [arguments.mode],
         "sizes": sizes, "repeats": arguments.repeats, "steps": arguments.steps,
-        "epochs": arguments.epochs, "warmup": whole(arguments.warmup, windows(config)),
+        "epochs": arguments.epochs,
+        "warmup": whole_updates(arguments.warmup, accumulated(config)),
         "network": arguments.network,
         "batch_size": batch_size_of(config),
         "hosts": {host.name: {"slots": host.slots, "gpus": host.gpus, "nic": host.nic}
@@ -234,7 +233,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
         host["machine"] = boots.index(boot)
         host["gpus"] = [] if on_cpu else host["gpus"]
     cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}
-    # The same at each size, so that a rank is the same worker.
+    # The same at each size, so that a rank computes equally fast.
     settings["threads"] = max(1, min(cores.values()))
     results = {
         "benchmark": "scaling", **software(), "settings": settings,

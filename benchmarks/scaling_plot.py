@@ -1,9 +1,9 @@
 """The plot of benchmarks/scaling.py: speed-up and efficiency by number of processes.
 
-Measured points are medians with the interval of efficiency.py; strategies stand beside each other.
-Dashed: what the results hold under "predicted", with its range. Hollow: sizes with more ranks than
-cores, whose efficiency is a step without communication over one with it. For print: 7 inches wide,
-colours that the colour-blind can tell apart (Okabe and Ito), another symbol for each strategy.
+Points are medians with the interval of efficiency.py; strategies stand beside each other. Dashed:
+the results' "predicted", with its range. Hollow: sizes with more ranks than cores, whose efficiency
+is a step without communication over one with it. Made for print: 7 inches wide, the colours of
+Okabe and Ito for the colour-blind, another symbol for each strategy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
 
 
 def draw(results: Results, hardware: str, name: Path) -> None:
-    """A line of two panels for each mode, as name.png and name.svg."""
+    """A row of two panels for each mode, into name.png and name.svg."""
     settings = results["settings"]
     with plt.rc_context(FONTS):
         figure, grid = plt.subplots(
@@ -44,7 +44,7 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
         color, marker = STYLES[number]
         measured = [row for row in rows(results) if (row.mode, row.strategy) == (mode, strategy)]
         style = {"color": color, "marker": marker, "label": strategy}
-        # Beside each other, by 3 % of an axis that is logarithmic: bars would cover each other.
+        # Strategies are shifted by 3 % of the logarithmic axis, or their bars would overlap.
         aside = (1.2**2 * sizes[-1] / sizes[0]) ** (0.03 * number)
         _points(speedup, [(aside * row.np, row.speedup) for row in measured], style)
         _points(efficiency, [(aside * row.np, _percent(row.efficiency)) for row in measured], style)
@@ -71,7 +71,7 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
 
 
 def _apart(sizes: list[int]) -> list[int]:
-    """Those whose numbers have room on an axis, of which each takes a tenth."""
+    """The sizes whose labels fit on an axis, as each takes a tenth of it."""
     tenth = (1.2**2 * sizes[-1] / sizes[0]) ** 0.1
     spaced = sizes[:1]
     for np in sizes:
@@ -84,7 +84,7 @@ def _percent(values: list[float]) -> list[float]:
 
 
 def _points(axes: Axes, points: list[tuple[float, list[float]]], style: dict[str, Any]) -> None:
-    """Medians, with bars from end to end of their intervals."""
+    """Medians with bars that span their intervals."""
     measured = [(np, values) for np, values in points if values]
     if not measured:
         return
@@ -102,7 +102,7 @@ def _predict(
     results: Results, predicted: list[dict[str, Any]], measured: list[Row],
     panels: tuple[Axes, Axes], color: str,
 ) -> None:  # fmt: skip
-    """Predicted steps against the measured one of the smallest size."""
+    """The curve of predicted steps, relative to the measured step of the smallest size."""
     batch_size, smallest = results["settings"]["batch_size"], results["settings"]["sizes"][0]
     base = next((row for row in measured if row.np == smallest), None)
     if base is None:

@@ -1,9 +1,9 @@
 """The predicted curve in the plot of `make bench`.
 
-The job is what its smallest size measured, its gradients what a larger one sent, the network what
-the newest `make bench-allreduce` found on the same hosts: prediction and measurement share nothing
-else. For weak scaling under horovod, at sizes with a core or GPU for each rank; the cost model
-(benchmarks/cost_model.py) is of no other.
+The job's compute comes from its smallest size, its gradients from what a larger one sent, and the
+network from the newest `make bench-allreduce` on the same hosts: nothing else of what was measured
+is used. Only weak scaling under horovod is predicted, and only at sizes with a core or GPU for each
+rank, as benchmarks/cost_model.py covers nothing else.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmarks.efficiency import Results, interval
 from benchmarks.predict import predictions
-from benchmarks.predict_inputs import ALL_REDUCE_KEYS, job_of, networks, read
-from benchmarks.scaling_plan import windows
+from benchmarks.predict_inputs import job_of, networks, newest_by_hosts
+from benchmarks.scaling_plan import accumulated
 from cluster.hosts import Refusal
 
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
@@ -25,10 +25,11 @@ UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that n
 def predicted(
     results: Results, all_reduces: Iterable[Path]
 ) -> tuple[list[dict[str, Any]], list[str]]:
-    """A step at each size, in ms: likely, and in the best and worst case; and the names of the
-    files that it comes of. Both are empty if nobody knows, or there is no size but the smallest.
+    """For each size a step in ms: likely, at best and at worst; and the names of the files used.
+    Both are empty where something needed is not known, or only one size was measured.
 
-    The range is that of the all-reduces, p10 to p90, and of the smallest size's repeats.
+    From best to worst is from p10 to p90 of the all-reduces, times the interval of the smallest
+    size's repeats.
 
     Args:
         results: of benchmarks/scaling.py.
@@ -53,11 +54,13 @@ def predicted(
     run = min(first, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
     step = {"p10": median, "p90": median, **(run.get("quantiles_ms") or {}), "median": median}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
-    summary = {"strategy": "horovod", "world_size": run["np"], "anatomy": anatomy}
-    summary["accumulate_grad_batches"] = windows(results["config"])
+    summary = {
+        "strategy": "horovod", "world_size": run["np"], "anatomy": anatomy,
+        "accumulate_grad_batches": accumulated(results["config"]),
+    }  # fmt: skip
     slots = max(host["slots"] for host in settings["hosts"].values())
     try:
-        cases, _ = networks([content for _, content in measured], {}, slots)
+        cases, _ = networks([result for _, result in measured], {}, slots)
         rows = predictions(job_of(summary, Path()), sizes, cases)
     except (Refusal, KeyError, TypeError):  # all-reduces that no line fits, or of another form
         return [], []
@@ -68,7 +71,7 @@ def predicted(
             "low_ms": 1e3 * low * row.best.seconds, "high_ms": 1e3 * high * row.worst.seconds,
         }
         for row in rows
-    ], [name for name, _ in measured]  # fmt: skip
+    ], [file.name for file, _ in measured]  # fmt: skip
 
 
 def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
@@ -76,36 +79,30 @@ def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
     settings = results["settings"]
     sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
     predictable = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
-    wires = [run["wire"] for run in results["runs"] if run.get("wire")]
-    once = all(wire.get("exchanges", 1) == 1 for wire in wires) and windows(results["config"]) == 1
+    exchanges = [run["wire"].get("exchanges", 1) for run in results["runs"] if run.get("wire")]
+    once = set(exchanges) <= {1} and accumulated(results["config"]) == 1
     return bool(predictable) and once and not _of_these_hosts(results, files)
 
 
-def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[str, dict[str, Any]]]:
-    """The newest between all of these hosts, and the newest inside one of them, with the names of
-    their files; empty if there is none of what the largest size needs."""
+def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
+    """The newest all-reduces inside one of these hosts and, if there are several, between all of
+    them, without which the list is empty."""
     names = set(results["settings"]["hosts"])
-    # What they call themselves, where results say it: every host is a localhost to itself.
+    # What the hosts call themselves, where results say it: every host is a localhost to itself.
     nodes = {host["node"] for host in results["hosts"].values() if "node" in host}
-    machines = [(host["cpu"], host["cores"]) for host in results["hosts"].values()]
+    machines = {(host["cpu"], host["cores"]) for host in results["hosts"].values()}
     network = results["settings"]["network"]
-    newest: dict[bool, tuple[str, dict[str, Any]]] = {}
-    for file in files:
-        try:
-            content = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-            hosts = {host["name"] for host in content["hosts"]}
-            kinds = {(host["cpu"], host["cores"]) for host in content.get("machines", [content])}
-        except (Refusal, LookupError, TypeError):
-            continue  # half copied, or of another form
-        if not kinds <= set(machines) or (nodes and not set(content["ranks"]) <= nodes):
-            continue
-        if content["operations"] != results["trial"]["operations"] or len(content["sizes"]) < 2:
-            continue  # a line needs two sizes
-        if network and content.get("network", network) not in (network, *UNNAMED):
-            continue
-        several = len(hosts) > 1
-        if not hosts <= names or (several and hosts != names):
-            continue
-        if several not in newest or content["date"] > newest[several][1]["date"]:
-            newest[several] = file.name, content
+
+    def of_these_hosts(result: dict[str, Any]) -> bool:
+        hosts = {host["name"] for host in result["hosts"]}
+        kinds = {(host["cpu"], host["cores"]) for host in result.get("machines", [result])}
+        return (
+            (hosts == names or (len(hosts) == 1 and hosts <= names))
+            and kinds <= machines
+            and (not nodes or set(result["ranks"]) <= nodes)
+            and result["operations"] == results["trial"]["operations"]
+            and (not network or result.get("network", network) in (network, *UNNAMED))
+        )
+
+    newest = newest_by_hosts(files, of_these_hosts)
     return list(newest.values()) if (len(names) > 1) in newest else []

@@ -4,8 +4,8 @@
                                        with --predict predicted anew, from the newest all-reduces
     make bench-readme                                  the README's table from the newest result
 
-Nothing is measured and no figure is typed here, but those that others have published, which stand
-beside ours with their hardware.
+Nothing is measured here, and no figure is typed, except those that others have published, which
+stand beside ours with their hardware.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.files import RESULTS, write_json, write_text
 from benchmarks.hardware import ROOT, processors, versions
-from benchmarks.scaling_plan import windows
+from benchmarks.scaling_plan import accumulated
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from cluster.hosts import Refusal
 
@@ -51,9 +51,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
 
 
-# ---------------------------------------------------------------------------- tables
-
-
 COLUMNS: dict[str, Callable[[Row], str]] = {
     "scaling": lambda row: row.mode,
     "strategy": lambda row: row.strategy,
@@ -71,21 +68,19 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table; columns in which nothing stands are left out."""
+    """A table; columns without any entry are left out."""
     kept = [index for index in range(len(head)) if any(line[index] for line in lines)]
     shown = [[line[index] for index in kept] for line in [head, ["---"] * len(head), *lines]]
     return "\n".join(f"| {' | '.join(line)} |" for line in shown)
 
 
 def table(results: Results) -> str:
-    """Ours, a line a row."""
     return markdown(
         list(COLUMNS), [[show(row) for show in COLUMNS.values()] for row in rows(results)]
     )
 
 
 def published() -> str:
-    """What others have published, for context."""
     base = min(ORIGINAL)
     efficiency = [ORIGINAL[base] / (np * s) for np, s in ORIGINAL.items() if np != base]
     lines = [
@@ -103,13 +98,12 @@ def published() -> str:
 
 
 def description(results: Results) -> str:
-    """What the figures hang on, in a paragraph."""
     settings, trial = results["settings"], results["trial"]
     hosts = ", ".join(f"{name}:{host['slots']}" for name, host in settings["hosts"].items())
     machines = {host["machine"] for host in results["hosts"].values()}
     note = " made of one machine" if len(machines) < len(results["hosts"]) else ""
     network = settings["network"] or ("loopback" if len(results["hosts"]) == 1 else _nics(results))
-    together, repeats = windows(results["config"]), settings["repeats"]
+    together, repeats = accumulated(results["config"]), settings["repeats"]
     steps = f" of a batch each, of which {together} accumulate for an update," * (together > 1)
     measured = f"{trial['steps']} steps{steps}"
     if settings["epochs"]:
@@ -134,7 +128,7 @@ def description(results: Results) -> str:
 
 
 def _nics(results: Results) -> str:
-    """The interfaces of all hosts, with their rates where they tell them."""
+    """The interfaces of all hosts, with their rates where known."""
     rates = {
         f"{name} {rate / 1000:g} Gbit/s" if rate else name
         for host in results["hosts"].values()
@@ -148,7 +142,7 @@ PREDICTED = ("predicted_ms", "predicted_low_ms", "predicted_high_ms")
 
 
 def as_csv(results: Results) -> str:
-    """A line a row, nothing rounded: of each quantity the median, the least and the greatest."""
+    """A line for each row, not rounded: the median, least and greatest of each quantity."""
     lists = [
         "step_ms", "samples_per_second", "epoch_seconds", "speedup", "efficiency", "over_alone"
     ]  # fmt: skip
@@ -166,16 +160,13 @@ def as_csv(results: Results) -> str:
     return output.getvalue()
 
 
-# ---------------------------------------------------------------------------- files
-
-
 def write(results: Results, file: Path, predict: bool = True) -> str:
-    """The tables and the plot beside a result file, and then the file; what to print of them.
+    """Write the tables and the plot beside a result file, and then the file; the text to print.
 
     Args:
-        predict: from the newest all-reduces of these hosts; without, what the results have stays.
+        predict: anew, from the newest all-reduces of these hosts; else the results keep theirs.
     """
-    # Here: not all that makes tables by this module has matplotlib.
+    # Imported here: benchmarks that only need `markdown` do without matplotlib.
     from benchmarks import scaling_plot
 
     all_reduces = list(RESULTS.glob("allreduce_*.json"))
@@ -194,7 +185,7 @@ def write(results: Results, file: Path, predict: bool = True) -> str:
 
 
 def newest(files: Iterable[Path]) -> Path | None:
-    """The finished result that was begun last; None without any."""
+    """The finished result with the latest date; None without any."""
     finished = {}
     for file in files:
         try:
@@ -209,7 +200,6 @@ def newest(files: Iterable[Path]) -> Path | None:
 
 
 def readme_block(file: Path | None) -> str:
-    """What stands between the README's markers."""
     if file is None:
         return f"No result of `make bench` is in `benchmarks/results/` yet.\n\n{published()}"
     results = json.loads(file.read_text())
@@ -221,7 +211,6 @@ def readme_block(file: Path | None) -> str:
 
 
 def with_block(readme: str, block: str) -> str:
-    """The README's text with another block between the markers."""
     pattern = re.compile(f"(?<={re.escape(BEGIN)}\n).*?(?={re.escape(END)})", re.S)
     text, count = pattern.subn(lambda _: f"\n{block}\n\n", readme)
     if count != 1:

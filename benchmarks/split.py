@@ -1,17 +1,19 @@
-"""When splitting a network over two devices pays: beside one device, and beside data parallel.
+"""When it pays to split a network over two devices, beside one device and data parallel.
 
     make bench-split
     make bench-split BATCH=256 ARGS="model.width=64"
 
-experiment=model_parallel with one global batch, in turns: on one device, split in a row and as
-pipelines of more and more micro-batches, data parallel on two ranks, and both together (not on
-GPUs, of which that takes four). A table has what is measured (the step, samples per second) beside
-what is known: the memory of weights, gradients and Adam's two moments that the fuller device holds,
-16 bytes a parameter, and the share of time in which a device waits for the other, 1 / (m + 1) for m
-micro-batches (GPipe, arXiv:1811.06965, for halves that take equally long). With two GPUs those are
-the devices; else both are this CPU, where the halves compute one after the other: then the times
-show what a split costs, and not what two devices gain. Results go to benchmarks/results/; Ctrl-C
-keeps them, and the same command goes on.
+Trains experiment=model_parallel with one global batch in several ways, in turns: on one device,
+split without and with more and more micro-batches, data parallel on two ranks, and split on two
+ranks (not on GPUs, of which that takes four). Measured are the time of a step and samples/s.
+Computed, not measured, are two columns: the memory on the fuller device of weights, gradients and
+Adam's two moments, 16 bytes a parameter, without activations; and the share of time in which a
+device waits for the other, 1 / (m + 1) for m micro-batches (GPipe, arXiv:1811.06965, for halves
+that take equally long).
+
+With two GPUs those are the devices. Otherwise both are this CPU, where the halves compute one after
+the other: then the times show what a split costs, and not what two devices gain. Results go to
+benchmarks/results/; Ctrl-C keeps them, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from cluster.signals import interrupt_at_signals
 from models.split import Split
 
 EXPERIMENT = "experiment=model_parallel"
-# What tells the ways apart; given by a user it would make all rows the same, or be lost.
+# What tells the ways apart: given by a user it would make all rows the same, or be ignored.
 OURS = {
     **dict.fromkeys(scaling_plan.OURS, "nothing"), "trainer.max_steps": "STEPS=",
     "model.devices": "nothing", "model.micro_batches": "nothing", "data.batch_size": "BATCH=",
@@ -50,7 +52,7 @@ Measure = Callable[["Way", int], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: on so many ranks, each on one device or split over two."""
+    """A way to train: on so many ranks, each on one device or split over two."""
 
     name: str
     ranks: int
@@ -80,13 +82,13 @@ WAYS = [
 
 
 def ways(devices: list[str]) -> list[Way]:
-    """Those that there are devices for: two ranks of a host would share the GPUs of a split, and
-    NCCL gives each its own."""
+    """Those that there are devices for: two ranks that are split would share the same two GPUs, but
+    NCCL needs a GPU of its own for each rank."""
     return [way for way in WAYS if "cpu" in devices or way.ranks == 1 or not way.micro_batches]
 
 
 def memory(model: dict[str, Any]) -> dict[bool, float]:
-    """MiB of weights, gradients and moments on the fuller device: split, and not."""
+    """MiB of weights, gradients and moments on the fuller device, split (True) and not (False)."""
     arguments = {key: value for key, value in model.items() if key != "_target_"}
     network = Split(**arguments | {"devices": None})
     halves = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
@@ -95,7 +97,7 @@ def memory(model: dict[str, Any]) -> dict[bool, float]:
 
 
 def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> None:
-    """All ways in turns, as often as asked."""
+    """All runs that are not there yet: the ways in turns, `keep` after each."""
     possible = ways(results["devices"])
     existing = {(run["repeat"], run["way"]) for run in results["runs"]}
     for repeat in range(results["repeats"]):
@@ -134,9 +136,9 @@ def table(results: dict[str, Any]) -> str:
 
 
 def device(results: dict[str, Any]) -> str:
-    """What the devices are: one GPU is not enough, and is not named."""
-    on_gpus = "cpu" not in results["devices"]
-    return results["gpus"][0] if on_gpus else f"{results['cpu']}, {results['cores']} cores"
+    """What computes; a single GPU is not named, as it is not used."""
+    on_cpu = "cpu" in results["devices"]
+    return f"{results['cpu']}, {results['cores']} cores" if on_cpu else results["gpus"][0]
 
 
 def description(results: dict[str, Any]) -> str:

@@ -1,13 +1,13 @@
-"""From the launch to the first step: beside plain horovodrun, whose ranks import for themselves.
+"""The time from the launch to the first step, beside plain horovodrun, whose ranks import alone.
 
     make bench-start                            2, 4, 8 ranks on this host
     make bench-start NP="2 16" REPEATS=3 ARGS="experiment=denoiser"
 
-One step of the job is trained, by each of WAYS in turns. A table has the time until rank 0 tells
-of that step, the processor time of all, and, where strace is installed, how often a rank looked a
-file up, whether it is there or not: in one more run, whose times would say nothing. More ranks than
-cores wait for one another. Results go to benchmarks/results/; Ctrl-C keeps them, and the same
-command goes on.
+Each of WAYS trains one step of the job, in turns. The table has the time until rank 0 reports that
+step, the processor time of all processes and, where strace is installed, how often a rank looked up
+a file, existing or not. Look-ups are counted in a run of their own, as strace slows it down. More
+ranks than cores wait for one another. Files are in the page cache: an unused one is not measured.
+Results go to benchmarks/results/; Ctrl-C keeps them, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -43,14 +43,17 @@ WAYS = {  # command, and whether the ranks of a host share their imports
     "ours, each rank imports": (OURS, "0"),
     "ours": (OURS, "1"),
 }
-# And nothing after it; each start has a folder of its own.
+# Set for one step and nothing after it, and for a folder of its own.
 ONE_STEP = ("trainer.max_steps", "trainer.max_epochs", "test", "log_dir", "run_dir")
 STRACE = ["strace", "-f", "-qq", "-c", "-e", "trace=%file", "-o"]
 FIRST_STEP = "epoch 1/"  # runs/progress.py, in the output of rank 0
 
 
 def start(way: str, ranks: int, overrides: list[str], counts: Path | None) -> dict[str, float]:
-    """Seconds to the first step and of processors; with a file for them, the counts of strace.
+    """Seconds to the first step, and of processors.
+
+    Args:
+        counts: a file for strace's counts of look-ups; None: without strace.
 
     Raises:
         Failed: when the job did not end well.
@@ -86,7 +89,7 @@ def start(way: str, ranks: int, overrides: list[str], counts: Path | None) -> di
 
 
 def look_ups(way: str, ranks: int, overrides: list[str]) -> float:
-    """System calls that name a file, a rank."""
+    """System calls that name a file, divided by the number of ranks."""
     with tempfile.TemporaryDirectory(prefix="bench-start-") as folder:
         counts = Path(folder) / "counts"
         start(way, ranks, overrides, counts)
@@ -97,7 +100,7 @@ def look_ups(way: str, ranks: int, overrides: list[str]) -> float:
 
 
 def run(results: dict[str, Any], keep: Callable[[], None]) -> None:
-    """All that is not there yet: starts in turns, then the look-ups."""
+    """All runs that are not there yet: starts in turns, then look-ups; `keep` after each."""
     repeats, sizes, overrides = results["repeats"], results["ranks"], results["arguments"]
     results["runs"] = whole_repeats(results["runs"], len(sizes) * len(WAYS))
     existing = {(run["repeat"], run["ranks"], run["way"]) for run in results["runs"]}
@@ -108,7 +111,7 @@ def run(results: dict[str, Any], keep: Callable[[], None]) -> None:
     ]
     planned = [turn for turn in planned if turn not in existing]
     if planned:
-        start("ours", sizes[0], overrides, None)  # brings the files into memory
+        start("ours", sizes[0], overrides, None)  # brings the files into the page cache
     for repeat, ranks, way in planned:
         times = start(way, ranks, overrides, None)
         results["runs"].append({"way": way, "ranks": ranks, "repeat": repeat, **times})

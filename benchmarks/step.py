@@ -1,20 +1,23 @@
-"""What a training step takes: this strategy beside Lightning's DDP, raw loops and no network.
+"""The time of a training step: this strategy beside Lightning's DDP, raw loops and no network.
 
     make bench-step                                 2 ranks on this host, all models
     make bench-step ARGS="--models resnet18 --repeats 9 --batch 64"
-    make bench-step NP=1 ARGS="--models resnet50 --batch 256"     on a GPU, where there is one
+    make bench-step NP=1 ARGS="--models resnet50 --batch 256"     on a GPU, if there is one
     sudo make bench-step-slow                       2 hosts of cluster/testbed.py, 500 Mbit/s
 
-All variants of a model run in one command, in turns: A B C A B C ... Their processes stay; those
-whose turn it is not are stopped (SIGSTOP) and take no time. The first block warms up and is left
-out; a variant's time is the median of the medians of its blocks, and ratios are medians of the
-ratios of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed.
-Ranks are stopped and told to go on from here, so their hosts are this one, or made of it, and the
-share of its cores that is idle meanwhile says whether a step waits for them or for the network.
-A model whose variants do not fit into memory together is left out, or refused if it was named.
-On GPUs (one a rank; --device cpu: not on them) all is in bf16-mixed and channels_last.
-Results go to benchmarks/results/ as JSON and as a Markdown table, after each model; Ctrl-C keeps
-them, and the same command goes on.
+How it is measured. All variants of a model run in one command and take turns in blocks of steps:
+A B C A B C ... Their processes stay; those whose turn it is not are stopped (SIGSTOP) and take no
+time. The first block of each warms up and is left out, as is the first step of each block. A
+variant's time is the median of the medians of its blocks, and a ratio is the median of the ratios
+of neighbouring blocks. Each rank has one thread, its data in memory, and the same seed: reading
+data is not measured. The share of the cores that is idle meanwhile tells whether a step waits for
+them or for the network. On GPUs (one for each rank; --device cpu: not on them) all is in bf16-mixed
+and channels_last.
+
+Ranks are stopped and started from here, so their hosts are this one, or made of it. A model whose
+variants do not fit into memory together is left out, or refused if it was named. Results go to
+benchmarks/results/ as JSON and as a Markdown table after each model; Ctrl-C keeps them, and the
+same command goes on.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from cluster.signals import interrupt_at_signals
 OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 ON_GPU = [*MODELS, "resnet50"]
-# What strategies/environment.py sets for itself, so that it can be told from the rest.
+# What strategies/environment.py sets for itself, to tell its effect from that of the rest.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-# Function of step_worker.py, options of HorovodStrategy, environment.
+# A function of step_worker.py, options of HorovodStrategy, environment variables.
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "no communication": ("raw_alone", {}, {}),
     "torch DDP": ("raw_ddp", {}, {}),
@@ -64,11 +67,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "HorovodStrategy, fp16": ("lightning_horovod", {"compression": "fp16"}, {}),
     "HorovodStrategy, bf16": ("lightning_horovod", {"compression": "bf16"}, {}),
 }
-# MiB that a rank has for itself, by the peaks in results/step_*.json without the 300 of libraries
+# MiB that a rank needs for itself: the peaks in results/step_*.json, less the 300 MiB of libraries
 # that all processes share. More images need more.
 RANK_MIB = {"mlp": 440, "resnet18": 620, "mobilenet_v2": 530, "small_vit": 620, "vgg11": 2000}
-# Of a frame's 1,514 bytes on an Ethernet link, 1,448 are data under TCP, IPv4 and time stamps
-# (RFC 7323); cluster/testbed.py counts them all.
+# Of an Ethernet frame's 1,514 bytes 1,448 are data, after the headers of IPv4 and of TCP with time
+# stamps (RFC 7323); the limit of cluster/testbed.py counts them all.
 FRAME = 1514 / 1448
 # Stopped processes must not take each other for lost.
 PATIENCE = {
@@ -88,15 +91,13 @@ class Group:
     pids: list[int] = field(default_factory=list)
     blocks: list[list[float]] = field(default_factory=list)
     idle: list[float] = field(default_factory=list)
-    arrivals: list[tuple[float, int]] = field(default_factory=list)
+    answer: dict[str, Any] = field(default_factory=dict)  # the last of one rank
     steps: int = 0
-    bytes: int = 0
-    images: int = 0
     peak_kib: int = 0
     resident_kib: list[int] = field(default_factory=list)
 
     def answers(self) -> list[dict[str, Any]]:
-        """What all ranks have to say after their steps; then they are stopped."""
+        """What each rank sends after its steps; then all are stopped."""
         answers = []
         for rank in self.ranks:
             with rank.makefile("r") as file:
@@ -105,8 +106,7 @@ class Group:
                 raise self.failed()
             answers.append(json.loads(line))
         self.pids = [answer["pid"] for answer in answers]
-        self.bytes, self.arrivals = answers[0]["bytes"], answers[0]["arrivals"]
-        self.images = answers[0]["images"]
+        self.answer = answers[0]
         self.peak_kib = max(answer["peak_kib"] for answer in answers)
         self.resident_kib.append(max(answer["resident_kib"] for answer in answers))
         for pid in self.pids:
@@ -114,7 +114,7 @@ class Group:
         return answers
 
     def run(self, steps: int) -> list[float]:
-        """The durations of so many steps on all ranks, in seconds, but for the first of each."""
+        """Seconds of each of so many steps on all ranks, after one that is left out."""
         before = load.counters()
         try:
             for pid in self.pids:
@@ -142,12 +142,13 @@ class Group:
 
 
 def idle(earlier: dict[str, int], later: dict[str, int]) -> float:
-    """The share of the time of all cores between two readings in which they had nothing to do."""
+    """The idle share of all cores' time between two readings of load.counters."""
     total, busy = (later[name] - earlier[name] for name in ("total", "busy"))
     return round(1 - busy / total, 3) if total > 0 else 0.0
 
 
 def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path) -> Group:
+    """Launch the ranks of a variant, and wait until all have connected."""
     name, options, extra = VARIANTS[variant]
     address = folder / f"{len(list(folder.iterdir()))}.socket"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -158,16 +159,9 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
         worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
         horovodrun = Path(sys.executable).parent / "horovodrun"
         ranks = sum(host.slots for host in parse(arguments.hosts))
-        first_host = arguments.hosts.split(",")[0].partition(":")[0]
-        try:
-            master = "127.0.0.1" if first_host == "localhost" else socket.gethostbyname(first_host)
-        except OSError as error:
-            raise SystemExit(
-                f"error: --hosts {arguments.hosts}: {first_host}: {error.strerror}"
-            ) from None
         environment = {
             "OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port()),
-            "MASTER_ADDR": master, **PATIENCE, **extra,
+            "MASTER_ADDR": _address_of_first(arguments.hosts), **PATIENCE, **extra,
         }  # fmt: skip
         log = address.with_suffix(".log")
         output = log.open("w")
@@ -192,6 +186,14 @@ def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path)
     return group
 
 
+def _address_of_first(hosts: str) -> str:
+    host = hosts.split(",")[0].partition(":")[0]
+    try:
+        return "127.0.0.1" if host == "localhost" else socket.gethostbyname(host)
+    except OSError as error:
+        raise SystemExit(f"error: --hosts {hosts}: {host}: {error.strerror}") from None
+
+
 def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("", 0))
@@ -199,19 +201,18 @@ def _free_port() -> int:
 
 
 def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
-    """The medians of all blocks of all variants, in milliseconds, and each one's peak memory."""
+    """The medians of all blocks of each variant in ms, its memory, and how idle the cores were."""
     groups: list[Group] = []
     with tempfile.TemporaryDirectory() as folder:
         try:
             first_steps = []
             for variant in variants:
-                if groups and arguments.device == "cpu":  # a GPU says by itself when it is full
+                if groups and arguments.device == "cpu":  # a full GPU raises an error by itself
                     _check_memory(model, len(variants), groups)
                 groups.append(start(variant, model, arguments, Path(folder)))
                 first_steps.append(statistics.median(groups[-1].run(3)))
-            # As many steps as fit into a block of the asked length.
-            slowest = max(first_steps)
-            steps = max(2, round(arguments.block_seconds / slowest))
+            # Equally many for all: as many as the slowest makes in a block of the length asked for.
+            steps = max(2, round(arguments.block_seconds / max(first_steps)))
             for repeat in range(arguments.repeats + 1):
                 for group in groups[repeat % len(groups) :] + groups[: repeat % len(groups)]:
                     seconds = group.run(steps)
@@ -223,10 +224,10 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                 group.end()
     return {
         "steps_per_block": steps,
-        "gradient_bytes": groups[0].bytes,
-        "images_a_rank": groups[0].images,
+        "gradient_bytes": groups[0].answer["bytes"],
+        "images_a_rank": groups[0].answer["images"],
         "ranks": len(groups[0].ranks),
-        "arrivals": next((group.arrivals for group in groups if group.arrivals), []),
+        "arrivals": next((a for group in groups if (a := group.answer["arrivals"])), []),
         "variants": {
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
@@ -241,8 +242,8 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
 
 
 def lacks_memory(model: str, variants: list[str], ranks: int) -> str:
-    """What tells that they need more than there is, and how many fit; "" if all do. One more than
-    they are must fit, by _check_memory."""
+    """Why these variants do not fit into memory, and which would; "" if they do. _check_memory asks
+    for room for one more."""
     each, there = RANK_MIB.get(model, 0) * ranks, memory()
     needed = each * (len(variants) + 1)
     if needed <= there:
@@ -257,8 +258,8 @@ def lacks_memory(model: str, variants: list[str], ranks: int) -> str:
 
 
 def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
-    """That of one more variant's ranks must be there; the kernel would end some of them. With
-    --batch, or beside others, they may need more than lacks_memory knows."""
+    """End unless there is memory for the ranks of one more variant, as the kernel would kill some.
+    With --batch, or beside other processes, they may need more than lacks_memory knows."""
     peak_kib = max(group.peak_kib * len(group.ranks) for group in groups)
     if memory() << 10 < 1.2 * peak_kib:
         raise SystemExit(
@@ -268,13 +269,13 @@ def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
 
 
 def ratio(result: dict[str, Any], variant: str, other: str) -> float:
-    """Of two variants' step times: the median over neighbouring blocks."""
+    """The median of the ratios of two variants' step times in neighbouring blocks."""
     one, two = (result["variants"][name]["block_medians_ms"] for name in (variant, other))
     return statistics.median(a / b for a, b in zip(one, two))
 
 
 def table(results: dict[str, Any]) -> str:
-    """Step times of all models and variants, with the range of blocks and the ratio to ours."""
+    """Step times of all models and variants: medians, the range of blocks, ours over each."""
     lines = [
         "| model | variant | ms a step | blocks from - to | ours / this | cores idle | peak MiB | "
         "after steps: MiB |",
@@ -295,12 +296,12 @@ def table(results: dict[str, Any]) -> str:
 
 
 def wire(results: dict[str, Any]) -> str:
-    """How much of a known link's rate the steps use.
+    """How much of a known link's rate the steps use, as a table after an empty line.
 
-    That is the time that the frames of a ring of all ranks need on it, over the step time without
-    what nothing can overlap: the least step, in which each gradient goes to the wire when it is
-    there, in turn, less the time on the wire. Empty where `network` is no rate in mbit; without the
-    models that lack the variant `ALONE`.
+    The least possible step sends each gradient once it is there and the wire is free. Its time off
+    the wire is what no overlap can hide. The share of the wire is the time that the frames of a
+    ring of all ranks need on it, over the step time without that part. Empty where `network` is no
+    rate in mbit; only models with the variant `ALONE`, which tells how long computing takes.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     if not megabits:
@@ -321,7 +322,7 @@ def wire(results: dict[str, Any]) -> str:
                 continue
             halved = 2 if VARIANTS[variant][1].get("compression") else 1
             gradient_byte_ms = 2 * (ranks - 1) / ranks / halved * byte_ms
-            sent = 0.0
+            sent = 0.0  # ms into the step when the wire is free
             for share, size in result["arrivals"]:
                 sent = max(sent, share * computing) + size * gradient_byte_ms
             after = (1 - result["arrivals"][-1][0]) * computing
@@ -335,7 +336,7 @@ def wire(results: dict[str, Any]) -> str:
     return "\n\n" + "\n".join(lines) if len(lines) > 2 else ""
 
 
-def main() -> int:
+def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
@@ -351,34 +352,47 @@ def main() -> int:
         parser.error(f"--batch {arguments.batch}: give a number of images, 1 or more")
     if arguments.repeats < 1 or arguments.block_seconds <= 0:
         parser.error("--repeats is at least 1, --block-seconds more than 0")
-    try:
-        ranks = sum(host.slots for host in parse(arguments.hosts))
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
+    return arguments
+
+
+def models_that_fit(arguments: argparse.Namespace, defaults: list[str], ranks: int) -> list[str]:
+    """Those asked for; else those of `defaults` that fit into memory.
+
+    Raises:
+        Refusal: when one that was asked for does not fit, or none does.
+    """
+    models = arguments.models or defaults
+    if arguments.device == "cuda":  # a full GPU raises an error by itself
+        return models
+    lacking = {model: lacks_memory(model, arguments.variants, ranks) for model in models}
+    reasons = [reason for reason in lacking.values() if reason]
+    if reasons and (arguments.models or len(reasons) == len(models)):
+        raise Refusal("; ".join(reasons))
+    for reason in reasons:
+        print(f"left out: {reason}", file=sys.stderr)
+    return [model for model in models if not lacking[model]]
+
+
+def main() -> int:
+    arguments = options()
     facts = hardware()
     gpus = facts["gpus"]
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
     on_gpu = arguments.device == "cuda"
-    if on_gpu and ranks > len(gpus):
-        parser.error(
-            f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are {len(gpus)}; "
-            "name fewer slots (make: NP=1), or --device cpu"
-        )
-    default_models = ON_GPU if on_gpu else MODELS
-    # What malloc does is nothing to a GPU.
+    # Variants of malloc make no difference on a GPU.
     arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 8]
-    too_large = {}
-    if not on_gpu:  # a GPU says by itself when it is full
-        for model in arguments.models or default_models:
-            if lacking := lacks_memory(model, arguments.variants, ranks):
-                too_large[model] = lacking
-    if too_large and (arguments.models or len(too_large) == len(default_models)):
-        print(f"error: {'; '.join(too_large.values())}", file=sys.stderr)
+    default_models = ON_GPU if on_gpu else MODELS
+    try:
+        ranks = sum(host.slots for host in parse(arguments.hosts))
+        if on_gpu and ranks > len(gpus):
+            raise Refusal(
+                f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are "
+                f"{len(gpus)}; name fewer slots (make: NP=1), or --device cpu"
+            )
+        arguments.models = models_that_fit(arguments, default_models, ranks)
+    except Refusal as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
         return 2
-    for lacking in too_large.values():
-        print(f"left out: {lacking}", file=sys.stderr)
-    arguments.models = arguments.models or [m for m in default_models if m not in too_large]
     processor = gpus[0] if on_gpu else facts["cpu"]
     other = load.before()
     busy = max(other["busy"], other["gpu_busy"] or 0)
@@ -414,7 +428,6 @@ def write(results: dict[str, Any], file: Path) -> None:
 
 
 def report(results: dict[str, Any]) -> str:
-    """What was measured, on what, and its tables."""
     batch = f", {results['batch']} images" if results["batch"] else ""
     on_gpu = results["device"] == "cuda"
     gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""

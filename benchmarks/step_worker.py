@@ -1,8 +1,8 @@
 """One rank of one variant of benchmarks/step.py: trains when it is told to, and says how long.
 
-It connects to the Unix socket of step.py, says that it is ready, and then for each line `{"steps":
-n}` it gets makes n steps and answers with their durations. In between it waits, and is stopped.
-On a GPU steps are timed by events in its stream, so that nothing waits for a clock, and computed in
+It connects to the Unix socket of step.py and says that it is ready. For each line `{"steps": n}` it
+then makes n steps and answers with their durations; in between it waits, and is stopped. On a GPU
+steps are timed by events in its stream, so that nothing waits for a clock, and computed in
 bf16-mixed with images in channels_last.
 """
 
@@ -52,7 +52,7 @@ def small_vit() -> nn.Module:
     )  # fmt: skip
 
 
-# How it is made, images a rank, and their height.
+# Name: how it is made, images a rank, height of the images.
 MODELS = {
     "mlp": (mlp, 32, 32),
     "resnet18": (lambda: torchvision.models.resnet18(num_classes=CLASSES), 16, 32),
@@ -64,7 +64,7 @@ MODELS = {
 
 
 class Pace:
-    """Called after each step; waits where step.py has not asked for more of them."""
+    """Called after each step: notes the time, and waits once the steps asked for are made."""
 
     def __init__(self, address: str, device: torch.device) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -72,7 +72,7 @@ class Pace:
         self.lines = self.socket.makefile("r")
         self.on_gpu = device.type == "cuda"
         self.left, self.bytes, self.images = 0, 0, 0
-        self.moments: list[Any] = []  # ends of steps, and before them the beginning of the first
+        self.moments: list[Any] = []  # the beginning of the first step, then the ends of all
         self.arrivals: list[tuple[float, int]] = []
 
     def __call__(self) -> None:
@@ -110,7 +110,7 @@ class Pace:
 
 
 def memory(on_gpu: bool) -> dict[str, int]:
-    """Of this process or its GPU, in KiB: the most it has held, and what it holds."""
+    """The most that this process, or its GPU, has held so far, and what it holds, in KiB."""
     if on_gpu:
         peak, held = torch.cuda.max_memory_reserved(), torch.cuda.memory_reserved()
         return {"peak_kib": peak // 1024, "resident_kib": held // 1024}
@@ -139,7 +139,7 @@ def loop(
     model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], pace: Pace,
     backward: Callable[[Tensor], None] = torch.Tensor.backward,
 ) -> None:  # fmt: skip
-    """The plainest training there is."""
+    """Training without any framework; ends with the process."""
     pace.wait()
     while True:
         optimizer.zero_grad()
@@ -149,7 +149,7 @@ def loop(
 
 
 def join_torch_distributed() -> None:
-    """As torchrun would say it; MASTER_ADDR and MASTER_PORT come from step.py."""
+    """Set what torchrun would set; MASTER_ADDR and MASTER_PORT come from step.py."""
     os.environ.update(
         RANK=str(RANK), WORLD_SIZE=str(SIZE), LOCAL_RANK=str(LOCAL_RANK), TORCHELASTIC_RUN_ID="x",
         GROUP_RANK=str(CROSS_RANK), LOCAL_WORLD_SIZE=str(LOCAL_SIZE),
@@ -165,7 +165,7 @@ def raw_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> Non
 def arrivals(
     model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]
 ) -> list[tuple[float, int]]:
-    """Of gradients in turn: what share of a step is over when they are there, and their bytes."""
+    """For gradients in turn the share of a step that is over when they come, and their bytes."""
     moments: list[float] = []
     sizes: list[int] = []
 
@@ -210,7 +210,7 @@ def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
 
 
 def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
-    """What HorovodStrategy does with gradients, without Lightning around it; of one rank too."""
+    """What HorovodStrategy does with gradients, also on one rank, without Lightning around it."""
     from strategies.buckets import GradientBuckets
     from strategies.environment import initialize, keep_freed_memory
     from strategies.reductions import add

@@ -1,11 +1,10 @@
-"""Traces of ranks, made one: their clocks aligned, a row a rank, Horovod's timeline below.
+"""The traces of all ranks made one: clocks aligned, a row for each rank, below Horovod's timeline.
 
-What runs/tracing.py left is read; what is written opens in https://ui.perfetto.dev and
-chrome://tracing. How exact it is: all ranks of rank 0's host and Horovod's timeline are on one
-clock; ranks of other hosts are off by `uncertainty_us` at most, and by what their clocks drift from
-rank 0's within the traced steps (1 ppm of a second is a microsecond). Horovod notes when its
-timeline's zero was, in microseconds of the system's clock, once at its start: setting the clock
-after it shifts the row.
+The files of runs/tracing.py are read; the result opens in https://ui.perfetto.dev and
+chrome://tracing. Accuracy: ranks on rank 0's host and Horovod's timeline share one clock. Ranks on
+other hosts are off by at most `uncertainty_us`, plus the drift of their clocks from rank 0's during
+the traced steps (1 ppm of a second is a microsecond). Horovod notes the zero of its timeline once,
+at its start, in microseconds of the system's clock: if that is set later, the row shifts.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from typing import Any
 
 Event = dict[str, Any]
 STEP = "ProfilerStep#"  # torch's name for the range of a step
-ROWS = 1000  # process ids of the merged trace: rank x ROWS + a running number
+ROWS = 1000  # process ids of the merged trace: (rank + 1) x ROWS + a running number
 
 
 class Unreadable(Exception):
-    """A file that is no trace of ours: which, and why."""
+    """Which file cannot be used as a trace, and why."""
 
 
 @dataclass
 class Trace:
-    """What one rank recorded; `ts` of all events in µs of rank 0's clock since its first step."""
+    """What one rank recorded; `ts` of events in µs since rank 0's first step, on rank 0's clock."""
 
     rank: int
     host: str
     uncertainty_us: float
     events: list[Event]
-    main: tuple[Any, Any] = (0, 0)  # process and thread that train
+    main: tuple[Any, Any] = (0, 0)  # the process and thread that train
 
     @property
     def steps(self) -> list[Event]:
@@ -44,7 +43,7 @@ class Trace:
 
 @dataclass
 class Timeline:
-    """Horovod's, as rank 0 saw it: ranges with the tensor that they are of, and moments."""
+    """Horovod's, as rank 0 saw it: ranges and moments, each with the tensor that it concerns."""
 
     ranges: list[Event] = field(default_factory=list)
     moments: list[Event] = field(default_factory=list)
@@ -58,7 +57,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
     """All ranks' traces and Horovod's timeline (empty where there is none), on one clock.
 
     Raises:
-        Unreadable: for a file that is missing, cut, or of another program.
+        Unreadable: for a file that is missing, cut off, or of another program.
     """
     traces = []
     zero_ns = 0
@@ -87,7 +86,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
 
 
 def _content(file: Path) -> Any:
-    """Parsed; Horovod's list of events may lack its end, where it was cut off in writing."""
+    """The parsed JSON; Horovod's list of events may lack its end, where writing was cut off."""
     try:
         with gzip.open(file, "rt") as packed:
             text = packed.read()
@@ -105,14 +104,15 @@ def _content(file: Path) -> Any:
 
 
 def timeline(events: list[Event], zero_ns: int) -> Timeline:
-    """Begins and ends of Horovod's events made ranges; those without the other are left out. But an
-    operation that was going on at the end lasts as long as what is in it."""
+    """Ranges from Horovod's begin and end events. An end without a begin is left out; an operation
+    still going on at the end of the timeline lasts as long as the ranges inside it."""
     result = Timeline()
     names: dict[int, str] = {}
     open_events: dict[int, list[Event]] = {}
     start_us = 0.0
     for event in events:
         args, pid = event.get("args", {}), event.get("pid", 0)
+        tensor = names.get(pid, "?")
         if "start_time_since_epoch_in_micros" in args:
             start_us = args["start_time_since_epoch_in_micros"] - zero_ns / 1e3
         elif event.get("name") == "process_name":
@@ -122,32 +122,32 @@ def timeline(events: list[Event], zero_ns: int) -> Timeline:
         elif event["ph"] == "E" and open_events.get(pid):
             start = open_events[pid].pop()
             result.ranges.append({
-                "ph": "X", "name": start["name"], "tensor": names.get(pid, "?"), "args": args,
+                "ph": "X", "name": start["name"], "tensor": tensor, "args": args,
                 "ts": start["ts"] + start_us, "dur": event["ts"] - start["ts"],
             })  # fmt: skip
-        elif event["ph"] == "X":  # a moment: this rank's tensor is there
+        elif event["ph"] == "X":  # a moment: a rank, whose number is the name, has the tensor
             name = f"rank {event['name']} is ready"
             result.moments.append(
-                {"ph": "i", "s": "t", "name": name, "tensor": names.get(pid, "?"),
-                 "ts": event["ts"] + start_us}
-            )  # fmt: skip
+                {"ph": "i", "s": "t", "name": name, "tensor": tensor, "ts": event["ts"] + start_us}
+            )
     for pid, left in open_events.items():
+        tensor = names.get(pid, "?")
         for start in reversed(left):
             begin = start["ts"] + start_us
             ends = [
                 each["ts"] + each["dur"] for each in result.ranges
-                if each["tensor"] == names.get(pid, "?") and each["ts"] >= begin
+                if each["tensor"] == tensor and each["ts"] >= begin
             ]  # fmt: skip
             if ends:
                 result.ranges.append({
-                    "ph": "X", "name": start["name"], "tensor": names.get(pid, "?"),
+                    "ph": "X", "name": start["name"], "tensor": tensor,
                     "args": {"end": "cut off"}, "ts": begin, "dur": max(ends) - begin,
                 })  # fmt: skip
     return result
 
 
 def merge(traces: list[Trace], horovod: Timeline) -> list[Event]:
-    """Events of one trace: a process a rank, in the order of ranks, then Horovod's."""
+    """The events of one trace: a process for each rank, in their order, then Horovod's."""
     merged: list[Event] = []
     for trace in traces:
         numbers: dict[Any, int] = {trace.main[0]: (trace.rank + 1) * ROWS}
@@ -155,12 +155,12 @@ def merge(traces: list[Trace], horovod: Timeline) -> list[Event]:
         for event in trace.events:
             pid = event.get("pid")
             if not isinstance(pid, int) or event["name"] == "process_sort_index":
-                continue  # torch's own marks on the whole trace
+                continue  # torch's marks on the whole trace
             number = numbers.setdefault(pid, (trace.rank + 1) * ROWS + len(numbers))
             if event["name"] == "process_labels":
                 labels[pid] = event["args"]["labels"]
             elif event["name"] != "process_name":
-                # Arrows between events are numbered by each rank for itself.
+                # Each rank numbers the arrows between events for itself.
                 own = {"id": f"{trace.rank}.{event['id']}"} if "id" in event else {}
                 merged.append({**event, "pid": number, **own})
         for pid, number in numbers.items():
@@ -189,7 +189,7 @@ def _process(number: int, name: str) -> list[Event]:
 
 
 def write(events: list[Event], file: Path) -> None:
-    """Never seen half written."""
+    """Others never see the file half written."""
     staged = file.with_name(f".{file.name}")
     try:
         with gzip.open(staged, "wt", compresslevel=6) as packed:

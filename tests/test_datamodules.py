@@ -500,7 +500,7 @@ def seen(kind: str, folder: Path, trainer: Any) -> list[Tensor]:
     data.trainer = trainer
     data.setup("fit")
     samples = data.train_dataloader().dataset
-    look = samples.dataset.transform if kind == "folder" else samples.look
+    look = samples.dataset.transform if kind == "folder" else samples.transform
     return [look(to_pil_image(pixels)) for _ in range(3)]
 
 
@@ -546,7 +546,7 @@ def test_who_trains_on_parts_validates_on_the_middle(
     )
     data.setup("fit")
     samples = data.val_dataloader().dataset
-    look = samples.dataset.transform if kind == "folder" else samples.look
+    look = samples.dataset.transform if kind == "folder" else samples.transform
     image = to_pil_image(torch.arange(3072, dtype=torch.uint8).view(3, 32, 32))
     assert torch.equal(look(image), view(16, whole=not augment)(image))
 

@@ -1,15 +1,15 @@
 """CIFAR-10: 60,000 colour photographs of 32 x 32 pixels in 10 classes, from its Python files.
 
-They lie in `data_dir`/cifar-10-batches-py, where torchvision keeps them, and are downloaded where
-there is internet (170 MB, https://www.cs.toronto.edu/~kriz/cifar.html).
+They lie in `data_dir`/cifar-10-batches-py, where torchvision keeps them, and are downloaded if they
+are missing (170 MB, https://www.cs.toronto.edu/~kriz/cifar.html).
 
-All images are in memory, as bytes; a batch is taken from them at once, and only on the device
-it is made float, normalized and, in training, augmented: each image is shifted by up to 4 pixels
-and mirrored at random. With torch operations on the whole batch that takes a GPU no time worth
-naming, where workers that augment image by image keep a GPU waiting.
+All images are in memory as bytes, from which a whole batch is taken at once. Only on the device is
+it made float, normalized and, in training, augmented: each image is shifted by up to 4 pixels and
+mirrored at random. Done there for the whole batch this takes next to no time, while loader
+processes that augment image by image keep a GPU waiting.
 
 Batches are (images, labels): on the device float32 of shape (batch, 3, 32, 32), mean 0 and standard
-deviation 1, and int64 of (batch,).
+deviation 1, and int64 of shape (batch,).
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ Batch = tuple[Tensor, Tensor]
 
 TRAIN = [f"data_batch_{number}" for number in range(1, 6)]
 TEST = ["test_batch"]
-# Of the training images, a channel each; bytes are from 0 to 255.
+# Of each channel of the training images, whose bytes are from 0 to 255.
 MEAN, DEVIATION = (125.31, 122.95, 113.87), (62.99, 62.09, 66.70)
 SHIFT = 4  # pixels
-FOR_ARRAYS = ("_reconstruct", "_frombuffer", "ndarray", "dtype")  # what pickles of them call
+FOR_ARRAYS = ("_reconstruct", "_frombuffer", "ndarray", "dtype")  # what pickled arrays call
 
 
 class Arrays(pickle.Unpickler):
-    """Reads arrays alone: a pickle that others have written could run anything."""
+    """Reads nothing but arrays: a pickle from elsewhere could run any code."""
 
     def find_class(self, module: str, name: str) -> Any:
         of_arrays = module.split(".")[0] == "numpy" and name in FOR_ARRAYS
@@ -51,7 +51,7 @@ class Arrays(pickle.Unpickler):
 
 
 def unpickled(file: Path) -> dict[bytes, Any]:
-    """Raises RuntimeError for a file that is cut off, or something else."""
+    """The content of a file; RuntimeError where it is cut off or something else."""
     content = io.BytesIO(file.read_bytes())
     try:
         batch = Arrays(content, encoding="bytes").load()
@@ -78,7 +78,7 @@ class InMemory(Dataset):
         return self.images[index], self.labels[index]
 
     def __getitems__(self, indices: list[int]) -> Batch:
-        """A whole batch, for a loader whose collate_fn leaves it as it is."""
+        """A whole batch; the loader's collate_fn leaves it as it is."""
         return self.images[indices], self.labels[indices]
 
 
@@ -87,9 +87,10 @@ class Cifar10(LightningDataModule):
 
     Args:
         data_dir: where cifar-10-batches-py is or will be; each host needs it.
-        batch_size: images a process takes a step.
-        augment: whether training images are shifted and mirrored; not with overfit_batches.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        batch_size: images per process and step.
+        augment: whether training images are shifted and mirrored; they never are with
+            overfit_batches.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
 
     Raises:
         FileNotFoundError: when the files are missing and cannot be downloaded.
@@ -124,16 +125,16 @@ class Cifar10(LightningDataModule):
             ]
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
-        """On the device: bytes of a batch to what the model sees."""
+        """Make bytes, which are on the device now, into what the model sees."""
         images, labels = batch
         images = images.float()
-        mean, deviation = (channels(values, images.device) for values in (MEAN, DEVIATION))
+        mean, deviation = (per_channel(values, images.device) for values in (MEAN, DEVIATION))
         images = (images - mean) / deviation
         training = self.trainer is not None and self.trainer.training
         overfit = getattr(self.trainer, "overfit_batches", 0)  # which are to stay the same
         if training and self.hparams["augment"] and not overfit:
             images = augmented(images)
-        if self.trainer is not None:  # which converts batches before this, and no bytes
+        if self.trainer is not None:  # Lightning's own conversion was before this, and of floats
             images = self.trainer.precision_plugin.convert_input(images)
         return images, labels
 
@@ -158,19 +159,19 @@ class Cifar10(LightningDataModule):
 
 
 def as_it_is(batch: Any) -> Any:
-    """The dataset gave a whole batch already."""
+    """The data set gave a whole batch already."""
     return batch
 
 
 @functools.cache
 @torch.inference_mode(False)
-def channels(values: tuple[float, ...], device: torch.device) -> Tensor:
-    """A value for each channel of images, copied to the device once."""
+def per_channel(values: tuple[float, ...], device: torch.device) -> Tensor:
+    """One value for each channel of images, copied to the device once."""
     return torch.tensor(values, device=device).view(-1, 1, 1)
 
 
 def augmented(images: Tensor) -> Tensor:
-    """Images (batch, channels, height, width), each shifted, grey coming in, and half mirrored."""
+    """Images (batch, channels, height, width), each shifted (0, grey, comes in), half mirrored."""
     count, _, height, width = images.shape
     draws = torch.randint(2 * SHIFT + 1, (2, count, 1), device=images.device)
     rows = draws[0] + torch.arange(height, device=images.device)
@@ -178,6 +179,6 @@ def augmented(images: Tensor) -> Tensor:
     mirror = torch.rand(count, 1, device=images.device) < 0.5
     columns = torch.where(mirror, columns.flip(1), columns)
     image = torch.arange(count, device=images.device)
-    # Indices of shapes (count, 1, 1) and (count, height, 1), (count, 1, width) meet in one gather.
+    # Indices of shapes (count, 1, 1), (count, height, 1) and (count, 1, width) are broadcast.
     padded = pad(images, [SHIFT] * 4).movedim(1, -1)
     return padded[image[:, None, None], rows[:, :, None], columns[:, None, :]].movedim(-1, 1)

@@ -2,7 +2,8 @@
 
 They come inside the scikit-learn package (the test set of the UCI data set "Optical Recognition
 of Handwritten Digits", https://archive.ics.uci.edu/dataset/80), so that nothing is downloaded.
-Batches are (images, labels): float32 of shape (batch, 1, 8, 8) from 0 to 1, int64 of (batch,).
+Batches are (images, labels): float32 of shape (batch, 1, 8, 8) from 0 to 1 and int64 of shape
+(batch,).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ class Digits(LightningDataModule):
     """1,257 images to train, 180 to validate, 360 to test; one fixed split for all ranks.
 
     Args:
-        batch_size: images a process takes a step.
-        num_workers: processes that load; 0 loads in the training process, best for so small data.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        batch_size: images per process and step.
+        num_workers: processes that load; 0: the training process does, best for data this small.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         split_seed: decides which image goes where.
     """
 

@@ -1,4 +1,4 @@
-"""Files that are downloaded where they are missing, once for all who share the folder."""
+"""Downloads the files of a data set if they are missing; several hosts may share the folder."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ from pathlib import Path
 
 
 def download(name: str, root: Path, folder: Path, files: list[str], fetch: Callable) -> None:
-    """Have all `files` in a folder; to be called on one rank a host, while the others wait.
+    """Have all `files` in a folder. Call it on one rank of each host, while the others wait.
 
-    Hosts may share the folder. A file is put there when it is complete, over one that another host
-    has put there, or over what an interrupted copy has left.
+    Files are downloaded beside the folder and moved into it when complete, over those that another
+    host or an interrupted copy has left there.
 
     Args:
         name: of the data set, for the error.
-        root: what `folder` lies in.
+        root: the data folder that `folder` is in.
         folder: of the files.
-        fetch: fetch(root, download=True) downloads into another root, as torchvision's do.
+        files: their names.
+        fetch: a data set of torchvision, or what is called as one: fetch(root, download=True)
+            downloads into a root.
 
     Raises:
-        FileNotFoundError: when they are missing and cannot be downloaded.
+        FileNotFoundError: when files are missing and cannot be downloaded.
     """
 
     def complete() -> bool:

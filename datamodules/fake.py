@@ -1,8 +1,8 @@
 """Random images and labels: to try a model, or to time a job without reading a disk.
 
 There is nothing to learn in them. An image is drawn from its index, so that it is the same in every
-epoch, on every rank and at every number of ranks. Batches are (images, labels): float32 of shape
-(batch, channels, size, size) from 0 to 1, int64 of (batch,).
+epoch, on every rank and with any number of ranks. Batches are (images, labels): float32 of shape
+(batch, channels, size, size) from 0 to 1, int64 of shape (batch,).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class Fake(LightningDataModule):
     """`count` images to train, and an eighth of that (at least 8) to validate and to test each.
 
     Args:
-        batch_size: images a process takes a step.
+        batch_size: images per process and step.
         count: images to train with.
         size: height and width in pixels.
         channels: of an image.
         classes: number of labels.
-        num_workers: processes that draw.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        num_workers: processes that draw; 0: the training process does.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
     """
 
     def __init__(

@@ -1,16 +1,15 @@
-"""Images in folders, one a class: `folder`/<class>/<image>.png, or with a split that is made.
+"""Images in one folder for each class: `folder`/<class>/<image>.png.
 
-Where the folder holds train/ and val/, each with a folder for each class, as ImageNet is unpacked,
-these are the split; val/ is tested too, for ImageNet's test images have no labels, unless there is
-a test/ with these folders.
+Where `folder` holds train/ and val/, each with a folder for each class, as ImageNet is unpacked,
+these are the split. Unless there is a test/ with these folders, val/ is tested too, as ImageNet's
+test images have no labels.
 
 Else 80 % of the images are to train, 10 % to validate and 10 % to test, by a hash of their names:
-where some are added later, few of the others change sides.
+when images are added later, few of the others change sides.
 
 Each image is scaled to `size` and cut to its middle square. Batches are (images, labels): float32
-of shape (batch, channels, size, size) from 0 to 1, int64 of (batch,), classes in alphabetical
-order. Nothing is downloaded. Names that begin with a dot are passed over, as file managers make
-them.
+of shape (batch, channels, size, size) from 0 to 1, int64 of shape (batch,), classes in alphabetical
+order. Nothing is downloaded. Names that begin with a dot, as file managers make, are passed over.
 """
 
 from __future__ import annotations
@@ -34,6 +33,7 @@ from datamodules.pictures import Images, Unlabelled, split_by_name, view
 from datamodules.ranks import draws_of_rank, refuse_other_files, workers_of_rank
 
 SPLITS = {"train", "training", "val", "valid", "validation", "test", "testing"}
+Split = tuple[ImageFolder, ImageFolder, ImageFolder]  # to train, to validate, to test
 
 
 class Folder(LightningDataModule):
@@ -41,21 +41,21 @@ class Folder(LightningDataModule):
 
     Args:
         folder: with a folder for each class in it; each host needs it.
-        batch_size: images a process takes a step.
+        batch_size: images per process and step.
         size: height and width in pixels.
         channels: 3 for colours, 1 for grey.
         augment: whether training takes a random part of each image, half of them mirrored (see
-            `view`); not with overfit_batches.
-        num_workers: processes that read; None: as many as this rank has cores, at most 4.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
-        split_seed: decides which image goes where, where there is no train/ and val/.
+            `view`); it never does with overfit_batches.
+        num_workers: processes that load; None: as many as this rank has cores, at most 4.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
+        split_seed: decides which image goes where if there is no train/ and val/.
         predict: a folder of images, in folders or not, to predict in the order of their names;
             None: those to test.
 
     Raises:
         FileNotFoundError: when the folder or images in it are missing.
-        ValueError: when train/ and val/ have other classes, or hosts other files, or a checkpoint
-            is of other classes.
+        ValueError: when classes differ between the parts of the split or from those of the
+            checkpoint, or files between hosts.
     """
 
     def __init__(
@@ -81,41 +81,22 @@ class Folder(LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.splits:
             return
-        folder, seed = Path(self.hparams["folder"]), self.hparams["split_seed"]
+        folder = Path(self.hparams["folder"])
         size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
-        split = [name for name in ("train", "val") if _holds_folders(folder / name)]
-        if len(split) == 1:
+        parts = [name for name in ("train", "val") if _holds_folders(folder / name)]
+        if len(parts) == 1:
             raise FileNotFoundError(
-                f"data.folder={folder}: it has {split[0]}/<class>/ alone; train/ and val/ are "
+                f"data.folder={folder}: it has {parts[0]}/<class>/ alone; train/ and val/ are "
                 "expected, each with a folder for each class, or these folders without train/"
             )
-        if split:
-            train, val = self._images(folder / "train"), self._images(folder / "val")
-            test = self._images(folder / "test") if _holds_folders(folder / "test") else val
-            for name, images in (("val", val), ("test", test)):
-                if differing := set(train.classes) ^ set(images.classes):
-                    raise ValueError(
-                        f"data.folder={folder}: train/ and {name}/ need the same classes; only one "
-                        f"has {', '.join(sorted(differing)[:3])}"
-                    )
-            self.splits = [train, val, test]
-        else:
-            test = val = self._images(folder)
-            if {name.casefold() for name in val.classes} <= SPLITS:
-                raise ValueError(
-                    f"data.folder={folder}: {', '.join(val.classes)} would be classes; rename "
-                    "them train and val, and test, if they are the parts of a split"
-                )
-            train = copy.copy(val)
-            parts = split_by_name(val, seed)
-            self.splits = [Subset(train, parts[0]), Subset(val, parts[1]), Subset(val, parts[2])]
-        # A rank takes images by their numbers: of another list they would be others.
+        train, val, test = self._given_split(folder) if parts else self._made_split(folder)
+        # A rank takes images by their numbers, which in another list would be of other images.
         self.classes, self.listed = train.classes, _digest(folder, train, val, test)
         refuse_other_files(self.trainer, f"data.folder={folder}", self.listed)
         if getattr(self.trainer, "overfit_batches", 0):  # which are to stay the same
             augment = False
-        look = view(size, channels, augment)
-        train.transform = draws_of_rank(self.trainer, look) if augment else look
+        to_train = view(size, channels, augment)
+        train.transform = draws_of_rank(self.trainer, to_train) if augment else to_train
         val.transform = test.transform = view(size, channels, whole=not augment)
         if self.hparams["predict"] is not None:
             folder = Path(self.hparams["predict"])
@@ -123,21 +104,43 @@ class Folder(LightningDataModule):
             refuse_other_files(self.trainer, f"data.predict={folder}", _digest(folder, new))
             self.splits.append(new)
 
+    def _given_split(self, folder: Path) -> Split:
+        train, val = self._images(folder / "train"), self._images(folder / "val")
+        test = self._images(folder / "test") if _holds_folders(folder / "test") else val
+        for name, images in (("val", val), ("test", test)):
+            if differing := set(train.classes) ^ set(images.classes):
+                raise ValueError(
+                    f"data.folder={folder}: train/ and {name}/ need the same classes; only one "
+                    f"has {', '.join(sorted(differing)[:3])}"
+                )
+        self.splits = [train, val, test]
+        return train, val, test
+
+    def _made_split(self, folder: Path) -> Split:
+        images = self._images(folder)
+        if {name.casefold() for name in images.classes} <= SPLITS:
+            raise ValueError(
+                f"data.folder={folder}: {', '.join(images.classes)} would be classes; rename "
+                "them train and val, and test, if they are the parts of a split"
+            )
+        train = copy.copy(images)  # will have another transform
+        parts = split_by_name(images, self.hparams["split_seed"])
+        self.splits = [Subset(of, part) for of, part in zip((train, images, images), parts)]
+        return train, images, images
+
     def state_dict(self) -> dict[str, Any]:
         return {"classes": self.classes, "files": self.listed}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        task, where = getattr(self.trainer, "state", None), f"data.folder={self.hparams['folder']}"
-        if not state_dict or task is None:
-            return
-        if task.fn == TrainerFn.PREDICTING:  # what is predicted are the classes of the checkpoint
-            images: Any = self.splits[-1]
-            images = images.dataset if isinstance(images, Subset) else images
-            images.class_to_idx = {
-                name: number for number, name in enumerate(state_dict["classes"])
-            }
+        if not state_dict or self.trainer is None:
             return
         trained, mine = state_dict["classes"], self.classes
+        if self.trainer.state.fn == TrainerFn.PREDICTING:  # the classes of the checkpoint
+            images: Any = self.splits[-1]
+            images = images.dataset if isinstance(images, Subset) else images
+            images.class_to_idx = {name: number for number, name in enumerate(trained)}
+            return
+        where = f"data.folder={self.hparams['folder']}"
         if trained != mine:
             raise ValueError(
                 f"{where}: the checkpoint's classes are {_few(trained)}, these are {_few(mine)}: "
@@ -205,7 +208,7 @@ def _holds_folders(folder: Path) -> bool:
 
 
 def _digest(folder: Path, *images: ImageFolder | Unlabelled) -> str:
-    """Of the names in the folder, in their order."""
+    """A digest of the names of images in the folder, in their order."""
     digest, start = hashlib.sha256(), len(str(folder))
     for path, _ in chain(*(dataset.samples for dataset in images)):
         digest.update(os.fsencode(path[start:]) + b"\0")

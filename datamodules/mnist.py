@@ -1,13 +1,13 @@
 """MNIST: 70,000 handwritten digits of 28 x 28 pixels in 10 classes, from its IDX files.
 
-They lie in `data_dir`/MNIST/raw, where torchvision keeps them, and are downloaded where there is
-internet (11 MB, https://yann.lecun.com/exdb/mnist). Batches are (images, labels): float32 of shape
-(batch, 1, 28, 28) from 0 to 1, int64 of (batch,).
+They lie in `data_dir`/MNIST/raw, where torchvision keeps them, and are downloaded if they are
+missing (11 MB, https://yann.lecun.com/exdb/mnist). Batches are (images, labels): float32 of shape
+(batch, 1, 28, 28) from 0 to 1, int64 of shape (batch,).
 
-No batch size must divide anything. In training each rank gets as many images as the others, the
-sampler drawing a few (fewer than there are ranks) twice in an epoch to make it so, and its last
-batch is what is left: 55,000 images on 8 ranks with batch 64 are 107 batches of 64 and one of 27 on
-each rank. In evaluation each image is seen once.
+The batch size need not divide anything. In training each rank has equally many images, for which
+the sampler draws a few of them (fewer than there are ranks) twice in an epoch; the last batch is
+what is left: 55,000 images on 8 ranks with batch 64 are 107 batches of 64 and one of 27 on each
+rank. In evaluation each image is seen once.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FILES = [
 
 
 def read(how: Callable[[str], Tensor], file: Path) -> Tensor:
-    """Raises RuntimeError for a file that is cut off, or something else."""
+    """The content of a file; RuntimeError where it is cut off or something else."""
     try:
         return how(str(file))
     except (AssertionError, KeyError, RuntimeError, TypeError, ValueError) as error:
@@ -45,9 +45,9 @@ class Mnist(LightningDataModule):
 
     Args:
         data_dir: where MNIST/raw is or will be; each host needs it.
-        batch_size: images a process takes a step.
-        num_workers: processes that load; 0 loads in the training process: they are in memory.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        batch_size: images per process and step.
+        num_workers: processes that load; 0: the training process does, as all are in memory.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         split_seed: decides which twelfth of the training files is for validation.
 
     Raises:

@@ -1,10 +1,10 @@
 """Pairs of noisy images of the same thing, generated from a seed.
 
-The thing is a picture of overlapping discs and bars in shades of grey. It is drawn once a host
-into `data_dir` and mapped from there; noise is drawn for each image from its index, so that an
-image is the same in every epoch, on every rank and at every number of ranks. Batches are (noisy,
-target, clean), float32 of shape (batch, 1, size, size): two independent noisy images, and the
-clean one to measure with.
+The thing is a picture of overlapping discs and bars in shades of grey. All pictures are drawn once
+per host into a file in `data_dir`, which each rank maps into memory. Noise is drawn for each image
+from its index, so that an image is the same in every epoch, on every rank and with any number of
+ranks. Batches are (noisy, target, clean), float32 of shape (batch, 1, size, size): two independent
+noisy images, and the clean one to measure with.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class Noise(LightningDataModule):
 
     Args:
         data_dir: folder for the generated file; each host needs it.
-        batch_size: images a process takes a step.
+        batch_size: images per process and step.
         count: images to train with.
         size: height and width in pixels.
         sigma: standard deviation of the noise, where white is 1.
         seed: of images and noise.
-        num_workers: processes that load; None: as many as this rank has cores, at most 4, when
-            a GPU waits for them, else 0.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        num_workers: processes that load; None: on GPUs as many as this rank has cores, at most 4,
+            else 0.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
     """
 
     things = "noise"  # what the images are of: the file's name begins with it
@@ -78,7 +78,7 @@ class Noise(LightningDataModule):
         self.splits: list[Subset] = []
 
     def prepare_data(self) -> None:
-        # Lightning calls this on one rank a host, while the others wait.
+        # Lightning calls this on one rank per host, while the others wait.
         if not self.file.exists():
             self.file.parent.mkdir(parents=True, exist_ok=True)
             unfinished = self.file.with_suffix(f".{socket.gethostname()}.{os.getpid()}")
@@ -131,7 +131,7 @@ class Noise(LightningDataModule):
 
 
 def draw_shapes(size: int, rng: np.random.Generator) -> np.ndarray:
-    """Discs and bars of random place, size and grey on one another: uint8, (size, size)."""
+    """Discs and bars of random place, size and grey over one another: uint8, (size, size)."""
     image = np.full((size, size), rng.integers(0, 256), dtype=np.uint8)
     for _ in range(SHAPES):
         row, column, extent, angle = rng.random(4) * [1, 1, 0.3, np.pi]

@@ -1,8 +1,8 @@
 """Pairs of noisy parts of two photographs: those that come with scikit-learn, in shades of grey.
 
 Nothing is downloaded. The left 70 % of both are to train, the next 15 % to validate and the last
-15 % to test, so that no pixel is in two of them; but they are of the same two scenes, a temple and
-a flower, and parts overlap within a split. Batches, noise and arguments are those of
+15 % to test, so that no pixel is in two splits; but all are of the same two scenes, a temple and a
+flower, and parts overlap within a split. Batches, noise and arguments are those of
 datamodules/noise.py.
 """
 
@@ -26,7 +26,8 @@ class Photos(Noise):
         size, rng = self.hparams["size"], np.random.default_rng(self.hparams["seed"])
         if size > (most := COLUMNS[2] - COLUMNS[1]):
             raise ValueError(f"data.size={size}: parts to validate with are of at most {most}")
-        photos = [photo.mean(axis=2).round().astype(np.uint8) for photo in _photos()]
+        colours = load_sample_images().images  # uint8, each of shape (427, 640, 3)
+        photos = [photo.mean(axis=2).round().astype(np.uint8) for photo in colours]
         parts = []
         for count, begin, end in zip((train, held_out, held_out), COLUMNS, COLUMNS[1:]):
             for number in range(count):
@@ -35,7 +36,3 @@ class Photos(Noise):
                 column = rng.integers(begin, end - size + 1)
                 parts.append(photo[row : row + size, column : column + size])
         return np.stack(parts)
-
-
-def _photos() -> list[np.ndarray]:
-    return load_sample_images().images  # uint8, each of shape (427, 640, 3)

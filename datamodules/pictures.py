@@ -1,4 +1,4 @@
-"""Pictures in folders: which files there are, how one is read, and what a model sees of it."""
+"""Images in folders: which files there are, how one is read, and what a model sees of it."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from torchvision.transforms.v2 import (
     ToImage,
 )
 
-from datamodules.ranks import Look
+from datamodules.ranks import Transform
 
 NOT_MEANT = {"thumbs.db", "desktop.ini"}  # left out without a word
-# What Pillow raises for a file that is no picture, or too large; SyntaxError: of a broken PNG.
+# What Pillow raises for a file that is no image or too large; a broken PNG is a SyntaxError.
 UNREADABLE = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
-SIXTEEN = ("PNG", "PPM")  # formats of which Pillow may give 16 bits in 32
+SIXTEEN = ("PNG", "PPM")  # formats whose 16 bits Pillow may give as 32
 
 
 def in_colours(image: Image.Image) -> Image.Image:
     """RGB of 8 bits: upright as its EXIF says, 16 bits scaled to 8, white where it is transparent.
 
-    Pillow's own `convert("RGB")` cuts 16 bits off at 255, and shows what hides behind transparency.
+    Pillow's own `convert("RGB")` cuts 16 bits off at 255 and shows what transparency hides.
 
     Raises:
-        ValueError: for pixels of 32 bits, of which nobody knows what white is.
+        ValueError: for pixels of 32 bits, for which no value is known to be white.
     """
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN)
     ImageOps.exif_transpose(image, in_place=True)
@@ -56,10 +56,10 @@ def in_colours(image: Image.Image) -> Image.Image:
 
 
 def read(path: str) -> Image.Image:
-    """The image in a file, as `in_colours` says.
+    """The image in a file, in colours.
 
     Raises:
-        RuntimeError: with the path, when it is none.
+        RuntimeError: with the path, where it is no image that can be read.
     """
     try:
         with Image.open(path) as image:
@@ -76,8 +76,8 @@ def view(size: int, channels: int = 3, augment: bool = False, whole: bool = True
         channels: 3 for colours, 1 for grey.
         augment: a random part of 8 to 100 % of the area, half of them mirrored, as in Szegedy et
             al. 2014, https://arxiv.org/abs/1409.4842; else the middle square.
-        whole: the middle square is of the image's height or width; else of 7/8 of that (224 of
-            256 pixels), which suits models that were trained on random parts.
+        whole: whether the middle square has the full height or width of the image; else 7/8 of it
+            (224 of 256 pixels), which suits models that were trained on random parts.
     """
     cut = [Resize(size if whole else size * 8 // 7, antialias=True), CenterCrop(size)]
     if augment:
@@ -87,16 +87,16 @@ def view(size: int, channels: int = 3, augment: bool = False, whole: bool = True
 
 
 class Images(ImageFolder):
-    """Without names that begin with a dot: .ipynb_checkpoints/, ._IMG_1.jpg.
+    """An ImageFolder without names that begin with a dot: .ipynb_checkpoints/, ._IMG_1.jpg.
 
     Attributes:
-        left_out: how many other files there are, by their suffixes.
+        left_out: how many files are no images, by their suffixes.
     """
 
     def __init__(self, folder: Path) -> None:
         self.left_out: Counter[str] = Counter()
-        start = len(str(folder))
-        super().__init__(str(folder), loader=read, is_valid_file=lambda path: self._is(path, start))
+        self.start = len(str(folder))  # of what `folder` holds, in a path
+        super().__init__(str(folder), loader=read, is_valid_file=self._is_valid)
 
     def find_classes(self, directory: str | Path) -> tuple[list[str], dict[str, int]]:
         names = sorted(entry.name for entry in os.scandir(directory) if entry.is_dir())
@@ -105,10 +105,10 @@ class Images(ImageFolder):
             raise FileNotFoundError(f"no folders in {directory}")
         return classes, {name: index for index, name in enumerate(classes)}
 
-    def _is(self, path: str, start: int) -> bool:
-        if is_image(path, start):
+    def _is_valid(self, path: str) -> bool:
+        if is_image(path, self.start):
             return True
-        if "/." not in path[start:] and os.path.basename(path).casefold() not in NOT_MEANT:
+        if "/." not in path[self.start :] and os.path.basename(path).casefold() not in NOT_MEANT:
             self.left_out[os.path.splitext(path)[1] or "without a suffix"] += 1
         return False
 
@@ -118,16 +118,17 @@ class Unlabelled(Dataset):
 
     Attributes:
         samples: their paths and labels.
-        class_to_idx: of those that were trained.
+        class_to_idx: the classes that a model was trained on, and their numbers.
 
     Raises:
-        FileNotFoundError: without any.
+        FileNotFoundError: where there are none.
     """
 
-    def __init__(self, folder: Path, look: Look, class_to_idx: dict[str, int]) -> None:
-        self.look, self.class_to_idx, start = look, class_to_idx, len(str(folder))
-        paths = (os.path.join(*at) for at in _walk(folder))
-        self.samples = [(path, -1) for path in sorted(paths) if is_image(path, start)]
+    def __init__(self, folder: Path, transform: Transform, class_to_idx: dict[str, int]) -> None:
+        self.transform, self.class_to_idx = transform, class_to_idx
+        walked = os.walk(folder, followlinks=True)
+        paths = sorted(os.path.join(above, name) for above, _, names in walked for name in names)
+        self.samples = [(path, -1) for path in paths if is_image(path, len(str(folder)))]
         if not self.samples:
             raise FileNotFoundError(f"data.predict={folder}: there are no images in it")
 
@@ -136,22 +137,16 @@ class Unlabelled(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         path, label = self.samples[index]
-        return self.look(read(path)), label
-
-
-def _walk(folder: Path) -> list[tuple[str, str]]:
-    return [
-        (above, name) for above, _, names in os.walk(folder, followlinks=True) for name in names
-    ]
+        return self.transform(read(path)), label
 
 
 def is_image(path: str, start: int) -> bool:
-    """By its name; from `start` on nothing in it begins with a dot."""
+    """Whether its suffix says so, and no name in the path from `start` on begins with a dot."""
     return path.lower().endswith(IMG_EXTENSIONS) and "/." not in path[start:]
 
 
 def split_by_name(images: ImageFolder, seed: int) -> list[list[int]]:
-    """The indices to train, to validate and to test, each in the order of the images."""
+    """The indices of images to train, to validate and to test, in ascending order."""
     start = len(str(images.root))
     names = [f"{seed} {path[start:]}" for path, _ in images.samples]
     hashes = [hashlib.sha256(os.fsencode(name)).digest() for name in names]

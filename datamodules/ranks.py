@@ -1,4 +1,4 @@
-"""What a rank's data has to do with the other ranks: equal files, shared cores, own draws."""
+"""What data modules do because there are other ranks: compare files, share cores, draw apart."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pytorch_lightning import Trainer
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-Look = Callable[[Image.Image], Tensor]
+Transform = Callable[[Image.Image], Tensor]
 LOCAL_RANKS = ("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 
 def refuse_other_files(trainer: Trainer | None, where: str, files: Any) -> None:
-    """Have all ranks end where a host has other files than rank 0: a sample would be another one.
+    """Refuse, on all ranks, files that are not those of rank 0: a number would mean another sample.
 
     Args:
-        where: the key and value by which a user named them.
-        files: what tells them apart; on all ranks equal to that of rank 0.
+        where: the key and value by which a user named the files.
+        files: their names, a digest of these, or anything else that is equal where files are.
 
     Raises:
-        ValueError: with the hosts, on all ranks.
+        ValueError: with the hosts that differ, on all ranks.
     """
     if trainer is None:
         return
@@ -40,31 +40,32 @@ def refuse_other_files(trainer: Trainer | None, where: str, files: Any) -> None:
 
 
 def workers_of_rank(trainer: Trainer | None) -> int:
-    """As many as this rank has cores, from 1 to 4: the ranks of a host share those that it has.
+    """The cores that a host has for each of its ranks, from 1 to 4.
 
-    By affinity: give num_workers in a container that is limited to fewer. Not by
-    torch.get_num_threads(), which is 1 under torchrun.
+    Cores are those of the process's affinity, so give num_workers in a container that is limited to
+    fewer; torch.get_num_threads() would not do, as it is 1 under torchrun.
     """
     launched = next((int(os.environ[name]) for name in LOCAL_RANKS if name in os.environ), None)
     ranks = launched or (trainer.num_devices if trainer is not None else 1)
     return min(4, max(1, len(os.sched_getaffinity(0)) // ranks))
 
 
-def draws_of_rank(trainer: Trainer | None, look: Look) -> Look:
-    """A view of images that draws other numbers on each rank, where no process loads for it.
+def draws_of_rank(trainer: Trainer | None, transform: Transform) -> Transform:
+    """The transform, drawing other random numbers on each rank.
 
-    There torch's own generator is the same on all ranks: each would take the same part of its
-    image. Loader processes are seeded by rank already. With a single rank all draws stay.
+    In a training process torch's generator is the same on all ranks, so that all would take the
+    same part of their images. Loader processes are seeded by rank already, and a single rank needs
+    no change.
     """
     if trainer is None or trainer.world_size == 1:
-        return look
-    return partial(_draw, look, trainer.global_rank)
+        return transform
+    return partial(_draw, transform, trainer.global_rank)
 
 
-def _draw(look: Look, rank: int, image: Image.Image) -> Tensor:
+def _draw(transform: Transform, rank: int, image: Image.Image) -> Tensor:
     if get_worker_info() is not None:
-        return look(image)
+        return transform(image)
     seed = int(torch.randint(2**62, ())) + rank  # moves the generator alike on all ranks
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not those of GPUs
-        return look(image)
+        return transform(image)

@@ -1,24 +1,25 @@
 """Images in tar files ("shards") of WebDataset's layout, <key>.jpg beside <key>.cls.
 
 For a data set of many small files on a shared file system: a shard is read from start to end.
-Batches are (images, labels), as of `Folder` with augment=True.
+Batches are (images, labels), like those of `Folder` with augment=True.
 
 Who reads what. An epoch puts the shards in an order drawn from `seed` and the epoch, and cuts the
 row of all samples into equal parts, one for each process of each rank's loader. So each reads whole
 shards of its own; only one at the border of two parts is read by both, each taking its samples.
 Each shuffles its part in a buffer. All ranks have equally many batches, however many samples their
-shards hold: what is left at the end of the row, less than a global batch, is left out in training.
+shards hold: in training what is left at the end of the row, less than a global batch, is left out.
 In evaluation each sample is seen once; batches differ in size by one.
 
-Going on from a checkpoint. Between two epochs: with any number of ranks. Within an epoch: no sample
-twice and none left out, if ranks, batch_size, num_workers, buffer and seed are as before; the
-samples that were trained are read again, but not decoded. Else the number of samples that were
-trained is kept, rounded up to a global batch (the last is trained in any case), in an epoch in
-another order: some come twice, others not. A warning tells, and also of other shards than before.
+Going on from a checkpoint. Between two epochs, with any number of ranks. Within an epoch, no sample
+comes twice and none is left out if ranks, batch_size, num_workers, buffer and seed are as before;
+samples that were trained are read again, but not decoded. If one of these differs, the epoch goes
+on in another order, so that some samples come twice and others not at all, after as many samples as
+were trained, rounded up to a global batch (the last is trained in any case). A warning tells of
+this, and of other shards than before.
 
-The number of samples of each shard is counted once, from the headers, and kept in a file beside
-them, sample_counts.json. Shards that change while they are trained on, or hold fewer samples than
-it says, end the run with an error. They are files: nothing is read from the network.
+The samples of each shard are counted once, from the headers, and the numbers kept in a file beside
+the shards, sample_counts.json. A shard that changes while it is trained on, or holds fewer samples
+than it says, ends the run with an error. Shards are files: nothing is read from the network.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch.utils.data import DataLoader
 
 from datamodules.pictures import view
-from datamodules.ranks import Look, draws_of_rank, refuse_other_files, workers_of_rank
+from datamodules.ranks import Transform, draws_of_rank, refuse_other_files, workers_of_rank
 from datamodules.tars import Share, count_samples
 
 
 class ShareLoader(DataLoader):
-    """Asks, whenever it begins, for the epoch and how many of its batches were trained."""
+    """Asks `begin`, at each start, for the epoch and how many of its batches were trained."""
 
     dataset: Share
 
@@ -51,9 +52,9 @@ class ShareLoader(DataLoader):
         return self.dataset.steps
 
     def __iter__(self) -> Any:
-        # A generator: this is asked for with the first batch, when Lightning's counters are those
-        # of the epoch; when it calls iter() to go on from a checkpoint, they may be of the last.
-        # The workers are started here, and so know.
+        # As this is a generator, `begin` is called when the first batch is asked for: Lightning's
+        # counters are then those of this epoch. When Lightning calls iter() to go on from a
+        # checkpoint they may still be those of the epoch before. Workers start after it.
         self.dataset.epoch, self.dataset.trained = self.begin()
         yield from super().__iter__()
 
@@ -64,14 +65,14 @@ class Shards(LightningDataModule):
     Args:
         train: pattern of the shards to train, like /data/train-*.tar; each host needs them.
         val: of those to validate and to test.
-        batch_size: images a process takes a step.
+        batch_size: images per process and step.
         size: height and width in pixels.
-        augment: whether training images are random parts, half of them mirrored; not with
-            overfit_batches.
+        augment: whether training images are random parts, half of them mirrored; they never are
+            with overfit_batches.
         buffer: samples that each loader process shuffles together, held as they are in the file.
         num_workers: loader processes of each rank; None: as many as it has cores, at most 4, and
             no more than it has shards.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         seed: of the order of shards and samples.
 
     Raises:
@@ -98,13 +99,13 @@ class Shards(LightningDataModule):
         self.train: dict[Path, int] = {}
         self.val: dict[Path, int] = {}
         self.resumed: dict[str, Any] = {}
-        # All ranks have as many batches as it says.
+        # Lightning warns that the length may be wrong: here each rank has that many batches.
         warnings.filterwarnings("ignore", ".*Your .IterableDataset. has .__len__. defined.*")
-        # ShareLoader leaves out what was trained.
+        # HorovodStrategy's, of loaders that repeat what was trained: ShareLoader leaves it out.
         warnings.filterwarnings("ignore", ".*not of this ShareLoader")
 
     def prepare_data(self) -> None:
-        for split in ("train", "val"):  # on one rank a host, while the others wait
+        for split in ("train", "val"):  # on one rank per host, while the others wait
             count_samples(split, self.hparams[split])
 
     def setup(self, stage: str) -> None:
@@ -118,7 +119,7 @@ class Shards(LightningDataModule):
         return shards
 
     def _ranks(self) -> tuple[int, int]:
-        """How many, and which."""
+        """The number of ranks, and this one's."""
         return (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
 
     def _workers(self, shards: int) -> int:
@@ -131,34 +132,33 @@ class Shards(LightningDataModule):
 
     def train_dataloader(self) -> DataLoader:
         (ranks, rank), shards = self._ranks(), len(self.train)
-        size, augment = self.hparams["batch_size"], self.hparams["augment"]
+        batch_size, augment = self.hparams["batch_size"], self.hparams["augment"]
         if getattr(self.trainer, "overfit_batches", 0):  # which are to stay the same
             augment = False
-        where, workers = f"data.train={self.hparams['train']}", self._workers(len(self.train))
+        where, workers = f"data.train={self.hparams['train']}", self._workers(shards)
         if shards < ranks * max(1, workers):
             raise ValueError(
                 f"{where}: {shards} shards for {ranks} ranks x {max(1, workers)} loader processes, "
                 "which need one each; make more of them or set data.num_workers lower"
             )
-        look: Look = view(self.hparams["size"], augment=augment)
+        transform: Transform = view(self.hparams["size"], augment=augment)
         if augment:
-            look = draws_of_rank(self.trainer, look)
-        share = Share(
-            self.train, size, ranks, rank, look, self.hparams["buffer"], self.hparams["seed"]
-        )
+            transform = draws_of_rank(self.trainer, transform)
+        buffer, seed = self.hparams["buffer"], self.hparams["seed"]
+        share = Share(self.train, batch_size, ranks, rank, transform, buffer, seed)
         if not share.steps:
             raise ValueError(
-                f"{where}: {sum(self.train.values())} samples for {ranks} ranks x {size} of "
+                f"{where}: {sum(self.train.values())} samples for {ranks} ranks x {batch_size} of "
                 "data.batch_size; give a smaller one"
             )
-        return self._loader(share, self._begin, workers, batch_size=size)
+        return self._loader(share, self._begin, workers, batch_size)
 
     def val_dataloader(self) -> DataLoader:
         ranks, rank = self._ranks()
         if sum(self.val.values()) < ranks:
             raise ValueError(f"data.val={self.hparams['val']}: fewer samples than {ranks} ranks")
-        look = view(self.hparams["size"], whole=not self.hparams["augment"])
-        share = Share(self.val, self.hparams["batch_size"], ranks, rank, look)
+        transform = view(self.hparams["size"], whole=not self.hparams["augment"])
+        share = Share(self.val, self.hparams["batch_size"], ranks, rank, transform)
         return self._loader(share, lambda: (0, 0), self._workers(len(self.val)), batch_size=None)
 
     def test_dataloader(self) -> DataLoader:
@@ -194,7 +194,7 @@ class Shards(LightningDataModule):
         return 0 if overfit else self.trainer.current_epoch, trained
 
     def _settings(self) -> dict[str, Any]:
-        """What must be equal to go on within an epoch."""
+        """What must be as before to go on within an epoch."""
         names = ("batch_size", "buffer", "seed")
         return {
             "ranks": self._ranks()[0],
@@ -219,14 +219,15 @@ class Shards(LightningDataModule):
                 f"{sum(current.values())}",
                 stacklevel=2,
             )
-        # Before Lightning's loops take it from there, for which the epoch might have ended.
+        # Changed before Lightning's loops read it: with larger batches they would take the epoch
+        # for ended.
         loops = self.trainer._checkpoint_connector._loaded_checkpoint["loops"]
         self._count_anew(loops["fit_loop"]["epoch_loop.batch_progress"])
 
     def _count_anew(self, progress: dict[str, Any]) -> None:
-        """Have Lightning's progress in an epoch count global batches of this run."""
-        ranks, batch_size = self.resumed["ranks"], self.resumed["batch_size"]
-        then, now = ranks * batch_size, self._ranks()[0] * self.hparams["batch_size"]
+        """Make Lightning's progress in an epoch one in global batches of this run."""
+        then = self.resumed["ranks"] * self.resumed["batch_size"]
+        now = self._ranks()[0] * self.hparams["batch_size"]
         if then == now:
             return
         current, steps = progress["current"], sum(self.train.values()) // now

@@ -1,6 +1,7 @@
 """A rank's share of samples in tar files of WebDataset's layout: <key>.jpg, <key>.cls, ...
 
-`Shards` gives it to a loader and says who reads what; here it is cut, shuffled and decoded.
+`Shards` gives it to a loader; its file explains who reads what. Here samples are read, shuffled and
+decoded, and those of each shard counted.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import re
 import socket
 import tarfile
 import warnings
-from collections.abc import Callable, Iterator
-from itertools import groupby, islice
+from collections.abc import Iterator
+from itertools import groupby, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from webdataset.filters import shuffle
 from webdataset.tariterators import base_plus_ext, group_by_keys, tar_file_expander
 
 from datamodules.pictures import UNREADABLE, in_colours
+from datamodules.ranks import Transform
 
 Sample = tuple[Tensor, int]
 PICTURES = ("jpg", "jpeg", "png")
@@ -36,11 +38,11 @@ class Share(IterableDataset):
     """What a rank sees of the shards in an epoch: samples in training, batches in evaluation.
 
     Args:
-        shards: the number of samples of each.
+        shards: the number of samples in each.
         batch_size: of a rank.
-        ranks: of all.
-        rank: this one.
-        look: makes a tensor of an image.
+        ranks: their number.
+        rank: the number of this one.
+        transform: makes a tensor of an image.
         buffer: number of samples that are shuffled together; 0: evaluation, in the given order.
         seed: of the order.
 
@@ -53,38 +55,40 @@ class Share(IterableDataset):
 
     def __init__(
         self, shards: dict[Path, int], batch_size: int, ranks: int, rank: int,
-        look: Callable[[Image.Image], Tensor], buffer: int = 0, seed: int = 0,
+        transform: Transform, buffer: int = 0, seed: int = 0,
     ) -> None:  # fmt: skip
         self.shards, self.ranks, self.rank = shards, ranks, rank
-        self.look, self.buffer, self.seed = look, buffer, seed
+        self.transform, self.buffer, self.seed = transform, buffer, seed
         self.epoch = self.trained = 0
-        self.samples, together = sum(shards.values()), ranks * batch_size
+        self.samples, global_batch = sum(shards.values()), ranks * batch_size
         if buffer:
-            self.steps = self.samples // together
-            self.samples = self.steps * together
-        else:  # no empty batch: with batch_size=1 some are of two
-            self.steps = min(-(-self.samples // together), self.samples // ranks)
+            self.steps = self.samples // global_batch
+            self.samples = self.steps * global_batch
+        else:  # no batch is empty, for which with batch_size=1 some are of two
+            self.steps = min(-(-self.samples // global_batch), self.samples // ranks)
 
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         place, workers = (info.id, info.num_workers) if info else (0, 1)
-        # The loader takes a batch from each worker in turns. Where it begins with batch t, worker 0
-        # goes on with what worker t % workers had.
-        begun = min(self.trained, self.steps)
-        worker = (place + begun) % workers
+        # The loader takes a batch from each worker in turn, beginning with worker 0, so that worker
+        # w has batches w, w + workers, ... When t batches are left out, worker 0 has to begin with
+        # batch t: it takes the part of worker t % workers.
+        left_out = min(self.trained, self.steps)
+        worker = (place + left_out) % workers
+        # In the row of samples a worker's batches lie together, behind those of the ones before it.
         first = sum(len(range(other, self.steps, workers)) for other in range(worker))
-        batches = range(first, first + len(range(worker, self.steps, workers)))
-        edges = [self._edge(batch) for batch in [*batches, batches.stop]]
+        count = len(range(worker, self.steps, workers))
+        edges = [self._edge(batch) for batch in range(first, first + count + 1)]
         rows = self._read(edges[0], edges[-1])
         if self.buffer:
             order = random.Random(f"{self.seed} {self.epoch} {self.rank} {worker}")
             rows = shuffle(self.buffer, initial=self.buffer, rng=order)(rows)
-        trained = len(range(worker, begun, workers))
-        samples = map(self._decode, islice(rows, edges[trained] - edges[0], None))
+        edges = edges[len(range(worker, left_out, workers)) :]
+        samples = map(self._decode, islice(rows, edges[0] - self._edge(first), None))
         if self.buffer:
             yield from samples
         else:
-            for begin, end in zip(edges[trained:], edges[trained + 1 :]):
+            for begin, end in pairwise(edges):
                 yield default_collate(list(islice(samples, end - begin)))
 
     def _edge(self, batch: int) -> int:
@@ -120,16 +124,20 @@ class Share(IterableDataset):
             raise RuntimeError(f"{where} cannot be read: it needs .cls and one of {endings}")
         try:
             with Image.open(io.BytesIO(sample[name])) as image:
-                return self.look(in_colours(image)), int(sample["cls"])
+                return self.transform(in_colours(image)), int(sample["cls"])
         except UNREADABLE as error:
             raise RuntimeError(f"{where} cannot be read: {error}") from error
 
 
 def count_samples(split: str, pattern: str) -> dict[Path, int]:
-    """The number of samples of each shard, from sample_counts.json beside them.
+    """The number of samples in each shard, from sample_counts.json beside them.
 
-    It is written where it is old (index.json would be that of webdataset's wids). Where that
-    cannot be written, a warning says so, and each process counts.
+    Shards that are not in it or have changed are counted, and it is written. Where it cannot be, a
+    warning says so, and each process counts.
+
+    Args:
+        split: "train" or "val", for errors.
+        pattern: of the shards' files.
 
     Raises:
         FileNotFoundError: when there are no shards.
@@ -141,7 +149,7 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
         raise FileNotFoundError(
             f"data.{split}={pattern}: there are no shards; give a pattern of tar files"
         )
-    index = where.parent / "sample_counts.json"
+    index = where.parent / "sample_counts.json"  # webdataset's wids has an index.json of its own
     entries: Any = {}
     with contextlib.suppress(OSError, ValueError):
         entries = json.loads(index.read_text())
@@ -149,7 +157,8 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
     changed = False
     for shard in shards:
         size, modified = shard.stat().st_size, shard.stat().st_mtime_ns
-        entry = entries.get(shard.name, {})  # a tar file's size goes up in steps of 10 KiB
+        entry = entries.get(shard.name, {})
+        # The size alone would not tell: that of a tar file goes up in steps of 10 KiB.
         if (entry.get("bytes"), entry.get("modified_ns")) != (size, modified):
             entries[shard.name] = {"bytes": size, "modified_ns": modified, "samples": _count(shard)}
             changed = True
@@ -174,7 +183,7 @@ def _count(shard: Path) -> int:
         with tarfile.open(shard, "r:") as files:
             names = [file.name for file in files if file.isreg() and not NO_SAMPLE.match(file.name)]
             end = files.offset
-        with shard.open("rb") as file:  # tarfile takes a header that is cut off for the end
+        with shard.open("rb") as file:  # tarfile takes a header that is cut off as the end
             file.seek(end)
             if file.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
                 raise tarfile.ReadError("it is cut off")

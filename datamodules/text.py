@@ -1,14 +1,14 @@
 """Text to guess the next byte of: the sources of Python's own standard library.
 
-They lie beside every Python, so that nothing is downloaded. Files are taken in the order of their
-names up to a size, one after another with a zero byte between them, and cut in sequences of equal
-length ("packed": a sequence may begin within a file and end in the next; attention is not kept
-within a file). The last twentieth is to test, the one before it to validate.
+They come with every Python, so that nothing is downloaded. Files are taken in the order of their
+names up to a size, one after another with a zero byte between them, and cut into sequences of equal
+length ("packed": a sequence may begin in one file and end in the next, and attention crosses from
+one to the other). The last twentieth is to test, the one before it to validate.
 
-Rank 0 reads, the others receive from it: all have the same bytes, also where hosts have other
-Pythons. Runs on different releases of Python have different texts, whose losses are not quite
-comparable. Batches are uint8 of shape (batch, length + 1): neighbours share a byte, the target of
-one and the first input of the next.
+Rank 0 reads and the others receive from it, so that all have the same bytes, also where hosts have
+different Pythons. Different releases of Python have different texts, whose losses are not quite
+comparable. Batches are uint8 of shape (batch, length + 1): neighbouring sequences share a byte, the
+last target of one and the first input of the next.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Text(LightningDataModule):
     """Sequences of bytes.
 
     Args:
-        batch_size: sequences a process takes a step.
-        length: bytes that are guessed of each.
-        megabytes: of text, in all, at most.
-        num_workers: processes that load; 0 loads in the training process: all is in memory.
-        pin_memory: whether batches lie ready for the copy to a GPU; None: when there is one.
+        batch_size: sequences per process and step.
+        length: bytes that are guessed in each.
+        megabytes: of text in all, at most.
+        num_workers: processes that load; 0: the training process does, as all is in memory.
+        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
     """
 
     def __init__(
@@ -71,12 +71,12 @@ class Text(LightningDataModule):
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         pin_memory = self.hparams["pin_memory"]
-        sequences: Any = self.splits[split]  # a tensor has what a map-style data set needs
+        sequences: Any = self.splits[split]  # a tensor has the methods of a map-style data set
         return DataLoader(
             sequences,
             batch_size=self.hparams["batch_size"],
             shuffle=shuffle,
-            drop_last=shuffle,  # each step of training is of one size
+            drop_last=shuffle,  # all training batches have the same size
             num_workers=self.hparams["num_workers"],
             persistent_workers=self.hparams["num_workers"] > 0,
             pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
@@ -84,7 +84,7 @@ class Text(LightningDataModule):
 
 
 def read(folder: Path, size: int) -> bytes:
-    """The text, of at most `size` bytes."""
+    """The sources in a folder, up to `size` bytes."""
     text = bytearray()
     for file in sorted(folder.glob("*.py")):
         if not file.name.startswith(MACHINE) and len(text) < size:

@@ -1,8 +1,7 @@
 """Image classification with a small convolutional network.
 
 Batches are (images, labels): float images of shape (batch, channels, height, width) and int64
-labels of shape (batch,). Logs train/loss, val/loss, val/acc, test/loss and
-test/acc.
+labels of shape (batch,). Logs train/loss, val/loss, val/acc, test/loss and test/acc.
 """
 
 from __future__ import annotations

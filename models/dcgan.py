@@ -2,25 +2,25 @@
 
 Networks and hyperparameters follow Radford et al., "Unsupervised Representation Learning with Deep
 Convolutional Generative Adversarial Networks", ICLR 2016, https://arxiv.org/abs/1511.06434: from 4
-x 4 pixels (or what `size` halves to) each layer doubles the image and halves the features.
+x 4 pixels (or what `size` halves to), each layer doubles the image and halves the features.
 
-Batches are (images, labels) of shape (batch, channels, size, size), values 0 to 1; the labels serve
-the score alone. A step trains the discriminator, then the generator, so that Lightning, which
-counts optimizers, counts two. Each rank draws latents of its own.
+Batches are (images, labels): images of shape (batch, channels, size, size) with values from 0 to 1,
+and labels of shape (batch,), which only the score uses. A step trains the discriminator, then the
+generator; Lightning counts it as two, one for each optimizer. Each rank draws its own latents.
 
-Neither loss tells how good the samples are. A small classifier does, which `setup` trains on at
-most 2,000 images of the training data, each averaged to 8 x 8 grey pixels. It logs
+Neither loss tells how good the samples are. To judge them, `setup` trains a small classifier on up
+to 2,000 training images, each averaged to 8 x 8 grey pixels. Validation logs
     val/loss        the Frechet distance between its features of samples and of validation images:
                     |m - n|^2 + tr(S + T - 2 (S T)^(1/2)), means m, n, covariances S, T; falls
                     (Heusel et al. 2017, https://arxiv.org/abs/1706.08500)
     val/score       its inception score of the samples, 1 to the number of classes; rises:
                     exp(mean of KL(p(label | sample), p(label)))
                     (Salimans et al. 2016, https://arxiv.org/abs/1606.03498)
-    val/score_real  the same of the validation images, to compare with.
-Papers have both from the Inception network: compare these with each other only. They say much about
-digits, little about photographs, of which 8 x 8 pixels keep the layout alone, and nothing about
-random images. test/... are the same; samples are in samples.png of the run's folder and, for each
-epoch, in TensorBoard.
+    val/score_real  the inception score of the validation images, to compare with.
+Papers compute both with the Inception network, so compare these only with each other. They say much
+about digits, little about photographs, of which 8 x 8 pixels keep only the layout, and nothing
+about random images. The test logs the same as test/... Samples are in samples.png of the run's
+folder and, for each validation, in TensorBoard.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class DCGAN(LightningModule):
             raise ValueError(f"size={size}: an even number of pixels from 8")
         self.save_hyperparameters()
         self.automatic_optimization = False
-        self.example_input_array = torch.zeros(2, latent)  # what make export traces forward with
+        self.example_input_array = torch.zeros(2, latent)  # make export traces `forward` with it
         self.generator = generator(size, channels, latent, width)
         self.discriminator = discriminator(size, channels, width)
         for network in (self.generator, self.discriminator):
@@ -106,12 +106,11 @@ class DCGAN(LightningModule):
                 f"the images have values from {images.min():.2f} to {images.max():.2f}, not from 0 "
                 "to 1 as the samples: take data that is not normalized"
             )
-        # On all ranks; the strategy then gives them the classifier of rank 0.
+        # Each rank trains one; the strategy then broadcasts that of rank 0.
         self.judge.fit(images.to(self.dtype), labels)
 
     def on_train_start(self) -> None:
-        # Under DDP torch's own generator draws the same on all ranks: they would have one another's
-        # latents.
+        # Not torch's own generator, which under DDP draws the same on all ranks.
         seed = torch.initial_seed() + self.global_rank + self.trainer.world_size * self.global_step
         self.draws = torch.Generator().manual_seed(seed)
 
@@ -151,7 +150,8 @@ class DCGAN(LightningModule):
         self._judge("test", batch[0], batch_idx)
 
     def _judge(self, stage: str, images: Tensor, batch_idx: int) -> None:
-        """As many samples as images; each time from the same latents, on each rank from its own."""
+        """Score as many samples as there are images: of latents that differ by rank and batch, but
+        are the same in each evaluation."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
         samples = self(self.latents(len(images), torch.Generator().manual_seed(seed)))
         for pictures, real, score in (
@@ -175,8 +175,8 @@ class DCGAN(LightningModule):
         if not self.trainer.is_global_zero:
             return
         samples = self(self.latents(SHOWN, torch.Generator().manual_seed(0))).float().cpu()
-        factor = -(-32 // self.hparams["size"])  # so that small ones can be seen
-        grid = make_grid(samples.repeat_interleave(factor, 2).repeat_interleave(factor, 3))
+        factor = -(-32 // self.hparams["size"])  # small ones are enlarged, to at least 32 pixels
+        grid = make_grid(nn.functional.interpolate(samples, scale_factor=factor))
         save_image(grid, Path(self.trainer.default_root_dir) / "samples.png")
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
@@ -199,7 +199,7 @@ def against(logits: Tensor, truth: float) -> Tensor:
 
 
 def halvings(size: int) -> tuple[int, int]:
-    """How often a size is halved, once at least, to come to 4 or to an odd number; and to which."""
+    """How often `size` is halved until it is 4 or odd, and what it is then."""
     count = 0
     while size % 2 == 0 and size > 4:
         size, count = size // 2, count + 1
@@ -230,7 +230,7 @@ def discriminator(size: int, channels: int, width: int) -> nn.Sequential:
 
 
 def initialize(layer: nn.Module) -> None:
-    """Weights around 0, those of batch normalization around 1, with a deviation of 0.02."""
+    """Normal weights of deviation 0.02: around 0, but around 1 for batch normalization."""
     if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
         nn.init.normal_(layer.weight, 0.0, 0.02)
     elif isinstance(layer, nn.BatchNorm2d):
@@ -256,10 +256,11 @@ class Judge(nn.Module):
         return features.float(), self.last(features).float()
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
-        """Learn to tell the labels apart: 200 steps on all images together."""
+        """Learn to tell the labels apart: 200 steps, each on all images."""
         self.requires_grad_(True)
         adam = torch.optim.Adam(self.parameters(), 1e-2)
-        pixels = grey(images)  # once: of 2,000 colour images of 64 x 64 it takes most of a step
+        # Once: for 2,000 colour images of 64 x 64 it takes longer than the rest of a step.
+        pixels = grey(images)
         for _ in range(200):
             adam.zero_grad()
             cross_entropy(self.last(self.hidden(pixels)).float(), labels).backward()
@@ -273,15 +274,15 @@ def grey(images: Tensor) -> Tensor:
 
 
 class FeaturesAsTheyAre(nn.Identity):
-    """What torchmetrics takes for its network: the features were computed before."""
+    """Takes the place of torchmetrics' Inception network: the features are computed already."""
 
     num_features = Judge.features
 
 
 class InceptionScore(Metric):
-    """exp of the mean of KL(p(label | image), p(label)), over all ranks: sure of each, and varied.
+    """exp(mean of KL(p(label | image), p(label))) over all ranks: high for clear and varied images.
 
-    Unlike torchmetrics' it keeps sums, not all logits.
+    Unlike torchmetrics' InceptionScore it keeps sums, not all logits.
     """
 
     full_state_update = False

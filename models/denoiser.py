@@ -1,16 +1,16 @@
 """Image denoising by residual learning, from pairs of noisy images.
 
-The network is DnCNN: it predicts the noise, which is subtracted from its input (Zhang et al.,
-"Beyond a Gaussian Denoiser", IEEE TIP 2017, https://arxiv.org/abs/1608.03981); or a U-Net that
-does the same and sees more of the surroundings (models/unet.py). Its target is a
-second noisy image of the same thing: as the noise of both is independent with mean zero, the
-clean image is what minimizes the squared error (Lehtinen et al., "Noise2Noise", ICML 2018,
-https://arxiv.org/abs/1803.04189). Clean images are used to measure, never to train.
+The network predicts the noise, which is subtracted from its input. It is DnCNN (Zhang et al.,
+"Beyond a Gaussian Denoiser", IEEE TIP 2017, https://arxiv.org/abs/1608.03981) or a U-Net, which
+sees more of the surroundings (models/unet.py). The target is a second noisy image of the same
+thing: as the noise of both is independent with mean zero, the clean image minimizes the squared
+error (Lehtinen et al., "Noise2Noise", ICML 2018, https://arxiv.org/abs/1803.04189). Clean images
+are used to measure, never to train.
 
 Batches are (noisy, target, clean), each of shape (batch, channels, height, width), values about
 0 to 1. Logs train/loss, val/loss, and, of the squared error over all images, val/psnr, test/psnr
-and test/psnr_noisy in dB; the test ends with a picture of input, target and output in the run
-folder and in TensorBoard.
+and test/psnr_noisy in dB. The test ends with a picture of input, target and output, in the run's
+folder (denoised.png) and in TensorBoard.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Denoiser(LightningModule):
 
     Args:
         lr: learning rate of Adam.
-        network: "dncnn": convolutions of 3x3, batch normalization between; or "unet".
+        network: "dncnn" (3 x 3 convolutions with batch normalization between them) or "unet".
         depth: number of convolutions of DnCNN, at least 3.
         scales: sizes at which the U-Net sees the image, at least 1.
-        features: channels between convolutions; of the U-Net, at the finest scale.
+        features: channels between convolutions; those of the U-Net at its finest scale.
         channels: of the images.
     """
 
@@ -67,7 +67,7 @@ class Denoiser(LightningModule):
         self.val_psnr = PeakSignalNoiseRatio(data_range=1.0)
         self.test_psnr = PeakSignalNoiseRatio(data_range=1.0)
         self.test_psnr_noisy = PeakSignalNoiseRatio(data_range=1.0)
-        self.first_images: tuple[Tensor, Tensor, Tensor] | None = None
+        self.first_images: Batch | None = None  # input, target, output of the first test batch
 
     def forward(self, noisy: Tensor) -> Tensor:
         """The denoised images, of the shape of `noisy`."""

@@ -1,17 +1,17 @@
 """A small GPT: a causal transformer that guesses the next byte of a text.
 
 Batches are uint8 of shape (batch, length + 1): inputs are all but the last byte, targets all but
-the first. Logs train/loss, val/loss and test/loss in nats a byte (random guesses: ln 256 = 5.55),
+the first. Logs train/loss, val/loss and test/loss in nats per byte (random guesses: ln 256 = 5.55),
 val/bits_per_byte, test/bits_per_byte, and at the end of each epoch train/tokens_per_second of all
 ranks and train/mfu, which are printed once more after training.
 
-MFU, model FLOPs utilisation: the FLOP that the model needs for its tokens, over those that the
-devices could have done (Chowdhery et al., "PaLM", appendix B, https://arxiv.org/abs/2204.02311):
+MFU, model FLOPs utilisation, is the FLOP that the model needs, over those that the devices could
+have done in that time (Chowdhery et al., "PaLM", appendix B, https://arxiv.org/abs/2204.02311):
 
     tokens/s x (6 N + 12 layers x width x length) / peak FLOP/s
 
-6 N: each of N parameters multiplies and adds once forward and twice backward; the second term is
-attention, counted in full although half of it is masked. What devices can do, see `peak`.
+6 N: each of N parameters multiplies and adds once forward and twice backward. The second term is
+attention, counted in full although half of it is masked. `peak` says what a device can do.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from torch.optim.lr_scheduler import LambdaLR
 
 VOCABULARY = 256  # bytes
 
-# FLOP/s of dense 16-bit matrix products, by a part of torch's name for the GPU, first match.
-# From https://www.nvidia.com/en-us/data-center/a100/, and half of what .../h100/ and .../h200/ say
-# "with sparsity"; of the H100 PCIe in NVIDIA's "H100 Tensor Core GPU Architecture", table 2.
+# FLOP/s of dense 16-bit matrix products, by a part of torch's name for the GPU; first match counts.
+# A100: https://www.nvidia.com/en-us/data-center/a100/. H100 and H200: half of what .../h100/ and
+# .../h200/ say "with sparsity". H100 PCIe: NVIDIA's "H100 Tensor Core GPU Architecture", table 2.
 PEAKS = {
     "H200 NVL": 835e12,
     "H200": 989e12,
@@ -43,7 +43,7 @@ PEAKS = {
 
 
 class Attention(nn.Module):
-    """Each place looks at itself and at those before it."""
+    """Causal: each position attends to itself and to those before it."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -54,13 +54,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = self.qkv(x).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        q, k = turn(q, cos, sin), turn(k, cos, sin)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         attended = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(attended.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
-    """Attention, then a layer for each place alone; both add to what comes in."""
+    """Attention, then a two-layer perceptron for each position; both add to their input."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -87,25 +87,30 @@ class Transformer(nn.Module):
         self.pairs = width // heads // 2
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
-                # 2 outputs a layer are added up: each smaller, so that their sum is not larger.
-                adds = 2 * layers if name.endswith("out.weight") else 1
-                nn.init.normal_(parameter, std=0.02 / math.sqrt(adds))
+                # Two outputs per layer are added up; scaled so that their sum does not grow.
+                added = 2 * layers if name.endswith("out.weight") else 1
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(added))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        # Not in the 8 bits of bf16-true: angles would be off by more than a radian.
-        device, wide = tokens.device, torch.float32
-        places = torch.arange(tokens.shape[1], device=device, dtype=wide)
-        pairs = torch.arange(self.pairs, device=device, dtype=wide)
-        angles = places.unsqueeze(1) * 10_000.0 ** (-pairs / self.pairs)
+        # float32 also under bf16-true, whose 8 bits would put angles off by more than a radian.
+        positions = torch.arange(tokens.shape[1], device=tokens.device, dtype=torch.float32)
+        pairs = torch.arange(self.pairs, device=tokens.device, dtype=torch.float32)
+        angles = positions.unsqueeze(1) * 10_000.0 ** (-pairs / self.pairs)
         x, cos, sin = self.embedding(tokens), angles.cos(), angles.sin()
         for block in self.blocks:
             x = block(x, cos, sin)
         return self.head(self.norm(x))
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions: pairs of features of shape (..., length, 2 pairs) are turned by angles that
-    grow with the place (Su et al., "RoFormer", https://arxiv.org/abs/2104.09864)."""
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions (Su et al., "RoFormer", https://arxiv.org/abs/2104.09864): pairs of features
+    are rotated by angles that grow with the position.
+
+    Args:
+        x: of shape (..., length, 2 x pairs); a pair is a feature of the first half and one of the
+            second.
+        cos, sin: of the angles, of shape (length, pairs).
+    """
     cos, sin = cos.to(x.dtype), sin.to(x.dtype)
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
@@ -118,12 +123,12 @@ class GPT(LightningModule):
         lr: learning rate after the warm-up.
         layers: blocks of attention and a two-layer perceptron.
         heads: of the attention; `width` is split among them, in pairs.
-        width: features of each place.
+        width: features of each position.
         weight_decay: of matrices.
-        warmup_steps: in which the learning rate rises.
-        decay_steps: at which it arrives at a tenth, and stays there; -1: it does not fall.
-        compile: whether torch.compile makes the blocks' kernels; a minute at the start, and on
-            CPUs a C++ compiler.
+        warmup_steps: steps in which the learning rate rises.
+        decay_steps: the step from which on it stays at a tenth; -1: it does not fall.
+        compile: whether torch.compile makes the blocks' kernels, which takes a minute at the start
+            and, on CPUs, a C++ compiler.
     """
 
     def __init__(
@@ -143,8 +148,8 @@ class GPT(LightningModule):
         self.save_hyperparameters()
         self.network = Transformer(layers, heads, width)
         if compile:
-            # Not all in one: its gradients would come, and travel, when backward is over. In place:
-            # names in checkpoints stay.
+            # Block by block: all in one would give its gradients to the all-reduce only when
+            # backward is over. In place, which keeps the names in checkpoints.
             for block in self.network.blocks:
                 block.compile()
         self._tokens, self._seconds = 0, 0.0  # of this rank in this epoch
@@ -152,16 +157,16 @@ class GPT(LightningModule):
         self._dtype = torch.float32  # of matrix products
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of what follows each place, of shape (batch, length, 256)."""
+        """Logits of the byte after each position, of shape (batch, length, 256)."""
         return self.network(tokens.long())
 
     def _losses(self, batch: Tensor) -> Tensor:
         """Nats of each byte, of shape (batch, length)."""
         logits = self(batch[:, :-1])
         self._dtype = logits.dtype
-        # In the 8 bits of bf16-true, losses would be told apart by 0.03 nats at best.
-        wide = logits.float().transpose(1, 2)
-        return cross_entropy(wide, batch[:, 1:].long(), reduction="none")
+        # float32 also under bf16-true, whose 8 bits round a loss of 5 nats to steps of 0.03.
+        logits = logits.float().transpose(1, 2)
+        return cross_entropy(logits, batch[:, 1:].long(), reduction="none")
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self._losses(batch).mean()
@@ -180,7 +185,7 @@ class GPT(LightningModule):
         self.log(f"{stage}/bits_per_byte", loss / math.log(2), sync_dist=True)
 
     def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        """Nats a byte of each sequence, of shape (batch,): how much it surprises the model."""
+        """Nats per byte of each sequence, of shape (batch,): how much it surprises the model."""
         return self._losses(batch).mean(dim=1)
 
     def configure_optimizers(self) -> Any:
@@ -192,10 +197,10 @@ class GPT(LightningModule):
         ]
         lr, decay = self.hparams["lr"], self.hparams["weight_decay"]
         optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), weight_decay=decay)
-        schedule = {"scheduler": LambdaLR(optimizer, self._lr_share), "interval": "step"}
+        schedule = {"scheduler": LambdaLR(optimizer, self._lr_factor), "interval": "step"}
         return {"optimizer": optimizer, "lr_scheduler": schedule}
 
-    def _lr_share(self, step: int) -> float:
+    def _lr_factor(self, step: int) -> float:
         warmup, end = self.hparams["warmup_steps"], self.hparams["decay_steps"]
         if step < warmup:
             return (step + 1) / warmup
@@ -215,8 +220,8 @@ class GPT(LightningModule):
         self._tokens, self._seconds, self._since = 0, 0.0, None
 
     def on_train_batch_end(self, outputs: Any, batch: Tensor, batch_idx: int) -> None:
-        # The first batch, and that after a validation, begin the clock: what is compiled or
-        # allocated in it is no part of the speed.
+        # The clock starts after the first batch, and after the first that follows a validation:
+        # what these compile and allocate does not count.
         self._length = batch.shape[1] - 1
         if self._since is None:
             self._since = self._now()
@@ -260,10 +265,10 @@ class GPT(LightningModule):
 
 @functools.cache
 def peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """FLOP/s that a device can do, and how that is known: its maker's figure, or a measurement.
+    """FLOP/s that a device can do, and how that is known: from its data sheet or by a measurement.
 
-    Measured is the fastest product of square matrices in half a second, by this process while the
-    others of its host do the same: the most that was seen, not what the maker promises.
+    The measurement takes the fastest product of square matrices in half a second, while the other
+    ranks of the host do the same: the most that was seen, not what the maker promises.
     """
     cuda = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
@@ -271,7 +276,7 @@ def peak(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
         for part, flops in PEAKS.items():
             if part in name:
                 return flops, f"{part}, data sheet"
-    # On a CPU a few milliseconds each, so that some are not interrupted by other work.
+    # On a CPU a product takes a few milliseconds, so that some are not interrupted by other work.
     size = 8192 if cuda else 512
     a, b = (torch.rand(size, size, device=device, dtype=dtype) for _ in range(2))
     fastest, end = math.inf, time.perf_counter() + 0.5

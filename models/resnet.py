@@ -1,14 +1,15 @@
 """Image classification with ResNet-18 or ResNet-50, for images of 32 x 32 or of 224 x 224 pixels.
 
 The network is torchvision's (He et al., "Deep Residual Learning for Image Recognition", CVPR 2016,
-https://arxiv.org/abs/1512.03385). It is made for 224 x 224 and would leave a single pixel of 32 x
-32: for small images its first convolution is of 3 x 3 and keeps the size, and the pooling after it
-is left out. For others each block begins as the identity, as in Goyal et al. (below). Its weights
-lie in memory as channels_last, the layout in which tensor cores take 16-bit convolutions.
+https://arxiv.org/abs/1512.03385). It is made for 224 x 224 pixels and would shrink 32 x 32 to a
+single one: for small images its first convolution is 3 x 3 with stride 1, and the pooling after it
+is left out. For large images each block begins as the identity, as in Goyal et al. (below). Weights
+are channels_last in memory, the layout in which tensor cores compute 16-bit convolutions.
 
-SGD with Nesterov momentum; the learning rate rises linearly and falls as a cosine (Goyal et al.
-2017, https://arxiv.org/abs/1706.02677; Loshchilov and Hutter 2017, https://arxiv.org/abs/1608.03983).
-With more ranks ask for lr_scaling=linear: the rule of the first paper, which the warm-up is for.
+SGD with Nesterov momentum; the learning rate rises linearly (Goyal et al. 2017,
+https://arxiv.org/abs/1706.02677), then falls as a cosine (Loshchilov and Hutter 2017,
+https://arxiv.org/abs/1608.03983). With more ranks ask for lr_scaling=linear, the rule of the first
+of these papers, which needs the warm-up.
 
 Batches are (images, labels): float images of shape (batch, channels, height, width) and int64
 labels of shape (batch,). Logs train/loss, val/loss, val/acc, test/loss and test/acc.
@@ -37,13 +38,13 @@ class ResNet(LightningModule):
     Args:
         lr: learning rate of SGD after the warm-up.
         depth: 18 or 50 layers.
-        small_images: of about 32 x 32 pixels; else of about 224 x 224.
+        small_images: whether images have about 32 x 32 pixels; else about 224 x 224.
         classes: number of labels.
         channels: of the images.
         warmup: share of all steps in which the learning rate rises.
         momentum: of SGD.
         weight_decay: of all weights.
-        label_smoothing: share of a label that all classes get, in training.
+        label_smoothing: share of each label that is spread over all classes, in training.
     """
 
     def __init__(
@@ -117,27 +118,30 @@ class ResNet(LightningModule):
                 "the learning rate falls to an end: give trainer.max_epochs or max_steps"
             )
         schedule = torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda step: rise_and_fall(self._passed(step, int(steps)), warmup)
+            optimizer, lambda step: rise_and_fall(self._progress(step, int(steps)), warmup)
         )
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
         }
 
-    def _passed(self, step: int, steps: int) -> float:
-        """The share of all steps, where epochs set the end by these: a resumed run with another
-        global batch size has other steps in an epoch than those that were made."""
+    def _progress(self, step: int, steps: int) -> float:
+        """The share of the training that is over after `step` of `steps`.
+
+        Where max_epochs ends it, `step` is counted anew, from the epoch and the batch: a run that
+        is resumed with another global batch size has made steps of another size.
+        """
         trainer = self.trainer
         if steps != trainer.max_steps:
             in_epoch = steps // max(1, trainer.max_epochs or 1)
             batches = trainer.fit_loop.epoch_loop.batch_progress.current.ready
             step = math.ceil(batches / trainer.accumulate_grad_batches)
             step += trainer.current_epoch * in_epoch
-        return min(1.0, (step + 0.5) / steps)  # + 0.5: no step is made with 0
+        return min(1.0, (step + 0.5) / steps)  # + 0.5: no step has a learning rate of 0
 
 
-def rise_and_fall(passed: float, warmup: float) -> float:
-    """The factor of the learning rate after this share of all steps: linear to 1, then a cosine."""
-    if passed < warmup:
-        return passed / warmup
-    return (1 + math.cos(math.pi * (passed - warmup) / (1 - warmup))) / 2
+def rise_and_fall(progress: float, warmup: float) -> float:
+    """The factor of the learning rate: linear from 0 to 1 during `warmup`, then a cosine to 0."""
+    if progress < warmup:
+        return progress / warmup
+    return (1 + math.cos(math.pi * (progress - warmup) / (1 - warmup))) / 2

@@ -1,22 +1,23 @@
 """Model parallel training: one network on two devices, in a row or as a pipeline.
 
 The first half computes on one device, the second on another, so that each holds a part of the
-weights, of their gradients and of the optimizer's state. With one micro-batch a device waits while
-the other computes. With m micro-batches the second works on one while the first computes the next;
-each of the two then idles for 1 / (m + 1) of a step (GPipe, Huang et al. 2019,
-https://arxiv.org/abs/1811.06965, where activations are computed again in backward; here they are
-kept). Nothing schedules that: operations are queued on a GPU, and Python is ahead of both. Between
-two GPUs `to` is queued as well; with non_blocking a CPU would compute before its part is there.
+weights, of their gradients and of the optimizer's state. With one micro-batch each device waits
+while the other computes. With m micro-batches the second device works on one while the first
+computes the next; each then idles for 1 / (m + 1) of a step (GPipe, Huang et al. 2019,
+https://arxiv.org/abs/1811.06965, which computes activations again in backward; here they are kept).
+This needs no scheduler: GPUs queue their operations, so Python runs ahead of both. Copies between
+two GPUs are queued as well; they are not non_blocking, with which a CPU would compute before its
+part has arrived.
 
-It pays for a network that one device cannot hold. One that fits trains faster with data parallel
-ranks, which leave no device idle. Both together work: each rank splits its copy. With GPUs that is
-one rank a host, as all ranks take the same `devices`. It was run on CPUs only so far, where the
-device may be the same twice: that shows that the result is right, and is not faster.
+Splitting pays for a network that one device cannot hold. One that fits trains faster with data
+parallel ranks, which leave no device idle. Both can be combined: each rank splits its copy. With
+GPUs that means one rank per host, as all ranks take the same `devices`. So far it was run on CPUs
+only, where both devices may be the same: that shows that the result is right, but is not faster.
 
-The network has no batch normalization, whose statistics would be those of micro-batches: the loss
-is that of the whole network on one device (devices=null). Batches are (images, labels): float
-images of shape (batch, channels, height, width), int64 labels of (batch,). Logs train/loss,
-val/loss, val/acc, test/loss and test/acc.
+There is no batch normalization, whose statistics would be those of micro-batches, so the loss is
+the same as that of the whole network on one device (devices=null). Batches are (images, labels):
+float images of shape (batch, channels, height, width), int64 labels of shape (batch,). Logs
+train/loss, val/loss, val/acc, test/loss and test/acc.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 Batch = tuple[Tensor, Tensor]
-GROUPS = 4  # of features, normalized together
+GROUPS = 4  # of group normalization
 
 
 class Split(LightningModule):
-    """Convolutions of 3 x 3 in two halves, with a pooling between them and a linear layer behind.
+    """3 x 3 convolutions in two halves with pooling between them, then a linear layer.
 
     Args:
         lr: learning rate of Adam.
-        devices: of the first and of the second half, e.g. ["cuda:0", "cuda:1"]; None: all on one.
+        devices: of the first and the second half, e.g. ["cuda:0", "cuda:1"]; None: all on one.
         micro_batches: parts of a batch that go through the pipeline one after another.
         classes: number of labels.
         channels: of the images.
@@ -74,13 +75,14 @@ class Split(LightningModule):
         self.test_accuracy = MulticlassAccuracy(classes, average="micro")
 
     def setup(self, stage: str) -> None:
-        # Not in __init__: what GPUs have trained is exported and loaded without them, too.
+        # Not in __init__: a model trained on GPUs may be loaded or exported on a host without any.
         devices = self.hparams["devices"] or []
         if any(each.startswith("cuda") for each in devices) and not torch.cuda.device_count():
             raise ValueError(f"devices={devices}: this host has no GPU; [cpu,cpu] runs anywhere")
 
     def place(self) -> None:
-        """Each half to its device, after Lightning moved all of it to one; optimizers follow."""
+        """Move each half to its device, after Lightning has moved the whole to one. The optimizer's
+        state is created or restored later, on the devices of its parameters."""
         for half, device in zip((self.first, self.second), self.hparams["devices"] or []):
             half.to(device)
 
@@ -89,9 +91,9 @@ class Split(LightningModule):
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, classes), on the device of the images."""
         if self.hparams["devices"] is None or torch.compiler.is_exporting():
-            # A graph that has parts fails for batches whose last part is of one image.
+            # An exported graph with micro-batches fails where the last of them is a single image.
             return self.second(self.first(images))
-        # Where they lie: that is the CPU after load_from_checkpoint.
+        # Where the halves are: after load_from_checkpoint on the CPU, whatever `devices` says.
         one, other = (next(half.parameters()).device for half in (self.first, self.second))
         logits = [
             self.second(self.first(part.to(one)).to(other))
@@ -101,7 +103,7 @@ class Split(LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        # Of the whole batch: its backward goes back through both halves for each micro-batch.
+        # Of the whole batch: its backward goes through both halves for each micro-batch.
         loss = cross_entropy(self(images), labels)
         self.log("train/loss", loss, on_step=True, on_epoch=False)
         return loss

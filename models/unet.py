@@ -1,8 +1,8 @@
 """The U-Net: what is seen at a coarse scale joins what is seen at a fine one.
 
 After Ronneberger et al., "U-Net: Convolutional Networks for Biomedical Image Segmentation", MICCAI
-2015, https://arxiv.org/abs/1505.04597. Unlike there, convolutions keep the size of the image, with
-batch normalization behind each, and the image is scaled up again by a bilinear interpolation.
+2015, https://arxiv.org/abs/1505.04597. Unlike there, convolutions keep the size of the image and
+are followed by batch normalization, and features are scaled up by bilinear interpolation.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch.nn.functional import interpolate, max_pool2d
 
 
 class UNet(nn.Module):
-    """Images of `channels` to images of `channels`, of any size of at least 2^(scales - 1).
+    """Images to images of the same shape; height and width are at least 2^(scales - 1).
 
     Args:
         channels: of the images.
         features: channels of the finest scale; each coarser one has twice as many.
-        scales: how often the network looks at the image, each time at half the size.
+        scales: number of sizes at which the image is seen, each half of the one before.
     """
 
     def __init__(self, channels: int, features: int, scales: int) -> None:

@@ -78,11 +78,24 @@ def run(
     return subprocess.CompletedProcess(command, process.returncode, output)
 
 
-def wait_until(there: Callable[[], Any], seconds: float, what: str) -> None:
+def wait_until(
+    there: Callable[[], Any], seconds: float, what: str, pause_seconds: float = 0.02
+) -> None:
     """AssertionError, which says what was waited for, where it has not come by then."""
     deadline = time.monotonic() + seconds
     while not there():
         assert time.monotonic() < deadline, f"not within {seconds} s: {what}"
+        time.sleep(pause_seconds)
+
+
+def wait_for_words(
+    process: subprocess.Popen, output: Path, words: str, seconds: float, count: int = 1
+) -> None:
+    """Until the output has the words so often; AssertionError, with the output, where the process
+    ends before or it takes too long."""
+    deadline = time.monotonic() + seconds
+    while (text := output.read_text() if output.exists() else "").count(words) < count:
+        assert process.poll() is None and time.monotonic() < deadline, text
         time.sleep(0.02)
 
 

@@ -13,7 +13,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +22,7 @@ import pytest
 import torch
 
 from benchmarks import figures, files, hardware, launching, step
-from tests.conftest import run
+from tests.conftest import run, wait_until
 from tests.test_anatomy import Event
 
 OURS = "Lightning + HorovodStrategy"
@@ -147,10 +146,10 @@ def test_a_stopped_rank_ends_with_what_has_started_it(tmp_path: Path) -> None:
                 rank.suspend()
                 shell.kill()
                 shell.wait()
-                deadline = time.monotonic() + 20
-                while rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE:
-                    assert time.monotonic() < deadline
-                    time.sleep(0.1)
+                wait_until(
+                    lambda: not rank.is_running() or rank.status() == psutil.STATUS_ZOMBIE,
+                    20, "the end of the rank",
+                )  # fmt: skip
             finally:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()

@@ -195,6 +195,13 @@ def test_header_begins_with_its_command(group: str, name: str) -> None:
     assert f"{group}={name}" in header.splitlines()[2]
 
 
+def job(*overrides: str, **choices: str) -> Run:
+    """A Run of a configuration, without what begins one."""
+    made = Run.__new__(Run)
+    made.config, made.choices = compose("config", list(overrides)), choices
+    return made
+
+
 def debug(name: str, folder: Path, *overrides: str) -> tuple[Trainer, dict[str, float]]:
     """What debug=NAME does with the default job, in this process: trainer and metrics."""
     arguments = [f"debug={name}", f"run_dir={folder}", "trainer.accelerator=cpu", *overrides]
@@ -220,10 +227,9 @@ def test_debug_goes_with_all_experiments_and_models(name: str) -> None:
         trainer = after.trainer
         assert trainer.check_val_every_n_epoch or isinstance(trainer.val_check_interval, int)
         # An experiment's change of a callback that is not there any more is none.
-        run = Run.__new__(Run)
-        run.config = after
-        run.choices = {"callbacks": "none" if name in ("overfit", "profiler") else "default"}
-        assert all(isinstance(callback, Callback) for callback in run.instantiate("callbacks"))
+        callbacks = "none" if name in ("overfit", "profiler") else "default"
+        made = job(other, f"debug={name}", callbacks=callbacks).instantiate("callbacks")
+        assert all(isinstance(callback, Callback) for callback in made)
 
 
 def test_another_argument_of_the_trainer_is_taken() -> None:
@@ -235,46 +241,38 @@ def test_another_argument_of_the_trainer_is_taken() -> None:
 
 
 def test_what_is_no_callback_is_refused() -> None:
-    run = Run.__new__(Run)
-    run.config = compose("config", ["+callbacks.early.patience=3"])
-    run.choices = {"callbacks": "default"}
     with pytest.raises(Refusal, match="callbacks.early: there is no such member of it"):
-        run.instantiate("callbacks")
+        job("+callbacks.early.patience=3", callbacks="default").instantiate("callbacks")
 
 
 def test_a_callback_that_is_null_is_left_out() -> None:
-    run = Run.__new__(Run)
-    run.config = compose("config", ["callbacks.early_stopping=null", "run_dir=x"])
-    run.choices = {"callbacks": "default"}
-    callbacks = run.instantiate("callbacks")
-    assert len(callbacks) == len(run.config.callbacks) - 1
+    mine = job("callbacks.early_stopping=null", "run_dir=x", callbacks="default")
+    callbacks = mine.instantiate("callbacks")
+    assert len(callbacks) == len(mine.config.callbacks) - 1
     assert not any(isinstance(callback, EarlyStopping) for callback in callbacks)
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("group", "overrides", "message"),
     [
-        (["model._target_=torch.nn.Identity", "~model.lr"], "has to name a LightningModule"),
-        (["~strategy"], "^strategy: a run needs one; leave ~strategy out"),
+        ("model", ["model._target_=torch.nn.Identity", "~model.lr"], "to name a LightningModule"),
+        ("strategy", ["~strategy"], "^strategy: a run needs one; leave ~strategy out"),
     ],
 )
-def test_what_is_none_of_its_group_is_refused(overrides: list[str], message: str) -> None:
-    run = Run.__new__(Run)
-    run.config = compose("config", overrides)
-    group = "strategy" if "~strategy" in overrides else "model"
-    run.choices = {} if "~strategy" in overrides else {"model": "mine"}
+def test_what_is_none_of_its_group_is_refused(
+    group: str, overrides: list[str], message: str
+) -> None:
     with pytest.raises(Refusal, match=message):
-        run.instantiate(group)
+        job(*overrides, model="mine").instantiate(group)
 
 
 def opened(monkeypatch: pytest.MonkeyPatch, *overrides: str) -> DictConfig:
     """The configuration of a job, with the folder of runs that it would make its own in."""
-    run = Run.__new__(Run)
-    run.config, run.choices = compose("config", list(overrides)), {"model": "mine"}
+    mine = job(*overrides, model="mine")
     monkeypatch.setattr(Run, "_make_folder", lambda *_: None)
-    folder = run.open(SimpleNamespace(broadcast=lambda what: what))
-    assert str(folder) == run.config.run_dir
-    return run.config
+    folder = mine.open(SimpleNamespace(broadcast=lambda what: what))
+    assert str(folder) == mine.config.run_dir
+    return mine.config
 
 
 def test_where_a_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -317,10 +315,9 @@ class Adam:
 def test_what_cannot_be_made_is_told_with_advice(
     group: str, overrides: list[str], message: str
 ) -> None:
-    run = Run.__new__(Run)
-    run.config, run.choices = compose("config", overrides), {group: "mine"}
+    arguments = {"callbacks": [Progress()]} if group == "trainer" else {}
     with pytest.raises(Refusal, match=f"^{group}=mine: (?s:.*){message}"):
-        run.instantiate(group, **({"callbacks": [Progress()]} if group == "trainer" else {}))
+        job(*overrides, **{group: "mine"}).instantiate(group, **arguments)
 
 
 @pytest.mark.parametrize(
@@ -334,30 +331,27 @@ def test_what_cannot_be_made_is_told_with_advice(
         ("models.nothing", "No module named 'models.nothing'"),
     ],
 )
-def test_a_module_that_is_missing(
+def test_a_module_that_is_missing_is_named(
     imported: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "brought.py").write_text(f"import {imported}\n")
-    run = Run.__new__(Run)
-    run.config, run.choices = compose("config", ["model._target_=brought.Mine"]), {"model": "mine"}
     with pytest.raises(Refusal, match=f"^model=mine: (?s:.*){message}"):
-        run.instantiate("model")
+        job("model._target_=brought.Mine", model="mine").instantiate("model")
 
 
 def test_classes_of_the_other_lightning_are_refused() -> None:
     """Its Trainer would take them, ours does not, and says nothing of why. Callbacks it does."""
     other = type("Theirs", (LightningModule,), {"__module__": "lightning.pytorch.core.module"})
     mine = type("Mine", (other,), {})
-    run = Run.__new__(Run)
-    run.config, run.choices = compose("config", []), {"model": "mine", "callbacks": "mine"}
+    theirs = job(model="mine", callbacks="mine")
     with mock.patch("runs.run.instantiate", lambda *_, **__: mine()):
         with pytest.raises(Refusal, match="^model=mine: Mine: .*write import pytorch_lightning as"):
-            run.instantiate("model")
-        assert run.instantiate("callbacks")
+            theirs.instantiate("model")
+        assert theirs.instantiate("callbacks")
     with mock.patch("importlib.util.find_spec", return_value=None):  # where it is not installed
         message = with_advice(
-            "Error loading 'models.x.Mine': No module named 'lightning'", run.config
+            "Error loading 'models.x.Mine': No module named 'lightning'", theirs.config
         )
     assert message.startswith(
         "models.x.Mine cannot be loaded: no module named 'lightning'; here Light"
@@ -365,23 +359,17 @@ def test_classes_of_the_other_lightning_are_refused() -> None:
 
 
 def test_a_model_needs_no_learning_rate() -> None:
-    run = Run.__new__(Run)
-    run.choices = {"model": "mine"}
-    run.config = compose("config", ["~model.lr"])
-    run.scale_learning_rate(4)
-    run.config = compose("config", ["~model.lr", "lr_scaling=linear"])
+    job("~model.lr", model="mine").scale_learning_rate(4)
     with pytest.raises(Refusal, match="lr_scaling=linear: model=mine has no lr to scale"):
-        run.scale_learning_rate(4)
+        job("~model.lr", "lr_scaling=linear", model="mine").scale_learning_rate(4)
 
 
 @pytest.mark.parametrize(("scaling", "lr"), [("none", 0.5), ("linear", 2), ("sqrt", 1)])
 def test_what_refers_to_the_learning_rate_is_scaled_too(scaling: str, lr: float) -> None:
-    run = Run.__new__(Run)
-    run.choices = {"model": "mine"}
     nested = ["model.lr=0.5", "+model.optimizer.lr=${model.lr}", f"lr_scaling={scaling}"]
-    run.config = compose("config", nested)
-    run.scale_learning_rate(4)
-    assert (run.config.model.lr, run.config.model.optimizer.lr) == (lr, lr)
+    mine = job(*nested, model="mine")
+    mine.scale_learning_rate(4)
+    assert (mine.config.model.lr, mine.config.model.optimizer.lr) == (lr, lr)
 
 
 def test_debug_overfit_learns_its_batch_by_heart(

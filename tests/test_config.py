@@ -92,7 +92,9 @@ from tests.conftest import run
         ("callbacks.best_checkpoint.monitor=val/acc", "too, callbacks.best_checkpoint.mode=min or"),
     ],
 )
-def test_refused(override: str, message: str) -> None:
+def test_a_mistake_is_refused_in_a_line_that_begins_with_its_key(
+    override: str, message: str
+) -> None:
     with pytest.raises(Refusal, match=message) as caught:
         check(["seed=1", override])
     assert str(caught.value).startswith(override.split("=")[0])
@@ -211,7 +213,7 @@ def test_what_an_experiment_may_say(
         ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope'"),
     ],
 )
-def test_hydra_refuses(override: str, message: str) -> None:
+def test_what_hydra_refuses_is_refused(override: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         check(["seed=1", override])
 
@@ -237,7 +239,7 @@ def test_hydra_refuses(override: str, message: str) -> None:
         ["--help"],
     ],
 )
-def test_accepted(overrides: list[str]) -> None:
+def test_what_is_no_mistake_is_accepted(overrides: list[str]) -> None:
     check(overrides)
 
 

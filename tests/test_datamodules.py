@@ -481,6 +481,25 @@ def among(count: int, rank: int, overfit_batches: float = 0.0) -> Any:
     )  # fmt: skip
 
 
+def written(kind: str, folder: Path, trainer: Any = None, **options: Any) -> Any:
+    """A Folder, or Shards, of a few pictures that are written for it."""
+    if kind == "folder":
+        write_folder(folder / "images", each=10)
+        data: Any = Folder(str(folder / "images"), **options)
+    else:
+        write_shards(folder / "shards", train=[2] * 8, val=[2])
+        data = Shards(
+            *(f"{folder}/shards/{split}-*.tar" for split in ("train", "val")), 1, **options
+        )
+    data.trainer = trainer
+    data.setup("fit")
+    return data
+
+
+def transform_of(loader: Any) -> Any:
+    return getattr(loader.dataset, "dataset", loader.dataset).transform  # of a Subset, or a Share
+
+
 def seen(kind: str, folder: Path, trainer: Any) -> list[Tensor]:
     """What three epochs show of the same image in training, without loader processes."""
     torch.manual_seed(0)
@@ -490,18 +509,9 @@ def seen(kind: str, folder: Path, trainer: Any) -> list[Tensor]:
         data.trainer = trainer
         batch = pixels.unsqueeze(0), torch.zeros(1)
         return [data.on_after_batch_transfer(batch, 0)[0] for _ in range(3)]
-    if kind == "folder":
-        write_folder(folder / "images", each=10)
-        data = Folder(str(folder / "images"), size=8, augment=True, num_workers=0)
-    else:
-        write_shards(folder / "shards", train=[4, 4], val=[2])
-        patterns = (f"{folder}/shards/{split}-*.tar" for split in ("train", "val"))
-        data = Shards(*patterns, 1, size=8, num_workers=0)
-    data.trainer = trainer
-    data.setup("fit")
-    samples = data.train_dataloader().dataset
-    look = samples.dataset.transform if kind == "folder" else samples.look
-    return [look(to_pil_image(pixels)) for _ in range(3)]
+    data = written(kind, folder, trainer, size=8, augment=True, num_workers=0)
+    transform = transform_of(data.train_dataloader())
+    return [transform(to_pil_image(pixels)) for _ in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
@@ -519,8 +529,8 @@ def test_each_rank_augments_by_draws_of_its_own(kind: str, tmp_path: Path) -> No
 def test_a_single_rank_augments_by_the_draws_of_torch(kind: str, tmp_path: Path) -> None:
     images = seen(kind, tmp_path, among(1, 0))
     torch.manual_seed(0)
-    pixels, look = torch.randint(256, (3, 32, 32), dtype=torch.uint8), view(8, augment=True)
-    assert all(torch.equal(one, look(to_pil_image(pixels))) for one in images)
+    pixels, transform = torch.randint(256, (3, 32, 32), dtype=torch.uint8), view(8, augment=True)
+    assert all(torch.equal(one, transform(to_pil_image(pixels))) for one in images)
 
 
 @pytest.mark.parametrize("kind", ["cifar10", "folder", "shards"])
@@ -536,19 +546,10 @@ def test_a_batch_to_learn_by_heart_stays_as_it_is(kind: str, tmp_path: Path) -> 
 def test_who_trains_on_parts_validates_on_the_middle(
     kind: str, augment: bool, tmp_path: Path
 ) -> None:
-    write_folder(tmp_path / "images", each=10)
-    write_shards(tmp_path / "shards", train=[4, 4], val=[2])
-    patterns = (f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val"))
-    data: Any = (
-        Folder(str(tmp_path / "images"), size=16, augment=augment, num_workers=0)
-        if kind == "folder"
-        else Shards(*patterns, 1, size=16, augment=augment, num_workers=0)
-    )
-    data.setup("fit")
-    samples = data.val_dataloader().dataset
-    look = samples.dataset.transform if kind == "folder" else samples.look
+    data = written(kind, tmp_path, size=16, augment=augment, num_workers=0)
     image = to_pil_image(torch.arange(3072, dtype=torch.uint8).view(3, 32, 32))
-    assert torch.equal(look(image), view(16, whole=not augment)(image))
+    shown = transform_of(data.val_dataloader())(image)
+    assert torch.equal(shown, view(16, whole=not augment)(image))
 
 
 def set_up_with_other_files(folder: str, kind: str) -> tuple[str, str]:
@@ -605,15 +606,10 @@ def test_the_ranks_of_a_host_share_its_cores(
     for name, value in launched.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
-    write_folder(tmp_path / "images", each=10)
-    write_shards(tmp_path / "shards", train=[2] * 8, val=[2])
-    folder: Any = Folder(str(tmp_path / "images"))
-    folder.setup("fit")
-    shards: Any = Shards(*(f"{tmp_path}/shards/{split}-*.tar" for split in ("train", "val")), 1)
-    shards.setup("fit")
-    for data in (folder, shards):
-        data.trainer = among(1, 0)
-        data.trainer.num_devices = devices
+    trainer = among(1, 0)
+    trainer.num_devices = devices
+    for kind in ("folder", "shards"):
+        data = written(kind, tmp_path, trainer)
         assert data.train_dataloader().num_workers == count
 
 

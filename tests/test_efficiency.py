@@ -44,7 +44,7 @@ def test_a_machine_that_gets_slower_all_the_time_has_the_same_speedup() -> None:
     assert row[4].speedup == [2] * 3 and row[4].step_ms == [20, 40, 80]
 
 
-def test_seconds_an_epoch() -> None:
+def test_an_epoch_is_timed_by_its_steps_on_each_rank() -> None:
     """100 samples on 3 ranks: 34 each, 5 batches of 8."""
     whole = {"warmup": 13, "steps": 104}  # epochs of 13 and of 4 batches
     benchmark = results(sizes=[1, 4], batch_size=8, **whole) | {"trial": {"train_samples": 100}}

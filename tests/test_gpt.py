@@ -22,7 +22,7 @@ def tiny(**arguments: Any) -> GPT:
     return GPT(**{"layers": 2, "heads": 2, "width": 32, **arguments})
 
 
-def test_no_place_sees_those_after_it() -> None:
+def test_no_position_sees_those_after_it() -> None:
     before = torch.randint(256, (2, 20), generator=torch.Generator().manual_seed(0))
     after = before.clone()
     after[:, 12:] = (after[:, 12:] + 1) % 256
@@ -32,7 +32,7 @@ def test_no_place_sees_those_after_it() -> None:
     assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
 
 
-def test_places_are_told_apart() -> None:
+def test_positions_make_a_difference() -> None:
     model = tiny(layers=1)  # two would tell the order from who sees whom
     with torch.no_grad():
         model.network.blocks[0].attention.qkv.weight.mul_(20)
@@ -53,8 +53,8 @@ def test_logits_are_those_of_the_formulas() -> None:
         variance = x.var(dim=-1, unbiased=False, keepdim=True) + 1e-5
         return (x - x.mean(dim=-1, keepdim=True)) / variance.sqrt() * weight
 
-    def turned(x: Tensor, place: int) -> Tensor:
-        angles = torch.tensor([place * 10_000 ** (-pair / 8) for pair in range(8)])
+    def turned(x: Tensor, position: int) -> Tensor:
+        angles = torch.tensor([position * 10_000 ** (-pair / 8) for pair in range(8)])
         rotated = torch.complex(x[:8], x[8:]) * torch.polar(torch.ones(8), angles)
         return torch.cat([rotated.real, rotated.imag])
 
@@ -62,14 +62,16 @@ def test_logits_are_those_of_the_formulas() -> None:
     for block in net.blocks:
         q, k, v = (block.attention.qkv.weight @ normalized(x, block.norm1.weight).T).T.chunk(3, 1)
         context = torch.zeros_like(x)
-        for place in range(9):
+        for position in range(9):
             for head in range(heads):
                 columns = slice(head * size, (head + 1) * size)
-                query = turned(q[place, columns], place)
+                query = turned(q[position, columns], position)
                 scores = [
-                    query @ turned(k[other, columns], other) / 4 for other in range(place + 1)
+                    query @ turned(k[other, columns], other) / 4 for other in range(position + 1)
                 ]
-                context[place, columns] = torch.stack(scores).softmax(0) @ v[: place + 1, columns]
+                context[position, columns] = (
+                    torch.stack(scores).softmax(0) @ v[: position + 1, columns]
+                )
         x = x + context @ block.attention.out.weight.T
         up = normalized(x, block.norm2.weight) @ block.up.weight.T
         x = x + (up * (1 + torch.erf(up / 2**0.5)) / 2) @ block.out.weight.T
@@ -77,7 +79,7 @@ def test_logits_are_those_of_the_formulas() -> None:
     torch.testing.assert_close(model(tokens[None])[0], logits, rtol=1e-4, atol=1e-4)
 
 
-def test_places_are_exact_under_bf16_true() -> None:
+def test_positions_are_exact_under_bf16_true() -> None:
     model, tokens = tiny(layers=1).bfloat16(), torch.zeros(1, 500, dtype=torch.int64)
     angles: list[Tensor] = []
     model.network.blocks[0].register_forward_pre_hook(lambda _, inputs: angles.append(inputs[1]))
@@ -98,7 +100,7 @@ def test_losses_are_not_rounded_under_bf16_true() -> None:
     assert model._dtype == torch.bfloat16  # of its matrix products, for what it could have done
 
 
-def test_the_target_of_each_place_is_the_next_byte() -> None:
+def test_the_target_of_each_position_is_the_next_byte() -> None:
     batch, model = torch.tensor([[5, 7, 9]], dtype=torch.uint8), tiny()
     chances = model(torch.tensor([[5, 7]])).log_softmax(-1)[0]
     assert torch.allclose(model.predict_step(batch, 0), -(chances[0, 7] + chances[1, 9]) / 2)
@@ -135,9 +137,9 @@ def test_matrices_alone_decay_and_the_learning_rate_rises_and_falls() -> None:
     assert [(group["initial_lr"], group["betas"]) for group in groups] == [(0.1, (0.9, 0.95))] * 2
     decay = {parameter: group["weight_decay"] for group in groups for parameter in group["params"]}
     assert decay == {p: 0.2 if p.dim() > 1 else 0 for p in model.parameters()}
-    shares = [model._lr_share(step) for step in (0, 3, 4, 6, 8, 99)]
+    shares = [model._lr_factor(step) for step in (0, 3, 4, 6, 8, 99)]
     assert shares == pytest.approx([0.25, 1, 1, 0.55, 0.1, 0.1])
-    assert tiny()._lr_share(10_000) == 1
+    assert tiny()._lr_factor(10_000) == 1
 
 
 def test_outputs_that_are_added_up_begin_smaller() -> None:

@@ -44,8 +44,10 @@ def refused(function: Callable[[], Any]) -> str:
     return str(error.value)
 
 
-def with_model(net: nn.Module, **arguments: Any) -> None:
-    trainer("horovod", **arguments).fit(Net(net), loader())
+def refusal(model: pl.LightningModule, batches: DataLoader | None = None, **arguments: Any) -> str:
+    """What a training of the model is refused with."""
+    data = loader() if batches is None else batches
+    return refused(lambda: trainer("horovod", **arguments).fit(model, data))
 
 
 def refused_file() -> str:
@@ -330,50 +332,40 @@ def mistakes() -> dict[str, str]:
     if RANK == 1:
         strided.to(memory_format=torch.contiguous_format)
     messages = {
-        "sizes": refused(lambda: with_model(sizes)),
-        "fewer": refused(lambda: with_model(fewer)),
-        "kinds": refused(lambda: with_model(kinds)),
-        "frozen": refused(lambda: with_model(frozen)),
-        "hosts": refused(lambda: with_model(nn.Linear(FEATURES, CLASSES), num_nodes=2)),
-        "devices": refused(lambda: with_model(nn.Linear(FEATURES, CLASSES), devices=3)),
-        "batches": refused(lambda: trainer("horovod").fit(Net(), unequal)),
-        "endless": refused(
-            lambda: trainer("horovod").fit(Net(), DataLoader(Counting(unequal_batches), 4))
-        ),
-        "endless words": refused(
-            lambda: trainer("horovod").fit(OnlyEmbedded(), DataLoader(Counting(unequal_batches), 4))
-        ),
-        "empty": refused(lambda: trainer("horovod").fit(Net(), DataLoader(Counting(1 - RANK), 4))),
+        "sizes": refusal(Net(sizes)),
+        "fewer": refusal(Net(fewer)),
+        "kinds": refusal(Net(kinds)),
+        "frozen": refusal(Net(frozen)),
+        "hosts": refusal(Net(nn.Linear(FEATURES, CLASSES)), num_nodes=2),
+        "devices": refusal(Net(nn.Linear(FEATURES, CLASSES)), devices=3),
+        "batches": refusal(Net(), unequal),
+        "endless": refusal(Net(), DataLoader(Counting(unequal_batches), 4)),
+        "endless words": refusal(OnlyEmbedded(), DataLoader(Counting(unequal_batches), 4)),
+        "empty": refusal(Net(), DataLoader(Counting(1 - RANK), 4)),
         "few": refused(lambda: trainer("horovod").validate(Measured(), DataLoader(samples(1)))),
         "checkpoint": refused_file(),
-        "twice": refused(lambda: trainer("horovod").fit(Reentered(), loader())),
-        "complex": refused(lambda: trainer("horovod").fit(Complex(), loader())),
-        "left out": refused(lambda: trainer("horovod").fit(LeavesOut(), loader())),
-        "alone": refused(lambda: trainer("horovod").fit(CallsBackward("step"), loader())),
-        "passed by": refused(
-            lambda: trainer("horovod").fit(CallsBackward("step", bare=True), loader())
-        ),
-        "replaced": refused(lambda: trainer("horovod").fit(Replaces("step"), loader())),
-        "went on": refused(lambda: trainer("horovod").fit(GoesOnAfterAnError(), loader())),
-        "within": refused(lambda: trainer("horovod").fit(StepsWithin(), loader())),
-        "made": refused(lambda: trainer("horovod").fit(MadeApart(), loader())),
-        "own forward": refused(
-            lambda: with_model(nn.Sequential(Doubled(FEATURES)), sync_batchnorm=True)
-        ),
-        "penalty": refused(lambda: trainer("horovod", sync_batchnorm=True).fit(Slope(), loader())),
+        "twice": refusal(Reentered()),
+        "complex": refusal(Complex()),
+        "left out": refusal(LeavesOut()),
+        "alone": refusal(CallsBackward("step")),
+        "passed by": refusal(CallsBackward("step", bare=True)),
+        "replaced": refusal(Replaces("step")),
+        "went on": refusal(GoesOnAfterAnError()),
+        "within": refusal(StepsWithin()),
+        "made": refusal(MadeApart()),
+        "own forward": refusal(Net(nn.Sequential(Doubled(FEATURES))), sync_batchnorm=True),
+        "penalty": refusal(Slope(), sync_batchnorm=True),
         "sparse": refused(lambda: trainer(HorovodStrategy(op="adasum")).fit(Embedded(), loader())),
-        "doubled": refused(lambda: trainer("horovod").fit(EmbedsDoubled(), loader())),
-        "strides": refused(lambda: with_model(strided)),
-        "lazy": refused(lambda: with_model(nn.LazyLinear(CLASSES))),
-        "graph": refused(lambda: trainer("horovod").fit(KeepsGraph(), loader())),
-        "layout": refused(lambda: with_model(graph)),
-        "hidden": refused(lambda: trainer("horovod").fit(Hides("at once"), loader())),
-        "hidden later": refused(lambda: trainer("horovod").fit(Hides("later"), loader())),
-        "rates": refused(lambda: trainer("horovod", max_epochs=3).fit(GoesByItsOwn(), loader())),
-        "averaged twice": refused(lambda: trainer("horovod").fit(AveragesTwice(), loader())),
-        "clock": refused(
-            lambda: trainer("horovod", val_check_interval="00:00:00:01").fit(Net(), loader())
-        ),
+        "doubled": refusal(EmbedsDoubled()),
+        "strides": refusal(Net(strided)),
+        "lazy": refusal(Net(nn.LazyLinear(CLASSES))),
+        "graph": refusal(KeepsGraph()),
+        "layout": refusal(Net(graph)),
+        "hidden": refusal(Hides("at once")),
+        "hidden later": refusal(Hides("later")),
+        "rates": refusal(GoesByItsOwn(), max_epochs=3),
+        "averaged twice": refusal(AveragesTwice()),
+        "clock": refusal(Net(), val_check_interval="00:00:00:01"),
     }
     layer = SyncLayers(HorovodStrategy().world).apply(nn.BatchNorm1d(3))
     with pytest.raises(ValueError, match="more than 1 value a channel"):

@@ -176,7 +176,9 @@ def test_phases_of_a_step(planted: tuple[list[traces.Trace], traces.Timeline]) -
         assert phases.shares(trace) == pytest.approx({**expected, "all-reduce": wait})
 
 
-def test_the_table(planted: tuple[list[traces.Trace], traces.Timeline]) -> None:
+def test_the_table_counts_what_was_planted(
+    planted: tuple[list[traces.Trace], traces.Timeline],
+) -> None:
     lines = phases.table(*planted).splitlines()
     assert lines[0].startswith("1 step of 2 ranks") and "aligned to 0.12 ms" in lines[0]
     shares = "0 node1 42.0 2.0 5% 10.0 24% 20.0 48% 5.0 12% 3.0 7% 2.0 5%"
@@ -207,7 +209,9 @@ def test_steps_at_the_end_of_an_epoch_are_left_out(tmp_path: Path) -> None:
     assert phases.shares(ranks[0])["all-reduce"] == pytest.approx(5)
 
 
-def test_a_picture(planted: tuple[list[traces.Trace], traces.Timeline], tmp_path: Path) -> None:
+def test_the_picture_is_a_png(
+    planted: tuple[list[traces.Trace], traces.Timeline], tmp_path: Path
+) -> None:
     phases.draw(*planted, tmp_path / "trace.png")
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 

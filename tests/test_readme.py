@@ -70,7 +70,7 @@ def test_there_is_something_to_run() -> None:
         if c not in {*NOT_HERE, ACTIVATE}
     ],
 )
-def test_command(copy: Path, command: str) -> None:
+def test_each_command_runs(copy: Path, command: str) -> None:
     # `python` and `horovodrun` are typed after the line that activates the environment.
     typed = command if command.startswith("make") else f"{ACTIVATE} && {command}"
     before = set(copy.glob("logs/*/runs/*/summary.json"))

@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +17,7 @@ import pytest
 from benchmarks import files, scaling, scaling_plan, scaling_plot
 from benchmarks.launching import Failed, Job, Launcher
 from cluster.hosts import parse
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 from tests.scaling_source import HERE, MACHINE, QUIET, Source, results
 
 
@@ -157,15 +156,12 @@ ranks = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhos
 train([*ranks, "sleep", "{seconds}"], "sleep", Path("{tmp_path / "log"}"), threads=1)
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
 
     def ranks() -> int:
         done = subprocess.run(["pgrep", "-fx", f"sleep {seconds}"], capture_output=True)
         return len(done.stdout.split())
 
-    while ranks() < 2:
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: ranks() == 2, 60, "two ranks")
     process.send_signal(signal.SIGHUP)
     _, stderr = process.communicate(timeout=60)
     assert stderr.endswith(b"KeyboardInterrupt\n")

@@ -419,7 +419,7 @@ class TestDevices:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
         assert strategy.root_device == torch.device("cuda", 0)
 
-    def test_so_does_ddp(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_ddp_takes_the_gpu_of_its_local_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         for visible, gpus, expected in ((None, 2, [0, 1]), ("3", 1, [0, 0]), ("1,3", 2, [0, 1])):

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ from runs.refusal import Refusal
 from runs.space import Space
 from runs.sweep import Launcher, Sweep, _sweeps_folder, main
 from runs.trials import Trial, best_of, reason, write_results
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_for_words, wait_until
 
 GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
 
@@ -82,7 +81,7 @@ def sweep(
 
 
 class TestWhatIsTried:
-    def test_all_combinations(self) -> None:
+    def test_a_grid_has_all_combinations(self) -> None:
         assert Space(GRID).grid() == [
             ["model.lr=0.1", "seed=1", "data.batch_size=32"],
             ["model.lr=0.1", "seed=1", "data.batch_size=64"],
@@ -113,7 +112,7 @@ class TestWhatIsTried:
         only = Space(["model.width=int(interval(8,8))"], 1)
         assert only.draw([], 1, "min") == ["model.width=8"]
 
-    def test_hydras_words(self) -> None:
+    def test_values_are_read_as_hydra_reads_them(self) -> None:
         space = Space(
             ["seed=range(1,4)", "model=glob(d*)", "~callbacks.early_stopping", "+a='x y',b"]
         )
@@ -190,7 +189,7 @@ class TestWhatIsKept:
         table = (done.folder / "results.md").read_text().splitlines()
         assert table[4].startswith("| 3 | done | 0.01 | 32 | 32.01 | ")
 
-    def test_max(self, tmp_path: Path) -> None:
+    def test_the_best_may_be_the_largest(self, tmp_path: Path) -> None:
         done = sweep(tmp_path, metric="test/acc", mode="max")
         done.run(Fake())
         assert "model.lr=0.01 seed=1 data.batch_size=32" in (done.folder / "best.txt").read_text()
@@ -455,8 +454,7 @@ def test_ctrl_c_reaches_the_trial_once(tmp_path: Path) -> None:
     )
 
     def press() -> None:
-        while not (output.exists() and "ready" in output.read_text()):
-            time.sleep(0.01)
+        wait_until(lambda: output.exists() and "ready" in output.read_text(), 60, "the trial")
         os.kill(os.getpid(), signal.SIGINT)
 
     launch = Launcher()
@@ -472,15 +470,11 @@ def test_a_sweep_that_is_killed_leaves_no_trial(tmp_path: Path) -> None:
     script += "Launcher()([sys.executable, '-c', sys.argv[1]], Path(sys.argv[2]))"
     command = [sys.executable, "-c", script, trial, str(output)]
     with subprocess.Popen(command, cwd=ROOT) as process:
-        while not (output.exists() and "ready" in output.read_text()):
-            assert process.poll() is None
-            time.sleep(0.05)
+        wait_for_words(process, output, "ready", 60)
         (child,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         process.kill()
-    deadline = time.monotonic() + 20
-    while Path(f"/proc/{child}/cmdline").exists() and Path(f"/proc/{child}/cmdline").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    line = Path(f"/proc/{child}/cmdline")
+    wait_until(lambda: not (line.exists() and line.read_text()), 20, "the end of the trial")
 
 
 @pytest.mark.usefixtures("handlers")

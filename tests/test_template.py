@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from datamodules.digits import Digits
 from datamodules.noise import Noise
 from models.denoiser import Denoiser
-from tests.conftest import ROOT, horovodrun, run
+from tests.conftest import ROOT, horovodrun, run, wait_for_words
 from tests.pictures import write_folder
 
 FAULTY = "model._target_=tests.faulty_models."
@@ -220,10 +219,7 @@ class TestOtherRuns:
                 command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
             )
         try:
-            deadline = time.monotonic() + 120
-            while "epoch 2/" not in output.read_text():
-                assert time.monotonic() < deadline and process.poll() is None, output.read_text()
-                time.sleep(0.1)
+            wait_for_words(process, output, "epoch 2/", 120)
             # A terminal sends it to the loader's workers too, `kill` to this process.
             (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
             assert process.wait(60) == 128 + number, output.read_text()
@@ -528,10 +524,7 @@ class TestMistakes:
                 cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
             )  # fmt: skip
         try:
-            deadline = time.monotonic() + 120
-            while "epoch 2/" not in output.read_text():
-                assert time.monotonic() < deadline and process.poll() is None, output.read_text()
-                time.sleep(0.1)
+            wait_for_words(process, output, "epoch 2/", 120)
             os.kill(process.pid, signal.SIGTERM)
             assert process.wait(60) != 0
         finally:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.conftest import PYTHON
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_for_words
 
 # With our id: two suites on one machine must not take each other's ranks for their own.
 SLEEP = f"import time; print('ready', flush=True); time.sleep(600)  # of {os.getpid()}"
@@ -72,8 +72,5 @@ def started(command: list[str], log: Path, ranks: int, **environment: str) -> su
             command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
             env={**os.environ, **environment},
         )  # fmt: skip
-    deadline = time.monotonic() + 60
-    while log.read_text().count("ready") < ranks:
-        assert process.poll() is None and time.monotonic() < deadline, log.read_text()
-        time.sleep(0.1)
+    wait_for_words(process, log, "ready", 60, ranks)
     return process

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from cluster import jobs, testbed
@@ -48,13 +49,6 @@ def ended(on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
     return state
 
 
-def until_ready(on: On, host: testbed.Host, cwd: Path, ranks: int) -> None:
-    deadline = time.monotonic() + 60
-    while len(sleepers()) < ranks:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
 def test_a_run_from_start_to_end(
     on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:
@@ -92,10 +86,8 @@ def test_stop_leaves_a_checkpoint(
     train = [PYTHON, "template.py", "trainer.max_epochs=100000", f"log_dir={tmp_path}"]
     train.append("callbacks.early_stopping.patience=100000")
     run_id = launched(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
-    deadline = time.monotonic() + 60
-    while "epoch 2" not in on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout:
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
+    logs = partial(on, hosts[0], "cluster.jobs", "logs", cwd=project)
+    wait_until(lambda: "epoch 2" in logs().stdout, 60, "epoch 2", 0.5)
     stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
     assert stopped.returncode == 0, stopped.stdout
     assert state_of(on, hosts[0], project, run_id)["state"] == "stopped"
@@ -145,7 +137,7 @@ def test_gpus_in_use_are_refused(
             hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)),
             stdout=log, stderr=log,
         )  # fmt: skip
-    until_ready(on, hosts[0], project, 1)
+    wait_until(sleepers, 60, "the rank")
     (running,) = json.loads(on(hosts[0], "cluster.jobs", "status", "--json", cwd=project).stdout)
     second = run(hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)))
     assert second.returncode == 2
@@ -155,7 +147,9 @@ def test_gpus_in_use_are_refused(
     assert process.wait(timeout=15) == 143
 
 
-def test_later(on: On, hosts: list[testbed.Host], project: Path) -> None:
+def test_a_job_for_later_waits_and_can_be_stopped(
+    on: On, hosts: list[testbed.Host], project: Path
+) -> None:
     line = ["-H", "node1:1", "true"]
     run_id = launched(on, hosts[0], project, "--at", "2999-01-01 02:00", *line)
     assert state_of(on, hosts[0], project, run_id)["state"] == "waiting"
@@ -206,7 +200,7 @@ def test_what_is_refused_when_its_time_comes_is_told(
 def test_a_killed_launcher_is_told(on: On, hosts: list[testbed.Host], project: Path) -> None:
     line = ["-H", "node1:1,node2:1", PYTHON, "-c", SLEEP]
     run_id = launched(on, hosts[0], project, *line)
-    until_ready(on, hosts[0], project, 2)
+    wait_until(lambda: len(sleepers()) == 2, 60, "both ranks")
     os.kill(state_of(on, hosts[0], project, run_id)["pid"], signal.SIGKILL)
     wait_until(lambda: not sleepers(), 15, "the end of the ranks")
     assert state_of(on, hosts[0], project, run_id)["state"] == "lost"

@@ -25,7 +25,7 @@ import pytest
 from cluster import doctor, findings, probe, testbed
 from cluster.hosts import Host, Refusal
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -48,7 +48,7 @@ def examined(
         raise AssertionError(done.stdout) from None
 
 
-def test_healthy_hosts(on: On, odd_hosts: list[testbed.Host]) -> None:
+def test_nothing_is_found_on_healthy_hosts(on: On, odd_hosts: list[testbed.Host]) -> None:
     done = on(odd_hosts[0], "cluster.doctor", "-H", "node1:1,node2:1")
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
@@ -58,7 +58,9 @@ def test_healthy_hosts(on: On, odd_hosts: list[testbed.Host]) -> None:
     assert any("node1-node2" in line and "bus bandwidth" in line for line in lines)
 
 
-def test_ssh(on: On, many: list[testbed.Host], project: Path) -> None:
+def test_each_trouble_of_ssh_is_told_from_the_others(
+    on: On, many: list[testbed.Host], project: Path
+) -> None:
     """Refused, wrong key, unknown and changed host key, a hang, an unknown name: told apart."""
     key = project.parent / "key"
     subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", key], check=True)
@@ -161,7 +163,7 @@ def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert (found.level, found.mend) == ("FAIL", "") and "logs is a link to" in found.text
 
 
-def test_code_and_packages(on: On, project: Path, tmp_path: Path) -> None:
+def test_other_code_and_packages_are_named(on: On, project: Path, tmp_path: Path) -> None:
     """A missing and a stale checkout, another version, no environment, a Horovod that fails."""
     (tmp_path / "empty").mkdir()
     with (project / "requirements.txt").open("a") as requirements:
@@ -231,7 +233,7 @@ def test_processes_on_gpus_that_are_told_and_those_that_are_not(
 
 
 @pytest.mark.slow
-def test_what_hosts_lend(on: On, project: Path, tmp_path: Path) -> None:
+def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None:
     """GPUs, interface, memory, disk and limits."""
     smi = program(tmp_path / "bin" / "nvidia-smi", """
         case $2 in
@@ -482,10 +484,7 @@ def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         )  # fmt: skip
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "asked").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
         (tmp_path / "asked").unlink()
         process.send_signal(signal.SIGINT)
         # It would be given up after 12 s, by itself.

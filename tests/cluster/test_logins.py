@@ -11,7 +11,7 @@ from pathlib import Path
 from cluster.horovodrun import AT_ONCE
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh
 from tests.cluster.launching import horovodrun
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_for_words, wait_until
 
 HOSTS_24 = ",".join(f"h{number}" for number in range(1, 25))
 
@@ -48,10 +48,7 @@ def test_a_host_that_takes_no_order_keeps_nobody(tmp_path: Path) -> None:
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     try:
-        deadline = time.monotonic() + 30
-        while not (tmp_path / "asked").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
         time.sleep(1)
         process.terminate()
         process.send_signal(AT_ONCE)
@@ -71,11 +68,8 @@ def test_no_host_is_connected_to_once_it_ends(tmp_path: Path) -> None:
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
         )  # fmt: skip
-        deadline = time.monotonic() + 30
         asked = tmp_path / "asked"
-        while not asked.exists() or asked.read_text().count("\n") < 8:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_for_words(process, asked, "\n", 30, count=8)
         for _ in range(2 if status == 130 else 0):
             process.send_signal(signal.SIGINT)
             time.sleep(0.5)
@@ -110,9 +104,7 @@ def test_a_connection_that_is_lost_is_not_what_the_login_shell_said(tmp_path: Pa
             env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=ROOT,
             stdout=log, stderr=log,
         )  # fmt: skip
-    while "ready" not in (tmp_path / "log").read_text():
-        assert process.poll() is None, (tmp_path / "log").read_text()
-        time.sleep(0.1)
+    wait_for_words(process, tmp_path / "log", "ready", 60)
     subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=True)
     assert process.wait(timeout=30) == 1
     assert "h1: the connection to it was lost" in (tmp_path / "log").read_text()

@@ -14,7 +14,7 @@ import pytest
 from cluster.agent import shares_imports
 from tests.cluster.conftest import PYTHON
 from tests.cluster.launching import told
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 RENDEZVOUS = ("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")  # each job's own
 COUNTS = """\
@@ -86,10 +86,7 @@ def running(script: Path) -> dict[int, int]:
 
 
 def nothing_is_left(script: Path) -> None:
-    deadline = time.monotonic() + 5
-    while found := running(script):
-        assert time.monotonic() < deadline, found
-        time.sleep(0.1)
+    wait_until(lambda: not running(script), 5, "the end of all processes")
 
 
 def launched(script: Path, ranks: int = 3) -> list[str]:

@@ -16,7 +16,7 @@ import pytest
 from cluster import record
 from tests.cluster.conftest import PYTHON
 from tests.cluster.launching import command_line, horovodrun
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 
 def test_ranks_wait_for_who_takes_what_they_print() -> None:
@@ -83,9 +83,7 @@ def test_a_reader_who_pauses(ends: str, tmp_path: Path) -> None:
         full.touch()
         if ends == "stops":
             process.send_signal(signal.SIGINT)
-            while not told.exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.1)
+            wait_until(told.exists, 60, "the rank to be asked for its checkpoint")
             process.send_signal(signal.SIGINT)
         assert process.wait(timeout=60) == (7 if ends == "fails" else 130)
     finally:

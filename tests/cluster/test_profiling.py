@@ -57,7 +57,7 @@ def within(events: Events, step: dict[str, Any], name: str) -> dict[str, Any]:
     return found
 
 
-def test_two_hosts(output: str, project: Path, theirs: Path) -> None:
+def test_one_trace_has_both_ranks_on_one_clock(output: str, project: Path, theirs: Path) -> None:
     (file,) = project.glob("logs/classifier/runs/*/trace.json.gz")
     events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
     ranks = ["rank 0 on node1", "rank 1 on node2"]

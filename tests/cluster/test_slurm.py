@@ -19,7 +19,7 @@ from cluster.hosts import Host
 from cluster.slurm.hosts import hosts as allocation
 from runs.config import check
 from tests.cluster.conftest import made
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT, run, wait_until
 
 SLURM = ["slurmctld", "slurmd", "munged"]
 CONFIG = """
@@ -147,10 +147,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Ho
                 f"--key-file={folder}/munge.key", f"--pid-file={folder}/munged.pid",
                 f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
             )  # fmt: skip
+            wait_until((folder / "munge.socket").exists, 20, f"munged, see {folder}/printed.log")
             deadline = time.monotonic() + 20
-            while not (folder / "munge.socket").exists():
-                assert time.monotonic() < deadline, (folder / "printed.log").read_text()
-                time.sleep(0.1)
             start(*hosts[0].command("slurmctld", "-D", "-i"))
             for host in hosts:
                 start(*host.command("slurmd", "-D", "-N", host.name))
@@ -184,7 +182,9 @@ def finished(
 
 
 @pytest.mark.parametrize("strategy", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
-def test_a_job(slurm: tuple[testbed.Host, dict], strategy: str, project: Path) -> None:
+def test_a_job_has_its_tasks_on_both_nodes(
+    slurm: tuple[testbed.Host, dict], strategy: str, project: Path
+) -> None:
     """Two tasks on each of two nodes, without any ssh."""
     host, environment = slurm
     (project / "logs").mkdir()
@@ -248,6 +248,13 @@ def test_all_slots_of_a_node_have_its_gpus(
     assert "node2 has 2, ended" in printed, printed
 
 
+def start_again_soon(host: testbed.Host, environment: dict, number: str) -> None:
+    """A requeued job: Slurm lets it wait two minutes, and nodes refuse it in the second in which it
+    was revoked."""
+    soon = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
+    wait_until(lambda: run(soon, **environment).returncode == 0, 60, "the requeued job", 1)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["requeue", "stop"])
 def test_a_job_that_slurm_queues_again(
@@ -270,11 +277,7 @@ def test_a_job_that_slurm_queues_again(
         finished(host, environment, output, "stopped; to go on", 60)
         assert "is queued again" not in output.read_text()
     run(host.command("scontrol", "requeue", number), **environment)
-    now = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
-    deadline = time.monotonic() + 60
-    while run(now, **environment).returncode:
-        assert time.monotonic() < deadline
-        time.sleep(1)
+    start_again_soon(host, environment, number)
     finished(host, environment, output, "start number 2", 60)
     second = finished(host, environment, output, "summary ", 240).partition("start number 2")[2]
     assert "epoch 2/30" not in second and "epoch 30/30" in second
@@ -283,7 +286,9 @@ def test_a_job_that_slurm_queues_again(
 
 
 @pytest.mark.slow
-def test_the_time_limit(slurm: tuple[testbed.Host, dict], project: Path) -> None:
+def test_at_the_time_limit_a_job_is_queued_again_and_goes_on(
+    slurm: tuple[testbed.Host, dict], project: Path
+) -> None:
     """Slurm's signal before the end: a checkpoint, queued again, and on from there."""
     host, environment = slurm
     (project / "logs").mkdir()
@@ -299,12 +304,7 @@ def test_the_time_limit(slurm: tuple[testbed.Host, dict], project: Path) -> None
     signalled = run(host.command("scancel", "--batch", "--signal=USR1", number), **environment)
     assert signalled.returncode == 0, signalled.stdout
     finished(host, environment, output, "is queued again, to go on from", 60)
-    # Slurm lets a requeued job wait two minutes; nodes refuse it in the second it was revoked in.
-    now = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
-    deadline = time.monotonic() + 30
-    while run(now, **environment).returncode:
-        assert time.monotonic() < deadline
-        time.sleep(1)
+    start_again_soon(host, environment, number)
     finished(host, environment, output, "start number 2", 60)
     printed = finished(host, environment, output, "summary ", 240)
     second = printed.partition("start number 2")[2]

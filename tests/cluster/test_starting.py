@@ -34,8 +34,10 @@ TELL = (
 
 
 @pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_headline_command(hosts: list[testbed.Host], tmp_path: Path, slots: int) -> None:
-    """By plain horovodrun and by ours: the same numbers."""
+def test_plain_horovodrun_and_ours_compute_the_same(
+    hosts: list[testbed.Host], tmp_path: Path, slots: int
+) -> None:
+    """The command of the README, on two hosts."""
     job = [PYTHON, "template.py", "trainer.max_epochs=1", "data.batch_size=16"]
     losses = []
     for name, launcher in (("plain", [HOROVODRUN]), ("ours", horovodrun())):

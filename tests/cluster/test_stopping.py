@@ -108,10 +108,7 @@ def test_a_terminal_that_is_closed_behind_make(tmp_path: Path) -> None:
     while b"hi" not in said:
         said += os.read(terminal, 1 << 10)
     os.close(terminal)
-    deadline = time.monotonic() + 20
-    while os.waitpid(pid, os.WNOHANG) == (0, 0):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: os.waitpid(pid, os.WNOHANG) != (0, 0), 20, "the end of make")
     assert (tmp_path / "told").read_text() == "asked\n"
 
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from cluster import sync, testbed
 from cluster.hosts import Host, Refusal
 from cluster.record import birth
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
-from tests.conftest import ROOT
+from tests.conftest import ROOT, wait_until
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -367,19 +366,13 @@ def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signa
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "asked").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
     asking = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
     # A shell's `&` may have them deaf to Ctrl-C.
     for pid in map(int, asking.stdout.split() if number == signal.SIGTERM else []):
-        ended = time.monotonic() + 5
-        while birth(pid):
-            assert time.monotonic() < ended
-            time.sleep(0.1)
+        wait_until(lambda pid=pid: not birth(pid), 5, "the end of ssh")
     assert not list(ROOT.glob(f".sync-{process.pid}-*"))
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from cluster import testbed
 from tests.cluster.conftest import PYTHON
-from tests.conftest import HOROVODRUN, ROOT, run
+from tests.conftest import HOROVODRUN, ROOT, run, wait_until
 
 if problem := testbed.missing():
     pytest.skip(f"no test hosts: {problem}", allow_module_level=True)
@@ -80,17 +80,14 @@ class TestHosts:
     def test_leave_nothing_when_interrupted(self, number: signal.Signals) -> None:
         command = [PYTHON, str(ROOT / "cluster" / "testbed.py"), "--", "sleep", "600"]
         process = subprocess.Popen(command, start_new_session=True)
-        prefix, deadline = f"testbed{process.pid}", time.monotonic() + 60
-        sleeping = ["pgrep", "-g", str(process.pid), "-x", "sleep"]
-        while subprocess.run(sleeping, capture_output=True).returncode:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        prefix, sleeping = f"testbed{process.pid}", ["pgrep", "-g", str(process.pid), "-x", "sleep"]
+        wait_until(lambda: run(sleeping).returncode == 0, 60, "the command")
         os.killpg(process.pid, number)
         time.sleep(0.05)  # impatient
         os.killpg(process.pid, number)
         assert process.wait(timeout=60) in (130, 143)
         assert not left(prefix)
-        assert subprocess.run(sleeping, capture_output=True).returncode == 1
+        assert run(sleeping).returncode == 1
 
 
 def test_the_template_trains_across_hosts_under_ddp(

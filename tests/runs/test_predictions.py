@@ -250,7 +250,9 @@ class Squares(Dataset):
         (NamesThree, Numbers, r"returned \['a', 'b', 'c'\] for a batch of 1 samples"),
     ],
 )
-def test_predictions_refused(model: Any, data: Any, message: str, tmp_path: Path) -> None:
+def test_what_cannot_be_predicted_is_refused(
+    model: Any, data: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
         predict(model(), data(), tmp_path)
     assert not (tmp_path / "predictions.pt").exists()

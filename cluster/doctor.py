@@ -72,6 +72,7 @@ ORDER = (
 
 
 asking: list[subprocess.Popen] = []  # one for each host
+starting = threading.Lock()  # held while another one is started and noted
 
 
 def end(process: subprocess.Popen) -> None:
@@ -107,11 +108,13 @@ class Probe:
         limit = SSH_SECONDS + 2  # later than ssh's own limit, as ssh says why
         with connecting:
             self.asked_at = time.time()
-            self.process = subprocess.Popen(
-                host.command(script), encoding="utf-8", errors="replace", start_new_session=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            )  # fmt: skip
-            asking.append(self.process)
+            with starting:
+                self.process = subprocess.Popen(
+                    host.command(script), encoding="utf-8", errors="replace",
+                    start_new_session=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                )  # fmt: skip
+                asking.append(self.process)
             answer = self._line(limit)
         if answer is not None:
             limit = QUICK_SECONDS if quick else ANSWER_SECONDS
@@ -368,6 +371,7 @@ def quick(hosts: list[Host]) -> None:
 
 def leave() -> NoReturn:
     """End at Ctrl-C without waiting for hosts, and leave no ssh behind."""
+    starting.acquire()  # for good: no further ssh is started
     for process in asking:
         end(process)
     os._exit(130)

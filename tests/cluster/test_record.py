@@ -121,6 +121,24 @@ def test_a_run_of_another_user_or_host(monkeypatch: pytest.MonkeyPatch) -> None:
         jobs.stop(argparse.Namespace(run="x", kill=False))
 
 
+def test_a_run_that_ends_as_it_is_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state = {"id": "x", "launcher": place(), "pid": 1, "birth": "7", "state": "running",
+             "detached": False, "stop_seconds": 8}  # fmt: skip
+
+    def gone(*_: int) -> None:
+        births.clear()
+        raise ProcessLookupError
+
+    births = ["7"]
+    monkeypatch.setattr(jobs, "_named", lambda *_, **__: state)
+    monkeypatch.setattr(jobs, "birth", lambda _: births[0] if births else None)
+    monkeypatch.setattr(os, "kill", gone)
+    assert jobs.stop(argparse.Namespace(run="x", kill=False)) == 0
+    assert "stopped x after 0 s" in capsys.readouterr().out
+
+
 def test_a_run_of_another_container_is_not_lost(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -23,35 +23,26 @@ same command goes on.
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import re
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import load
 from benchmarks.files import RESULTS, continued, slug, write_json, write_text
-from benchmarks.hardware import ROOT, hardware, versions
+from benchmarks.hardware import hardware
+from benchmarks.step_ranks import Group, Variant, start
+from benchmarks.step_report import ALONE, OURS, report
 from cluster.hosts import Refusal, parse
 from cluster.probe import memory
 from cluster.signals import interrupt_at_signals
 
-OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 ON_GPU = [*MODELS, "resnet50"]
 # What strategies/environment.py sets for itself, to tell its effect from that of the rest.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
-# A function of step_worker.py, options of HorovodStrategy, environment variables.
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+VARIANTS: dict[str, Variant] = {
     "no communication": ("raw_alone", {}, {}),
     "torch DDP": ("raw_ddp", {}, {}),
     "Horovod, its defaults": ("raw_horovod", {}, {}),
@@ -70,134 +61,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
 # MiB that a rank needs for itself: the peaks in results/step_*.json, less the 300 MiB of libraries
 # that all processes share. More images need more.
 RANK_MIB = {"mlp": 440, "resnet18": 620, "mobilenet_v2": 530, "small_vit": 620, "vgg11": 2000}
-# Of an Ethernet frame's 1,514 bytes 1,448 are data, after the headers of IPv4 and of TCP with time
-# stamps (RFC 7323); the limit of cluster/testbed.py counts them all.
-FRAME = 1514 / 1448
-# Stopped processes must not take each other for lost.
-PATIENCE = {
-    "HOROVOD_GLOO_TIMEOUT_SECONDS": "86400", "HOROVOD_STALL_CHECK_DISABLE": "1",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",
-}  # fmt: skip
-
-
-@dataclass
-class Group:
-    """The ranks of one variant."""
-
-    variant: str
-    launcher: subprocess.Popen
-    log: Path
-    ranks: list[socket.socket] = field(default_factory=list)
-    pids: list[int] = field(default_factory=list)
-    blocks: list[list[float]] = field(default_factory=list)
-    idle: list[float] = field(default_factory=list)
-    answer: dict[str, Any] = field(default_factory=dict)  # the last of one rank
-    steps: int = 0
-    peak_kib: int = 0
-    resident_kib: list[int] = field(default_factory=list)
-
-    def answers(self) -> list[dict[str, Any]]:
-        """What each rank sends after its steps; then all are stopped."""
-        answers = []
-        for rank in self.ranks:
-            with rank.makefile("r") as file:
-                line = file.readline()
-            if not line:
-                raise self.failed()
-            answers.append(json.loads(line))
-        self.pids = [answer["pid"] for answer in answers]
-        self.answer = answers[0]
-        self.peak_kib = max(answer["peak_kib"] for answer in answers)
-        self.resident_kib.append(max(answer["resident_kib"] for answer in answers))
-        for pid in self.pids:
-            os.kill(pid, signal.SIGSTOP)
-        return answers
-
-    def run(self, steps: int) -> list[float]:
-        """Seconds of each of so many steps on all ranks, after one that is left out."""
-        before = load.counters()
-        try:
-            for pid in self.pids:
-                os.kill(pid, signal.SIGCONT)
-            for rank in self.ranks:
-                rank.sendall((json.dumps({"steps": steps + 1}) + "\n").encode())
-        except OSError:
-            raise self.failed() from None
-        self.steps += steps + 1
-        answers = self.answers()
-        self.idle.append(idle(before, load.counters()))
-        return [seconds for answer in answers for seconds in answer["seconds"][1:]]
-
-    def failed(self) -> SystemExit:
-        self.end()
-        output = "\n".join(self.log.read_text().splitlines()[-15:])
-        return SystemExit(f"{output}\nerror: {self.variant}: a rank did not start, or has ended")
-
-    def end(self) -> None:
-        for pid in self.pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        self.launcher.terminate()
-        self.launcher.wait()
-
-
-def idle(earlier: dict[str, int], later: dict[str, int]) -> float:
-    """The idle share of all cores' time between two readings of load.counters."""
-    total, busy = (later[name] - earlier[name] for name in ("total", "busy"))
-    return round(1 - busy / total, 3) if total > 0 else 0.0
-
-
-def start(variant: str, model: str, arguments: argparse.Namespace, folder: Path) -> Group:
-    """Launch the ranks of a variant, and wait until all have connected."""
-    name, options, extra = VARIANTS[variant]
-    address = folder / f"{len(list(folder.iterdir()))}.socket"
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(address))
-        listener.listen()
-        listener.settimeout(1)
-        deadline = time.monotonic() + 120
-        worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
-        horovodrun = Path(sys.executable).parent / "horovodrun"
-        ranks = sum(host.slots for host in parse(arguments.hosts))
-        environment = {
-            "OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port()),
-            "MASTER_ADDR": _address_of_first(arguments.hosts), **PATIENCE, **extra,
-        }  # fmt: skip
-        log = address.with_suffix(".log")
-        output = log.open("w")
-        launcher = subprocess.Popen(
-            [str(horovodrun), "--gloo", "-np", str(ranks), "-H", arguments.hosts, *worker, name,
-             model, str(address), arguments.device, str(arguments.batch), json.dumps(options)],
-            env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
-        )  # fmt: skip
-        output.close()
-        group = Group(variant, launcher, log)
-        try:
-            while len(group.ranks) < ranks:
-                try:
-                    group.ranks.append(listener.accept()[0])
-                except TimeoutError:
-                    if launcher.poll() is not None or time.monotonic() > deadline:
-                        raise group.failed() from None
-            group.answers()
-        except KeyboardInterrupt:
-            group.end()
-            raise
-    return group
-
-
-def _address_of_first(hosts: str) -> str:
-    host = hosts.split(",")[0].partition(":")[0]
-    try:
-        return "127.0.0.1" if host == "localhost" else socket.gethostbyname(host)
-    except OSError as error:
-        raise SystemExit(f"error: --hosts {hosts}: {host}: {error.strerror}") from None
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
 
 
 def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> dict[str, Any]:
@@ -209,7 +72,8 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
             for variant in variants:
                 if groups and arguments.device == "cpu":  # a full GPU raises an error by itself
                     _check_memory(model, len(variants), groups)
-                groups.append(start(variant, model, arguments, Path(folder)))
+                how = VARIANTS[variant]
+                groups.append(start(variant, how, model, arguments, Path(folder)))
                 first_steps.append(statistics.median(groups[-1].run(3)))
             # Equally many for all: as many as the slowest makes in a block of the length asked for.
             steps = max(2, round(arguments.block_seconds / max(first_steps)))
@@ -266,74 +130,6 @@ def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
             f"error: {model}: memory ends at {len(groups)} of {variants} variants, each with "
             f"{peak_kib / 2**20:.1f} GiB; name fewer with --variants"
         )
-
-
-def ratio(result: dict[str, Any], variant: str, other: str) -> float:
-    """The median of the ratios of two variants' step times in neighbouring blocks."""
-    one, two = (result["variants"][name]["block_medians_ms"] for name in (variant, other))
-    return statistics.median(a / b for a, b in zip(one, two))
-
-
-def table(results: dict[str, Any]) -> str:
-    """Step times of all models and variants: medians, the range of blocks, ours over each."""
-    lines = [
-        "| model | variant | ms a step | blocks from - to | ours / this | cores idle | peak MiB | "
-        "after steps: MiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for model, result in results["models"].items():
-        for variant, measured in result["variants"].items():
-            blocks, resident = measured["block_medians_ms"], measured["resident_mib_at_blocks"]
-            ours_to = f"{ratio(result, OURS, variant):.3f}" if OURS in result["variants"] else ""
-            cores = f"{statistics.median(measured['idle_share_of_cores']):.0%}"
-            early_steps = measured["steps"] - len(blocks) * (result["steps_per_block"] + 1)
-            lines.append(
-                f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
-                f"{max(blocks):.2f} | {ours_to} | {cores} | {measured['peak_mib']:.0f} | "
-                f"{early_steps}: {resident[0]:.0f}, {measured['steps']}: {resident[-1]:.0f} |"
-            )
-    return "\n".join(lines)
-
-
-def wire(results: dict[str, Any]) -> str:
-    """How much of a known link's rate the steps use, as a table after an empty line.
-
-    The least possible step sends each gradient once it is there and the wire is free. Its time off
-    the wire is what no overlap can hide. The share of the wire is the time that the frames of a
-    ring of all ranks need on it, over the step time without that part. Empty where `network` is no
-    rate in mbit; only models with the variant `ALONE`, which tells how long computing takes.
-    """
-    megabits = re.fullmatch(r"(\d+)mbit", results["network"])
-    if not megabits:
-        return ""
-    byte_ms = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
-    lines = [
-        "| model | variant | wire alone, ms | what nothing overlaps, ms | least step, ms | "
-        "of the wire |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for model, result in results["models"].items():
-        if not (ALONE in result["variants"] and result["arrivals"]):
-            continue
-        computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
-        ranks = result["ranks"]
-        for variant, measured in result["variants"].items():
-            if "no communication" in variant:
-                continue
-            halved = 2 if VARIANTS[variant][1].get("compression") else 1
-            gradient_byte_ms = 2 * (ranks - 1) / ranks / halved * byte_ms
-            sent = 0.0  # ms into the step when the wire is free
-            for share, size in result["arrivals"]:
-                sent = max(sent, share * computing) + size * gradient_byte_ms
-            after = (1 - result["arrivals"][-1][0]) * computing
-            wire_ms = result["gradient_bytes"] * gradient_byte_ms
-            unhidden_ms = sent + after - wire_ms
-            wire_share = wire_ms / (statistics.median(measured["block_medians_ms"]) - unhidden_ms)
-            lines.append(
-                f"| {model} | {variant} | {wire_ms:.1f} | {unhidden_ms:.1f} | {sent + after:.1f} | "
-                f"{wire_share:.3f} |"
-            )
-    return "\n\n" + "\n".join(lines) if len(lines) > 2 else ""
 
 
 def options() -> argparse.Namespace:
@@ -425,21 +221,6 @@ def main() -> int:
 def write(results: dict[str, Any], file: Path) -> None:
     write_json(results, file)
     write_text(file.with_suffix(".md"), report(results) + "\n")
-
-
-def report(results: dict[str, Any]) -> str:
-    batch = f", {results['batch']} images" if results["batch"] else ""
-    on_gpu = results["device"] == "cuda"
-    gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
-    busy = results["busy_before"]
-    head = (
-        f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
-        f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
-        f"{results['repeats']} interleaved blocks, one thread{batch} a rank"
-        + ("." if results["finished"] else "; not all models are there yet.")
-        + (f" Take care: other load {busy:.0%}." if busy > load.BUSY_SHARE else "")
-    )
-    return f"{head}\n\n{table(results)}{wire(results)}"
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import figures, files, hardware, launching, step
+from benchmarks import figures, files, hardware, launching, step, step_ranks, step_report
 from tests.conftest import run, wait_until
 from tests.test_anatomy import Event
 
@@ -58,12 +58,12 @@ def test_what_make_install_brings_is_enough_where_the_makefile_says_so() -> None
 def test_ratios_are_of_neighbouring_blocks() -> None:
     """The machine gets slower all the time; the ratio stays."""
     measured = result(a=[10, 20, 40], b=[20, 40, 80])
-    assert step.ratio(measured, "a", "b") == 0.5
+    assert step_report.ratio(measured, "a", "b") == 0.5
 
 
 def test_the_table_names_the_range_and_the_memory() -> None:
     measured = {"models": {"mlp": result(**{OURS: [9, 10, 12], "Lightning DDP": [20, 20, 20]})}}
-    lines = step.table(measured).splitlines()
+    lines = step_report.table(measured).splitlines()
     assert lines[2] == (
         f"| mlp | {OURS} | 10.00 | 9.00 - 12.00 | 1.000 | 20% | 900 | 15: 800, 48: 802 |"
     )
@@ -80,20 +80,20 @@ def test_the_share_of_the_wire() -> None:
     alone = "no communication, our malloc"
     variants = {alone: [100], OURS: [1030], "HorovodStrategy, bf16": [830]}
     measured = {"network": "500mbit", "models": {"mlp": result(**variants)}}
-    assert step.wire(measured).splitlines()[-2:] == [
+    assert step_report.wire(measured).splitlines()[-2:] == [
         f"| mlp | {OURS} | 836.5 | 30.0 | 866.5 | 0.836 |",
         "| mlp | HorovodStrategy, bf16 | 418.2 | 30.0 | 448.2 | 0.523 |",
     ]
     measured["models"]["mlp"]["arrivals"] = [(0.2, 1_000_000), (0.9, 49_000_000)]
-    last = step.wire(measured).splitlines()[-2]
+    last = step_report.wire(measured).splitlines()[-2]
     assert last == f"| mlp | {OURS} | 836.5 | 83.3 | 919.7 | 0.884 |"
-    assert step.wire({**measured, "network": "loopback"}) == ""
+    assert step_report.wire({**measured, "network": "loopback"}) == ""
 
 
 def test_what_of_the_cores_is_idle() -> None:
     earlier = {"total": 1000, "busy": 900, "steal": 0}
-    assert step.idle(earlier, {"total": 1400, "busy": 1200, "steal": 9}) == 0.25
-    assert step.idle(earlier, earlier) == 0
+    assert step_ranks.idle(earlier, {"total": 1400, "busy": 1200, "steal": 9}) == 0.25
+    assert step_ranks.idle(earlier, earlier) == 0
 
 
 def test_on_a_gpu_steps_are_between_events(monkeypatch: pytest.MonkeyPatch) -> None:

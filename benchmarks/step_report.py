@@ -1,0 +1,99 @@
+"""The tables of benchmarks/step.py: step times, and how much of a known link they use."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from typing import Any
+
+from benchmarks import load
+from benchmarks.hardware import versions
+
+# Variants that the tables compare with others.
+OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
+# Of an Ethernet frame's 1,514 bytes 1,448 are data, after the headers of IPv4 and of TCP with time
+# stamps (RFC 7323); the limit of cluster/testbed.py counts them all.
+FRAME = 1514 / 1448
+
+
+def report(results: dict[str, Any]) -> str:
+    batch = f", {results['batch']} images" if results["batch"] else ""
+    on_gpu = results["device"] == "cuda"
+    gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
+    busy = results["busy_before"]
+    head = (
+        f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
+        f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
+        f"{results['repeats']} interleaved blocks, one thread{batch} a rank"
+        + ("." if results["finished"] else "; not all models are there yet.")
+        + (f" Take care: other load {busy:.0%}." if busy > load.BUSY_SHARE else "")
+    )
+    return f"{head}\n\n{table(results)}{wire(results)}"
+
+
+def ratio(result: dict[str, Any], variant: str, other: str) -> float:
+    """The median of the ratios of two variants' step times in neighbouring blocks."""
+    one, two = (result["variants"][name]["block_medians_ms"] for name in (variant, other))
+    return statistics.median(a / b for a, b in zip(one, two))
+
+
+def table(results: dict[str, Any]) -> str:
+    """Step times of all models and variants: medians, the range of blocks, ours over each."""
+    lines = [
+        "| model | variant | ms a step | blocks from - to | ours / this | cores idle | peak MiB | "
+        "after steps: MiB |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, result in results["models"].items():
+        for variant, measured in result["variants"].items():
+            blocks, resident = measured["block_medians_ms"], measured["resident_mib_at_blocks"]
+            ours_to = f"{ratio(result, OURS, variant):.3f}" if OURS in result["variants"] else ""
+            cores = f"{statistics.median(measured['idle_share_of_cores']):.0%}"
+            early_steps = measured["steps"] - len(blocks) * (result["steps_per_block"] + 1)
+            lines.append(
+                f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
+                f"{max(blocks):.2f} | {ours_to} | {cores} | {measured['peak_mib']:.0f} | "
+                f"{early_steps}: {resident[0]:.0f}, {measured['steps']}: {resident[-1]:.0f} |"
+            )
+    return "\n".join(lines)
+
+
+def wire(results: dict[str, Any]) -> str:
+    """How much of a known link's rate the steps use, as a table after an empty line.
+
+    The least possible step sends each gradient once it is there and the wire is free. Its time off
+    the wire is what no overlap can hide. The share of the wire is the time that the frames of a
+    ring of all ranks need on it, over the step time without that part. Empty where `network` is no
+    rate in mbit; only models with the variant `ALONE`, which tells how long computing takes.
+    """
+    megabits = re.fullmatch(r"(\d+)mbit", results["network"])
+    if not megabits:
+        return ""
+    byte_ms = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
+    lines = [
+        "| model | variant | wire alone, ms | what nothing overlaps, ms | least step, ms | "
+        "of the wire |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for model, result in results["models"].items():
+        if not (ALONE in result["variants"] and result["arrivals"]):
+            continue
+        computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
+        ranks = result["ranks"]
+        for variant, measured in result["variants"].items():
+            if "no communication" in variant:
+                continue
+            halved = 2 if variant.endswith(("fp16", "bf16")) else 1
+            gradient_byte_ms = 2 * (ranks - 1) / ranks / halved * byte_ms
+            sent = 0.0  # ms into the step when the wire is free
+            for share, size in result["arrivals"]:
+                sent = max(sent, share * computing) + size * gradient_byte_ms
+            after = (1 - result["arrivals"][-1][0]) * computing
+            wire_ms = result["gradient_bytes"] * gradient_byte_ms
+            unhidden_ms = sent + after - wire_ms
+            wire_share = wire_ms / (statistics.median(measured["block_medians_ms"]) - unhidden_ms)
+            lines.append(
+                f"| {model} | {variant} | {wire_ms:.1f} | {unhidden_ms:.1f} | {sent + after:.1f} | "
+                f"{wire_share:.3f} |"
+            )
+    return "\n\n" + "\n".join(lines) if len(lines) > 2 else ""

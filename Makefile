@@ -19,6 +19,9 @@ endif
 
 # Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.
 WHERE := $(shell $(or $(PYTHON),python3) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
+ifneq ($(filter-out 0,$(.SHELLSTATUS)),)
+  $(error the variables could not be checked)
+endif
 ifeq ($(firstword $(WHERE)),error:)
   $(error $(subst error: ,,$(WHERE)))
 endif

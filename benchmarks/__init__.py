@@ -2,7 +2,8 @@
 
 Each command of the Makefile is a module, whose docstring says what is measured, how, and what is
 left out. It launches processes and reads their results; the code of those processes, which imports
-the strategy, is in `*_worker.py`. Tables and plots come from the JSON files in results/ alone.
+the strategy, is in `*_worker.py`. Tables and plots are made from JSON files alone: those in
+results/, for predict and profiling those in the folder of a run.
 
     step                 a step beside DDP and raw loops       make bench-step
     scaling              the same job on 1, 2, 4, ... ranks    make bench, bench-check, bench-readme

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 WHERE = "NP HOSTS HOSTFILE"
-TAKES = {  # each target, beside ANYWHERE; a target of your own may have a line here
+TAKES = {  # each target, beside ANYWHERE; targets of your own are not checked without a line here
     "install": "",
     "train": f"{WHERE} LAUNCHER STOP_SECONDS ARGS",
     "sweep": f"{WHERE} TRIALS METRIC MODE LAUNCHER STOP_SECONDS ARGS",
@@ -60,7 +60,8 @@ ENVIRONMENT = [
     "MKL_*", "OPENBLAS_*", "TORCH*", "PYTORCH_*", "PL_*", "HYDRA_*", "PIP_*", "CXX", "SHELL",
     "MAKEFLAGS", "__BASH_MAKE_COMPLETION__",
 ]  # fmt: skip
-START = {"train", "sweep", "hello", "doctor", "sync", "launch", "profile", "bench-allreduce"}
+START = {target for target, takes in TAKES.items() if "HOSTFILE" in takes} - {"bench"}
+OTHERS = {"help", "environment", "dev-environment"}
 HOST = r"[A-Za-z0-9._-]+(:[0-9]+)?"
 
 
@@ -76,6 +77,13 @@ def in_environment() -> dict[str, str]:
     """The variables that make takes from there; others of our names mean other things there."""
     names = [*WHERE.split(), "ARGS"]
     return {name: os.environ[name] for name in names if os.environ.get(name)}
+
+
+def taken_by(goals: list[str]) -> set[str]:
+    """What these targets take together; all, with one that is not ours."""
+    if {*goals} - TAKES.keys() - OTHERS:
+        return TAKEN
+    return {name for goal in goals for name in TAKES.get(goal, "").split()}
 
 
 def is_known(name: str) -> bool:
@@ -94,12 +102,12 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
     if {"train", "launch", "sweep", "profile"} & {*goals} and "STRATEGY" in given:
         strategy = given["STRATEGY"]
         yield f'STRATEGY={strategy}: it is of make bench; here write ARGS="strategy={strategy}"'
-    taken = " ".join(TAKES.get(goal, "") for goal in goals).split()
+    taken = taken_by(goals)
     for name, value in given.items():
-        if name in TAKEN and name not in taken and TAKES.keys() >= {*goals}:
-            yield f"{name}={value}: make {goals[0]} takes {TAKES[goals[0]] or 'nothing'}"
+        if name in TAKEN - taken and goals:
+            yield f"{name}={value}: make {goals[0]} takes {TAKES.get(goals[0]) or 'nothing'}"
 
-    all_ = {**in_environment(), **given}
+    all_ = {**{name: v for name, v in in_environment().items() if name in taken}, **given}
     for name, value in all_.items():
         if "$" in value.replace("$$", ""):
             yield (
@@ -113,9 +121,9 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
         yield f"NP={np}: give a number of processes, as NP=2"
     if len(np.split()) > 1 and {*START, "bench-step"} & {*goals}:
         yield f'NP="{np}": give one number of processes; several are for make bench'
-    if not re.fullmatch(f"{HOST}(, *{HOST})*", hosts):
+    if not re.fullmatch(f"{HOST}(, *{HOST})* *", hosts):
         yield f"HOSTS={hosts}: write name:slots, with commas between, as node1:4,node2:4"
-    if "bench-step" in goals and {"NP", "HOSTS"} <= given.keys():
+    if "bench-step" in goals and {"NP", "HOSTS"} <= all_.keys():
         yield f"NP={np}: HOSTS={hosts} says how many processes make bench-step starts"
     if given.get("LAUNCHER", "mpi") not in ("mpi", ""):
         yield f"LAUNCHER={given['LAUNCHER']}: there is mpi; leave it out for our own"
@@ -154,13 +162,15 @@ def where(given: dict[str, str]) -> str:
 
 
 def main(overrides: str, level: str, goals: str) -> None:
-    given = typed(overrides)
+    given, targets = typed(overrides), goals.split()
     if level != "0":  # a Makefile that calls this one hands on variables of its own
-        given = {name: value for name, value in given.items() if is_known(name)}
-    for mistake in mistakes(given, goals.split()):
+        known = {name for name in given if is_known(name)} - (TAKEN - taken_by(targets))
+        given = {name: given[name] for name in known}
+    for mistake in mistakes(given, targets):
         print("error:", mistake)
         return
-    if START & {*goals.split()}:  # nvidia-smi takes seconds, or for ever where a driver hangs
+    # Not for others: nvidia-smi takes seconds, or for ever where a driver hangs.
+    if {*targets} & START or {*targets} - TAKES.keys() - OTHERS:
         print(where({**in_environment(), **given}))
 
 

@@ -9,9 +9,9 @@ Each moment from the end of a batch to the end of the next belongs to one phase:
     optimizer    clipping and the optimizer's step
     rest         hooks, callbacks, logging
 
-A rank that comes late keeps all others in their all-reduce. So the time of the rank that waits
-least is the network's, and what others wait longer is counted as "straggler". Under strategy=ddp
-the all-reduce is a part of backward and not told apart.
+A rank that comes late keeps all others in their all-reduce. So what the rank that waits least
+spends there is the network's, and what others wait longer is counted as "straggler". Under
+strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, and a line at the end names the bottleneck. The
 cost is a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed

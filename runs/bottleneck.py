@@ -16,7 +16,7 @@ from runs.folders import ROOT
 
 PHASES = ["data", "forward", "backward", "all_reduce", "optimizer", "rest"]
 ALL_REDUCE = PHASES.index("all_reduce")
-# A straggler's work takes at least SLOWER times that of the others in PERSISTENT of the steps.
+# A straggler's work takes more than SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
 # The verdict names a phase that takes at least this share of the step.
 BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}

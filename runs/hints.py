@@ -1,6 +1,6 @@
 """What a run was likely meant to do and did not: why, and what to do about it.
 
-Each function returns what to print: empty if all is well.
+Functions return what to print; most of them an empty text if all is well.
 """
 
 from __future__ import annotations

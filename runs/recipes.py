@@ -26,7 +26,7 @@ def read(conf: Path, group: str, name: str) -> dict[str, Any]:
     """
     file = conf / group / f"{name}.yaml"
     where, text = f"conf/{group}/{name}.yaml", file.read_text()
-    if not re.match(r"\s*# *@package +_global_\s", text + "\n"):  # Hydra reads only the first line
+    if not re.match(r"\s*# *@package +_global_\s", text + "\n"):  # below a comment Hydra reads none
         raise Refusal(f"{where}: its first line has to be `# @package _global_`")
     keys = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     if not isinstance(keys, dict):

@@ -23,6 +23,7 @@ from runs.folders import shown, whole
 from runs.hints import counted
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
+from runs.refusal import Refusal
 from runs.resuming import kept_settings, settings
 from runs.versions import commit, versions
 
@@ -265,9 +266,10 @@ class Report(pl.Callback):
         try:  # before the lines, which may find nobody who reads them
             with whole(file) as part:
                 part.write(text.encode())
-            lines["summary"] = shown(file)
-        finally:  # whoever has no space left reads what came of the run
+        except Refusal:  # whoever has no space left reads what came of the run
             _tell(lines)
+            raise
+        _tell({**lines, "summary": shown(file)})
 
     def _speed(self, ranks: int) -> str:
         return (

@@ -1,5 +1,5 @@
 """What a run resumed from a checkpoint needs beyond Lightning: it has a folder and settings of its
-own, and goes on as the run before would have.
+own, and goes on as the run before would have; and what a test of averaged weights (EMA, SWA) needs.
 
 ModelCheckpoint and EarlyStopping have the names of Lightning's: checkpoints keep the state of
 callbacks by name, so a Trainer without this package can take it, and the other way round.
@@ -59,7 +59,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Has the patience that it is given now, not that of the checkpoint, as Lightning's does; and
+    """Has the patience that it is given now, where Lightning's takes that of the checkpoint; and
     warns when there is no validation that it could stop after."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -76,7 +76,8 @@ class Run:
 
     Attributes:
         report: the callback that prints the lines at start and end and writes summary.json.
-        callbacks: the report, what a resume needs, and the predictions when they are asked for.
+        callbacks: the report, what a resume and a test of averaged weights need, and predictions
+            when they are asked for.
         choices: which file of each group of conf/ was taken, e.g. {"model": "classifier"}.
         folder: of the run, with its logs, checkpoints and results; None on all ranks but 0.
         strategy: that of the Trainer; None until `open`.

@@ -97,6 +97,7 @@ class World:
         self.uneven_batch: Callable[[], str] = str
         self.deferred_check: Callable[[], None] | None = None  # runs before the next collective
         # Each rank's host, if this world is a part of all ranks: Horovod knows only those of all.
+        # Gathered here, as all ranks come here.
         self._hosts = [] if self.size == hvd.size() else self.gather_objects(os.uname().nodename)
 
     def run_deferred_check(self) -> None:
@@ -133,13 +134,13 @@ class World:
 
     @property
     def local_rank(self) -> int:
-        """Counts the ranks of this world on this host."""
+        """The number of this rank among the ranks of this world on its host."""
         hosts = self._hosts
         return hosts[: self.rank].count(hosts[self.rank]) if hosts else hvd.local_rank()
 
     @property
     def node_rank(self) -> int:
-        """Counts the hosts that have ranks of this world."""
+        """The number of this rank's host among the hosts that have ranks of this world."""
         hosts = self._hosts
         return list(dict.fromkeys(hosts)).index(hosts[self.rank]) if hosts else hvd.cross_rank()
 

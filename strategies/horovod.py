@@ -432,7 +432,8 @@ class HorovodStrategy(ParallelStrategy):
     def on_validation_start(self) -> None:
         if self._buckets is None:
             return
-        if not self._drift_checked:
+        if not self._drift_checked and self._has_trained:
+            self._drift_checked = True
             self._check_drift()
         self._evaluation.before_validation(self._trainer)
 
@@ -462,11 +463,13 @@ class HorovodStrategy(ParallelStrategy):
     def on_test_end(self) -> None:
         self.on_validation_end()
 
+    @property
+    def _has_trained(self) -> bool:
+        return self._trainer.fit_loop.epoch_loop.batch_progress.total.ready > 0
+
     def _check_drift(self) -> None:
         """In the first validation after a batch, and when training ends; warns once."""
-        trained = self._trainer.fit_loop.epoch_loop.batch_progress.total.ready
-        if self._buckets is not None and trained and not self._drift_found:
-            self._drift_checked = True
+        if self._buckets is not None and self._has_trained and not self._drift_found:
             buffers = not self.broadcast_buffers  # else the next step makes them equal
             self._drift_found = warn_of_drift(self._module, self.world, buffers)
 

@@ -70,8 +70,8 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
     """A loader for evaluation that gives this rank its share, no sample padded or left out.
 
     Args:
-        loader: with a DistributedSampler for this world; one with another sampler, or whose class
-            deals samples out in its own way, is returned as it is.
+        loader: with a DistributedSampler for this world; one with another sampler, or with
+            one whose class deals samples out in its own way, is returned as it is.
         stage: "validate" or "test", for the message.
 
     Raises:

@@ -24,6 +24,19 @@ def test_make_takes_hosts_with_blanks_between(where: list[str]) -> None:
     assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
 
 
+def test_targets_of_a_fork_start_where_they_are_told() -> None:
+    mine = ["make", "-n", "--eval=mine: ; @echo $(WHERE)", "mine", "HOSTS=a:2,b:2 "]
+    assert "echo -np 4 -H a:2,b:2\n" in run(mine).stdout
+    done = run(["make", "-n", "--eval=all: hello", "all", "NP=3", "INSTALL=true"])
+    assert " -np 3 -H localhost:3 " in done.stdout, done.stdout
+
+
+def test_make_without_a_python_goes_no_further() -> None:
+    done = run(["make", "hello", "PYTHON=/nothing", "INSTALL=echo installs"])
+    assert done.returncode == 2 and "the variables could not be checked" in done.stdout
+    assert "installs" not in done.stdout
+
+
 def test_make_takes_a_checkpoint_with_blanks() -> None:
     done = run(["make", "-n", "export", "CKPT=my logs/last.ckpt", "INSTALL=true"])
     assert ' -m runs.export  "my logs/last.ckpt"\n' in done.stdout, done.stdout
@@ -79,7 +92,10 @@ def test_make_lets_be_what_is_no_mistake() -> None:
     ):
         done = run(["make", "-n", "hello", variable])
         assert done.returncode == 0 and "cluster.exchange" in done.stdout, done.stdout
-    assert run(["make", "-n", "hello", "VERBOSE=1"], MAKELEVEL="1").returncode == 0
+    for handed_on in ("VERBOSE=1", "ENV=prod"):
+        assert run(["make", "-n", "hello", handed_on], MAKELEVEL="1").returncode == 0
+    assert "show this" in run(["make", "NP=2"]).stdout
+    assert run(["make", "-n", "check"], HOSTS="/etc/hosts", NP="many").returncode == 0
     assert run(["make", "-n", "hello", "VERBOSE=1"]).returncode == 2
 
 
@@ -162,6 +178,8 @@ def test_make_says_what_it_lacks(target: list[str], message: str) -> None:
 def test_hosts_in_the_environment_are_not_for_each_target() -> None:
     done = run(["make", "-n", "bench-step", "INSTALL=true"], HOSTFILE="x.yaml")
     assert done.returncode == 0 and '--hosts "localhost:2"' in done.stdout, done.stdout
+    done = run(["make", "-n", "bench-step", "NP=1", "INSTALL=true"], HOSTS="a:2")
+    assert done.returncode == 2 and "NP=1: HOSTS=a:2 says how many" in done.stdout
     done = run(["make", "-n", "predict", "INSTALL=true"], HOSTS="a:2", STEPS="3", ARGS="")
     assert done.returncode == 0 and "benchmarks.predict" in done.stdout, done.stdout
 

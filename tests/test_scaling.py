@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -103,11 +104,11 @@ def test_other_code_or_hardware_does_not_continue_a_file(
 
 def test_the_line_of_make() -> None:
     asked = ["NP=1 2 4", "HOSTS=a:2,b:2", "STRATEGY=horovod ddp", "MODE=both", "ARGS=model.lr=1"]
-    line = run(["make", "-n", "-s", "bench", *asked]).stdout.replace("\\\n", " ").split()
+    line = shlex.split(run(["make", "-n", "-s", "bench", *asked]).stdout.replace("\\\n", " "))
     parsed = scaling.parse(line[line.index("benchmarks.scaling") + 1 :])
     assert (parsed.np, parsed.hosts, parsed.strategy) == ([1, 2, 4], "a:2,b:2", ["horovod", "ddp"])
     assert (parsed.mode, parsed.overrides) == ("both", ["model.lr=1"])
-    line = run(["make", "-n", "-s", "bench"]).stdout.replace("\\\n", " ").split()
+    line = shlex.split(run(["make", "-n", "-s", "bench"]).stdout.replace("\\\n", " "))
     parsed = scaling.parse(line[line.index("benchmarks.scaling") + 1 :])
     assert (parsed.np, parsed.hosts, parsed.overrides) == (None, "", [])
 

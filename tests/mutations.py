@@ -680,6 +680,11 @@ MUTATIONS = [
         "alone = launched_size() is None", "alone = False",
         "ctrl_c_without", "test_template", "runs",
     ),
+    Mutation(
+        "make takes variables that its target does not use", "variables.py",
+        "if name in TAKEN - taken and goals:", "if False:", "says_what_it_lacks", "test_make",
+        "cluster",
+    ),
 ]  # fmt: skip
 
 

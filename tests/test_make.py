@@ -96,6 +96,7 @@ def test_make_lets_be_what_is_no_mistake() -> None:
         assert run(["make", "-n", "hello", handed_on], MAKELEVEL="1").returncode == 0
     assert "show this" in run(["make", "NP=2"]).stdout
     assert run(["make", "-n", "check"], HOSTS="/etc/hosts", NP="many").returncode == 0
+    assert run(["make", "-n", "hello", "INSTALL=true"], NP="").returncode == 0
     assert run(["make", "-n", "hello", "VERBOSE=1"]).returncode == 2
 
 

@@ -51,9 +51,11 @@ JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STO
 
 help: ## show this
 	@echo 'make TARGET [NP=2] [HOSTS=node1:4,node2:4 | HOSTFILE=hosts.yaml] [ARGS="key=value ..."] [PYTHON=.venv/bin/python]'
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^#@ / {printf "\n%s\n", substr($$0, 4)} /^[a-z-]+:.*## / {printf "  %-16s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-install: environment ## make .venv and build Horovod, once; MPI=1 with MPI too
+#@ Train
+
+install: environment ## make .venv and build Horovod, once; MPI=1: with MPI too
 	@echo 'Ready: $(PYTHON)'
 
 environment:
@@ -62,63 +64,53 @@ environment:
 dev-environment:
 	@$(INSTALL) $(MPI_FLAG) --dev
 
-train: environment ## train: NP processes on HOSTS, changed by ARGS (ARGS="model.lr=0.01"); STOP_SECONDS=8, LAUNCHER=mpi
+train: environment ## train with NP processes on HOSTS; ARGS="model.lr=0.01" changes settings; STOP_SECONDS=8, LAUNCHER=mpi
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@printf '%s\n' '$(subst ','\'',$(JOB) $(ARGS))'
 	@exec $(JOB) $(ARGS)
 
 # ARGS by the environment: a shell would read model.lr=interval(1e-4,1e-1) as its own.
-sweep: environment ## train with each of several values: make sweep ARGS="model.lr=0.1,0.01"; TRIALS=20 (more go on), METRIC=, MODE=max
+sweep: environment ## try several values: ARGS="model.lr=0.1,0.01"; or search: TRIALS=20, METRIC=test/acc, MODE=max
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@$(PYTHON) -m runs.sweep --arguments "$$ARGS" --trials "$(TRIALS)" --metric "$(METRIC)" --mode "$(MODE)" -- $(JOB)
 
-hello: environment ## see that Horovod works: each rank, messages between two, an all-reduce
+tensorboard: environment ## show the curves of all runs in the browser
+	@$(BIN)/tensorboard --logdir logs $(ARGS)
+
+export: environment ## write the trained model of CKPT= as one file that needs only torch; FORMAT=pt2|onnx
+	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"
+
+new: ## start a project of your own, a copy without our results: NAME=my_project, DIR=/data/mine
+	@python3 new.py "$(NAME)" "$(DIR)"
+
+#@ On several hosts
+
+hello: environment ## test Horovod: its ranks, messages between two of them, an all-reduce
 	@$(PYTHON) -m cluster.horovodrun $(WHERE) $(PYTHON) -m cluster.exchange
 
 doctor: environment ## find what keeps HOSTS from training together, and how to fix it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
 
-sync: environment ## copy the code to HOSTS, delete there what is deleted here; ENV=1 the environment too; DRY=1 only look
+sync: environment ## copy the code to HOSTS, and delete there what is deleted here; ENV=1: the environment too; DRY=1: only show
 	@$(PYTHON) -m cluster.sync $(WHERE) $(if $(ENV),--env) $(if $(DRY),--dry-run)
 
-launch: environment ## train on HOSTS in the background; AT=02:00 starts it then
+launch: environment ## train on HOSTS in the background; AT=02:00: at that time
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.jobs launch $(if $(AT),--at "$(AT)")$(STOP) $(WHERE) $(PYTHON) template.py $(ARGS)
 
-status: ## list launched runs
+status: ## list launched runs; JSON=1
 	@$(PYTHON) -m cluster.jobs status $(if $(JSON),--json)
 
-logs: ## show what a run printed; RUN=, RANK=0, FOLLOW=1
+logs: ## show what a launched run has printed; RUN=, RANK=0, FOLLOW=1
 	@$(PYTHON) -m cluster.jobs logs $(if $(RUN),"$(RUN)") $(if $(RANK),--rank $(RANK)) $(if $(FOLLOW),--follow)
 
-stop: ## end a run on all hosts, after a checkpoint; RUN=, KILL=1 without one
+stop: ## end a launched run on all its hosts, with a checkpoint; RUN=; KILL=1: without one
 	@$(PYTHON) -m cluster.jobs stop $(if $(RUN),"$(RUN)") $(if $(KILL),--kill)
 
-profile: dev-environment ## trace STEPS=10 steps on all ranks: one timeline, a table, a picture
-	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+#@ Measure
 
-new: ## start a project of your own in ../NAME, a copy without our results; or in DIR=/data/mine
-	@python3 new.py "$(NAME)" "$(DIR)"
-
-test: dev-environment ## run the tests; some of them: make test ARGS="-k strategy"
-	@$(PYTHON) -m pytest $(ARGS)
-
-test-slow: dev-environment ## train laptop-sized jobs to their expected results (16 minutes)
-	@$(PYTHON) -m pytest -m slow $(ARGS)
-
-test-gpu: dev-environment ## the strategy, a job and the benchmark of a step on the GPUs of this host
-	@$(PYTHON) -m pytest -m gpu tests/test_gpu.py $(ARGS)
-
-test-mutations: dev-environment ## break the code in many places and see tests fail (an hour)
-	@$(PYTHON) tests/mutations.py $(ARGS)
-
-check: dev-environment ## lint, format and types
-	@$(BIN)/ruff check .
-	@$(BIN)/ruff format --check .
-	@$(BIN)/mypy
-
-bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp" MODE=weak|strong|both; REPEATS=5, STEPS= or EPOCHS=, WARMUP=
+bench: dev-environment ## how training scales: NP="1 2 4", STRATEGY="horovod ddp", MODE=weak|strong|both, REPEATS=5, STEPS= or EPOCHS=, WARMUP=
 	@$(PYTHON) -m benchmarks.scaling $(if $(NP),--np $(NP)) $(if $(HOSTS),-H "$(HOSTS)") \
 	  $(if $(HOSTFILE),--hostfile "$(HOSTFILE)") $(if $(STRATEGY),--strategy $(STRATEGY)) \
 	  $(if $(MODE),--mode $(MODE)) $(if $(REPEATS),--repeats $(REPEATS)) $(if $(STEPS),--steps $(STEPS)) \
@@ -128,50 +120,66 @@ bench: dev-environment ## how training scales: NP="1 2 4" STRATEGY="horovod ddp"
 bench-check: environment ## fail if one result of make bench is slower than another: OLD=, NEW=
 	@$(PYTHON) -m benchmarks.check $(OLD) $(NEW)
 
-bench-readme: dev-environment ## write the README's table from the newest result of make bench
+bench-readme: dev-environment ## write the table of the README from the newest result of make bench
 	@$(PYTHON) -m benchmarks.scaling_report --readme
 
-bench-step: environment ## time a step beside DDP and raw loops; ARGS="--models resnet18"
+bench-losses: dev-environment ## compare the losses of one process, Horovod and DDP at the same global batch; NP="2 4"
+	@$(PYTHON) -m benchmarks.losses $(if $(NP),--np $(NP)) \
+	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
+
+profile: dev-environment ## trace STEPS=10 steps on all ranks: a timeline, a table, a picture
+	@$(PYTHON) -m benchmarks.profiling $(WHERE) $(if $(STEPS),--steps $(STEPS)) $(ARGS)
+
+bench-allreduce: dev-environment ## measure the bandwidth of all-reduces between HOSTS; NETWORK=25gbit names it
+	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
+	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
+
+predict: dev-environment ## predict the step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
+	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
+	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks "$(NP)") $(ARGS)
+
+bench-step: environment ## time a step of this strategy, DDP and raw loops; ARGS="--models resnet18"
 	@$(PYTHON) -m benchmarks.step --hosts "$(or $(HOSTS),localhost:$(or $(NP),2))" $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
-bench-step-slow: environment ## the same over 500 Mbit/s between 2 hosts made of this one (root)
+bench-step-slow: environment ## the same over 500 Mbit/s, between 2 hosts simulated on this one (root)
 	@$(PYTHON) cluster/testbed.py --rate 500mbit -- \
 	  $(PYTHON) -m benchmarks.step --hosts node1:1,node2:1 --network 500mbit \
 	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
-bench-overheads: environment ## what launcher, collectives and log collection cost on 2 to 32 ranks
-	@$(PYTHON) -m benchmarks.overheads $(if $(NP),--ranks $(NP)) \
-	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
-
-bench-allreduce: dev-environment ## all-reduce bandwidth between HOSTS by size; NETWORK=25gbit names it
-	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
-	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
-
-predict: dev-environment ## step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
-	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
-	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks "$(NP)") $(ARGS)
-
-predict-proof: dev-environment ## check predictions against measurements, on hosts made of this one (root)
-	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
-
-bench-split: environment ## when splitting a network over two devices pays: a table; BATCH=128
+bench-split: environment ## find when it pays to split a network over two devices; BATCH=128
 	@$(PYTHON) -m benchmarks.split $(if $(BATCH),--batch $(BATCH)) $(if $(STEPS),--steps $(STEPS)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
-bench-start: environment ## time from launch to first step, beside plain horovodrun; NP="2 4 8"
+bench-start: environment ## time the start up to the first step, compared with plain horovodrun; NP="2 4 8"
 	@$(PYTHON) -m benchmarks.start $(if $(NP),--np $(NP)) \
 	  $(if $(REPEATS),--repeats $(REPEATS)) -- $(ARGS)
 
-bench-losses: dev-environment ## losses of one process, Horovod and DDP at the same global batch; NP="2 4"
-	@$(PYTHON) -m benchmarks.losses $(if $(NP),--np $(NP)) \
-	  $(if $(STEPS),--steps $(STEPS)) -- $(ARGS)
+bench-overheads: environment ## time launcher, collectives and log collection on 2 to 32 ranks
+	@$(PYTHON) -m benchmarks.overheads $(if $(NP),--ranks $(NP)) \
+	  $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)
 
-export: environment ## write a trained model beside CKPT= as one file that needs torch alone; FORMAT=pt2|onnx
-	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"
+predict-proof: dev-environment ## check predictions against measurements, on hosts simulated on this one (root)
+	@$(PYTHON) -m benchmarks.predict_proof $(ARGS)
 
-tensorboard: environment ## show the curves of all runs in the browser
-	@$(BIN)/tensorboard --logdir logs $(ARGS)
+#@ Develop
 
-clean: ## remove caches (not logs, data or .venv)
+check: dev-environment ## lint, format and types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+test: dev-environment ## run the tests; some of them: ARGS="-k strategy"
+	@$(PYTHON) -m pytest $(ARGS)
+
+test-slow: dev-environment ## train laptop-sized jobs to their expected results (16 minutes)
+	@$(PYTHON) -m pytest -m slow $(ARGS)
+
+test-gpu: dev-environment ## test the strategy, a job and the benchmark of a step on the GPUs of this host
+	@$(PYTHON) -m pytest -m gpu tests/test_gpu.py $(ARGS)
+
+test-mutations: dev-environment ## break the code in many places and see tests fail (an hour)
+	@$(PYTHON) tests/mutations.py $(ARGS)
+
+clean: ## remove caches, but not logs, data or .venv
 	@rm -rf .pytest_cache .mypy_cache .ruff_cache
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

@@ -1,10 +1,10 @@
 # Type `make` to see what there is. Every target installs by itself what it needs.
 
-# Variables of these names in the environment mean other things there.
+# In the environment, variables of these names belong to other programs.
 OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT
 $(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
-# KILL=0 is no.
+# KILL=0 means no.
 $(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name))),$(eval override $(name) :=)))
 
 # ARGS, changes to conf/, may have several lines: the shell of a recipe would run each as a command.
@@ -40,7 +40,7 @@ else
 endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
-# A training, but for its changes:
+# The command of a training, without its changes:
 JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
 
 .DEFAULT_GOAL := help

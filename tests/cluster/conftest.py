@@ -56,9 +56,8 @@ def project(tmp_path: Path) -> Path:
     folder = tmp_path / "view" / "project"
     for name in CODE:
         if (ROOT / name).is_dir():
-            shutil.copytree(
-                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
-            )
+            left_out = shutil.ignore_patterns("__pycache__", ".lock")  # as git ignores them
+            shutil.copytree(ROOT / name, folder / name, ignore=left_out)
         else:
             shutil.copy2(ROOT / name, folder)
     return folder

@@ -18,7 +18,6 @@ import fcntl
 import functools
 import json
 import os
-import re
 import resource
 import selectors
 import signal
@@ -29,8 +28,9 @@ import termios
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+from cluster.gpus import lock_gpu, used_gpus
 from cluster.probe import interfaces, own_address
 
 LIFE_SECONDS = 3  # between signs of life
@@ -40,8 +40,6 @@ SILENCE_SECONDS = 60
 PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LONGEST_LINE = 1 << 20  # bytes that are passed on in one piece
-NAMED = re.compile(r"\d+|(GPU|MIG)-[\w-]+")  # how CUDA_VISIBLE_DEVICES names a GPU
-DRIVER = Path("/proc/driver/nvidia/gpus")  # has a folder for each GPU
 MARK = b"# preload:"  # begins a line of a script; ranks of a host may share what is above it
 IGNORED = (signal.SIGINT, signal.SIGHUP)  # the launcher decides what the terminal's Ctrl-C means
 MOST_FILES = 1 << 16  # open: each rank is connected to all others, twice to those of its host
@@ -66,7 +64,7 @@ class Agent:
         self._asked: list[int] = []  # signals that came meanwhile
         self._meeting = threading.Lock()  # for _ranks and _preloading, which _listen signals
         self._saying = threading.Lock()
-        self._locks: list[Any] = []  # files of GPUs
+        self._locks: list[IO[str]] = []  # files of GPUs
         self._ending = threading.Lock()
         self._passing_on = threading.Event()  # cleared while the reader of the output pauses
         self._passing_on.set()
@@ -81,7 +79,9 @@ class Agent:
         try:
             environment = self._environment(job)
             if "SLURM_JOB_ID" not in os.environ:  # Slurm gives each job its own
-                self._take_gpus(job, environment.get("CUDA_VISIBLE_DEVICES"))
+                visible = environment.get("CUDA_VISIBLE_DEVICES")
+                gpus = used_gpus(job["gpus"], visible, len(job["ranks"]))
+                self._locks = [lock_gpu(gpu, job["run"]) for gpu in gpus]
         except (ValueError, OSError) as error:
             self._say(error=str(error))
             return
@@ -127,47 +127,6 @@ class Agent:
                 "unset it, or give nic in HOSTFILE"
             )
         return environment
-
-    def _take_gpus(self, job: dict[str, Any], visible: str | None) -> None:
-        """Lock the GPUs that the ranks will use, against other jobs of this user."""
-        count = len(job["ranks"])
-        gpus = job["gpus"]
-        if gpus is None and visible is not None:
-            has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
-            gpus = [gpu for gpu in visible.split(",") if has_gpus and NAMED.fullmatch(gpu)][:count]
-        elif gpus is None:  # those that HorovodStrategy takes by local rank
-            gpus = [gpu for gpu in range(count) if Path(f"/dev/nvidia{gpu}").exists()]
-        for gpu in gpus:
-            self._lock_gpu(str(gpu), job["run"])
-
-    def _lock_gpu(self, gpu: str, run: str) -> None:
-        """Lock a file for the GPU, with the name of our run; the kernel unlocks it at our end."""
-        # Not in TMPDIR, which may differ between jobs; not through a link that somebody put there.
-        name = f"horovod-gpu-{os.uname().nodename}-{os.getuid()}-{place_of(gpu)}"
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        try:
-            file = os.fdopen(os.open(Path("/tmp") / name, flags, 0o600), "r+")
-            is_ours = os.fstat(file.fileno()).st_uid == os.getuid()
-        except PermissionError:
-            is_ours = False
-        if not is_ours:
-            raise ValueError(
-                f"/tmp/{name} is another user's, who keeps GPU {gpu} from you: have it deleted"
-            )
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            owner = file.read().strip()
-            raise ValueError(
-                f"GPU {gpu} is in use by run {owner}: wait for it, take others (gpus in "
-                f"HOSTFILE), or make stop RUN={owner}"
-            ) from None
-        file.seek(0)
-        file.truncate()
-        file.write(run)
-        file.flush()
-        self._locks.append(file)
 
     def _start(
         self, rank: int, command: list[str], environment: dict[str, str],
@@ -364,16 +323,6 @@ class Agent:
                 sys.stdout.buffer.flush()
             except OSError:
                 os._exit(1)  # nobody listens; the kernel kills the ranks
-
-
-def place_of(gpu: str, driver: Path = DRIVER) -> str:
-    """A GPU's place on the bus, from its number or the beginning of its UUID: one name for one GPU.
-    Where the driver does not say, and for a part of a GPU (MIG), it is `gpu` itself."""
-    places = sorted(driver.glob("*/information"))  # as nvidia-smi and PCI_BUS_ID count
-    if gpu.isdecimal():
-        return dict(enumerate(file.parent.name for file in places)).get(int(gpu), gpu)
-    begins = re.compile(rf"GPU UUID:\s+{re.escape(gpu)}")
-    return next((file.parent.name for file in places if begins.search(file.read_text())), gpu)
 
 
 def shares_imports(command: list[str]) -> bool:

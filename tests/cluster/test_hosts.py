@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import http.client
 import os
@@ -20,7 +21,7 @@ from horovod.runner.common.util.hosts import HostInfo, get_host_assignments
 from hypothesis import given
 from hypothesis import strategies as draw
 
-from cluster import agent, findings
+from cluster import agent, findings, gpus
 from cluster.doctor import quick
 from cluster.forwarding import addresses, forwarded
 from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks, read, used
@@ -411,20 +412,28 @@ def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.Mo
         ("0", "0000:41:00.0"), ("1", "0000:c1:00.0"), ("2", "2"), ("GPU-b2", "0000:c1:00.0"),
         ("GPU-a", "0000:41:00.0"), ("GPU-c", "GPU-c"), ("MIG-a1", "MIG-a1"),
     ):  # fmt: skip
-        assert agent.place_of(name, tmp_path) == place
-    monkeypatch.setattr(agent.Path, "glob", lambda path, pattern: [path])  # there are some
-    monkeypatch.setattr(agent, "place_of", lambda gpu: f"of {gpu} of {os.getpid()}")  # no real one
-    for visible, names in (("1,GPU-b2,MIG-a1", ["1", "GPU-b2"]), ("-1", []), ("", [])):
-        first = agent.Agent()
-        first._take_gpus({"run": "x", "gpus": None, "ranks": [0, 1]}, visible)
-        assert len(first._locks) == len(names)
-        with monkeypatch.context() as other:
-            other.setattr(tempfile, "tempdir", str(tmp_path))
-            for name in names:
-                with pytest.raises(ValueError, match=f"GPU {name} is in use by run x"):
-                    agent.Agent()._take_gpus({"run": "y", "gpus": None, "ranks": [0]}, name)
-        for file in first._locks:
-            Path(f"/proc/self/fd/{file.fileno()}").resolve().unlink()
+        assert gpus.place_of(name, tmp_path) == place
+    monkeypatch.setattr(gpus, "place_of", lambda gpu: f"of {gpu} of {os.getpid()}")  # no real one
+    with contextlib.ExitStack() as locks:
+        for gpu in ("1", "GPU-b2"):
+            file = locks.enter_context(gpus.lock_gpu(gpu, "x"))
+            locks.callback(Path(f"/proc/self/fd/{file.fileno()}").resolve().unlink)
+            with monkeypatch.context() as other:
+                other.setattr(tempfile, "tempdir", str(tmp_path))
+                with pytest.raises(ValueError, match=f"GPU {gpu} is in use by run x"):
+                    gpus.lock_gpu(gpu, "y")
+
+
+def test_gpus_that_ranks_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of HOSTFILE, else the first that CUDA_VISIBLE_DEVICES names, if there are any."""
+    monkeypatch.setattr(gpus.Path, "glob", lambda path, pattern: iter([path]))  # there are some
+    monkeypatch.setattr(gpus.Path, "exists", lambda path: path.name in ("nvidia0", "nvidia2"))
+    assert gpus.used_gpus([7, 1], "0", 2) == ["7", "1"]
+    assert gpus.used_gpus(None, "1,GPU-b2,MIG-a1", 2) == ["1", "GPU-b2"]
+    assert gpus.used_gpus(None, "-1", 2) == gpus.used_gpus(None, "", 2) == []
+    assert gpus.used_gpus(None, None, 4) == ["0", "2"]
+    monkeypatch.setattr(gpus.Path, "glob", lambda path, pattern: iter([]))
+    assert gpus.used_gpus(None, "0,1", 2) == []
 
 
 def test_another_users_lock_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,8 +441,7 @@ def test_another_users_lock_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -
     uid, place = os.getuid() + 1, f"of {os.getpid()}"
     name = f"horovod-gpu-{os.uname().nodename}-{uid}-{place}"
     monkeypatch.setattr(os, "getuid", lambda: uid)
-    monkeypatch.setattr(agent, "place_of", lambda gpu: place)
-    job = {"run": "x", "gpus": [3], "ranks": [0]}
+    monkeypatch.setattr(gpus, "place_of", lambda gpu: place)
     told = f"^/tmp/{name} is another user's, who keeps GPU 3 from you: have it deleted$"
 
     def denied(*_: object) -> None:
@@ -442,10 +450,10 @@ def test_another_users_lock_of_a_gpu_is_named(monkeypatch: pytest.MonkeyPatch) -
     try:
         (Path("/tmp") / name).touch()
         with pytest.raises(ValueError, match=told):
-            agent.Agent()._take_gpus(job, None)
+            gpus.lock_gpu("3", "x")
         monkeypatch.setattr(os, "open", denied)
         with pytest.raises(ValueError, match=told):
-            agent.Agent()._take_gpus(job, None)
+            gpus.lock_gpu("3", "x")
     finally:
         (Path("/tmp") / name).unlink()
 

@@ -21,6 +21,8 @@ lot, as every tenth step might always be the one that waits for the loader.
 On a GPU moments are events in its stream: phases are those of the GPU, not of the program, which
 runs ahead. Where the GPU waits for the program they are the program's after all, so the GPU is
 asked, when all of backward is queued, whether it has caught up.
+
+Any phase may hold time in which the rank was ready to run and had no core; the kernel counts it.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ import random
 import socket
 from collections import deque
 from itertools import compress, pairwise
+from pathlib import Path
 from statistics import median_low
 from typing import Any
 
@@ -40,7 +43,17 @@ from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from runs.bottleneck import PHASES, crowded, measured, named, phases, shares, straggler, verdict
+from runs.bottleneck import (
+    PHASES,
+    contended,
+    crowded,
+    measured,
+    named,
+    phases,
+    shares,
+    straggler,
+    verdict,
+)  # fmt: skip
 from runs.ranks import gather_texts
 from strategies.clock import Moment, moment, seconds
 from strategies.cores import usable_cores
@@ -49,6 +62,7 @@ WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # the last timed steps, of which medians are made
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
 SHORT = 10e-3  # seconds: of shorter steps only a share is timed
+SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 
 
 class Anatomy(Callback):
@@ -88,13 +102,15 @@ class Anatomy(Callback):
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._timed, self._drawn = True, 1.0  # is this step, and what share of them
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
-        self._unread: deque[tuple[list[tuple[str, Moment]], list[Any]]] = deque()
+        self._began = 0.0  # what `waited` was when this step began
+        self._unread: deque[tuple[list[tuple[str, Moment]], list[Any], float]] = deque()
         self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
         # The sums over a step's exchanges: calls, bytes, bytes and seconds of busy ends, 1 each.
         self._wire: deque[list[float]] = deque(maxlen=KEPT)
         self._batches = self._noted = 0  # all batches, and those that were timed
         self._count = self._logged = 0  # of the timed: those read, and those logged
         self._total = self._weight = 0.0  # seconds of all timed steps, and how many
+        self._waited = 0.0  # seconds of them without a core
         self._asked = self._kept_up = 0  # how often a GPU was asked, and how often it had caught up
         self._near: Moment | None = None  # when it came to the last part of backward
         self._told: set[int] = set()  # ranks that were said to be slow
@@ -131,6 +147,7 @@ class Anatomy(Callback):
     def _begin_anew(self) -> None:
         """Leave out what was since the last batch, as an evaluation or a checkpoint."""
         self._marks = []
+        self._began = waited()
         self._begin("data")
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -171,23 +188,24 @@ class Anatomy(Callback):
     def _note_step(self) -> None:
         self._begin("data")
         self._noted += 1
-        self._unread.append((self._marks, self._take_exchanges()))
+        self._unread.append((self._marks, self._take_exchanges(), waited() - self._began))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()
 
     def _read(self) -> None:
         """Turn the moments of the oldest unread step into seconds."""
-        marks, exchanges = self._unread.popleft()
+        marks, exchanges, without_core = self._unread.popleft()
         self._count += 1
         if self._count <= self.warmup:
             return
         spent = dict.fromkeys(PHASES, 0.0)
         for (phase, begun), (_, ended) in pairwise(marks):
             spent[phase] += seconds(begun, ended)
-        waited = sum(seconds(exchange.backward, exchange.end) for exchange in exchanges)
-        spent["backward"], spent["all_reduce"] = max(0.0, spent["backward"] - waited), waited
+        exposed = sum(seconds(exchange.backward, exchange.end) for exchange in exchanges)
+        spent["backward"], spent["all_reduce"] = max(0.0, spent["backward"] - exposed), exposed
         self._steps.append(list(spent.values()))
         self._total += sum(spent.values())
+        self._waited += without_core
         self._weight += 1
         figures = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end), 1) for e in exchanges]
         self._wire.append([sum(values) for values in zip(*figures)])
@@ -233,6 +251,7 @@ class Anatomy(Callback):
         self._steps = deque(compress(self._steps, kept), KEPT)
         self._wire = deque(compress(self._wire, kept), KEPT)
         self._total, self._weight = self.share * self._total, self.share * self._weight
+        self._waited *= self.share
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for hook in self._hooks:
@@ -250,6 +269,8 @@ class Anatomy(Callback):
         counts = torch.tensor([self._kept_up, self._asked], device=self._device)
         kept_up, asked = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         keeps_up = kept_up / asked if asked else None
+        mine = torch.tensor(self._waited / self._total, device=self._device)
+        waits = trainer.strategy.all_gather(mine).reshape(-1).tolist()
         self.found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
@@ -258,7 +279,8 @@ class Anatomy(Callback):
             "ranks": [
                 {"rank": rank, "host": self._hosts[rank]}
                 | {k: round(1e3 * float(x), 4) for k, x in zip(PHASES, rows.median(0).values)}
-                for rank, rows in enumerate(steps)
+                | {"waits_for_core": round(wait, 4)}
+                for rank, (rows, wait) in enumerate(zip(steps, waits))
             ],
             "straggler": slow,
             "gpu_keeps_up": keeps_up and round(keeps_up, 4),
@@ -267,6 +289,7 @@ class Anatomy(Callback):
             "verdict": verdict(
                 share, median, wire, named(slow, self._hosts) if slow else "",
                 str(trainer.precision), self._crowd, keeps_up or 0.0,
+                contended(self._hosts, waits) if self._device.type == "cpu" else None,
             ),
         }  # fmt: skip
 
@@ -294,3 +317,14 @@ class Anatomy(Callback):
             "pauses_count": strategy.root_device.type == "cuda",
             "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
         }  # fmt: skip
+
+
+def waited() -> float:
+    """Seconds that this thread was ready to run and had no core; 0 if the kernel does not count.
+
+    Source: proc(5), and Documentation/scheduler/sched-stats.rst of Linux.
+    """
+    try:
+        return 1e-9 * int(SCHEDULED.read_text().split()[1])
+    except (OSError, IndexError):
+        return 0.0

@@ -19,7 +19,10 @@ ALL_REDUCE = PHASES.index("all_reduce")
 # A straggler's work takes more than SLOWER times that of the others in PERSISTENT of the steps.
 SLOWER, PERSISTENT = 1.15, 0.75
 # The verdict names a phase that takes at least this share of the step.
-BOTTLENECK = {"data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "optimizer": 0.3, "rest": 0.3}
+BOTTLENECK = {
+    "data": 0.15, "all_reduce": 0.15, "straggler": 0.15, "cores": 0.15, "optimizer": 0.3,
+    "rest": 0.3,
+}  # fmt: skip
 STARVED = 0.9  # share of the steps in which a GPU keeps up with the program that queues its work
 LATENCY_BOUND = 2**20  # bytes of gradients: with fewer, negotiation takes the time, not the wire
 
@@ -70,9 +73,26 @@ def named(slow: dict[str, Any], hosts: list[str]) -> str:
     )
 
 
+def contended(hosts: list[str], waits: list[float]) -> tuple[float, str]:
+    """The largest share of its time that a rank waits for a core, and what that means, in words.
+
+    Args:
+        hosts: of the ranks.
+        waits: the share of each.
+    """
+    share = max(waits)
+    rank = waits.index(share)
+    fewer = "fewer ranks (NP=, -np, -H)" if len(waits) > 1 else "OMP_NUM_THREADS=1"
+    return share, (
+        f"rank {rank} on {hosts[rank]} waits {share:.0%} of its time for a core, which other "
+        f"programs or loader workers take: see top there, or try {fewer}"
+    )
+
+
 def verdict(
     share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
     precision: str = "32-true", crowd: str = "", keeps_up: float = 0.0,
+    waits: tuple[float, str] | None = None,
 ) -> str:  # fmt: skip
     """What limits the speed, and what to try: the largest of the phases that take too much.
 
@@ -84,7 +104,9 @@ def verdict(
         precision: the Trainer's.
         crowd: the host with too few cores, in words.
         keeps_up: in which share of the steps a GPU waits for the program.
+        waits: as `contended` gives it.
     """
+    share = share | {"cores": waits[0] if waits else 0.0}
     costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
     part = f"{costly.get(name, share['forward'] + share['backward']):.0%} of the step"
@@ -107,6 +129,8 @@ def verdict(
             f"data: {part} is waiting for batches: try data.num_workers where it has them, or less "
             "work a sample"
         )
+    if name == "cores" and waits:
+        return f"cores: {waits[1]}"
     if name == "straggler" and slow:
         return f"straggler: {slow}; ranks wait {part}: see its load, clock rate and data"
     if name == "straggler":

@@ -661,6 +661,10 @@ MUTATIONS = [
         "same_part", "test_anatomy", "runs",
     ),
     Mutation(
+        "a rank that waits for a core is said to compute", "anatomy.py",
+        "        self._waited += without_core\n", "", "take_a_core", "test_anatomy", "runs",
+    ),
+    Mutation(
         "a stop in the last evaluation is passed over", "stopping.py",
         "self._stop_if_asked(trainer, 0)", "pass",
         "last_evaluation", "runs/test_stopping", "runs",

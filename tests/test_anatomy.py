@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import socket
+import subprocess
 import sys
 import time
 from collections import deque
@@ -83,11 +85,12 @@ def test_a_straggler_is_persistent() -> None:
 
 def said(
     slow: str = "", wire: dict[str, Any] | None = None, precision: str = "32-true", crowd: str = "",
-    keeps_up: float = 0.0, **seconds: float,
+    keeps_up: float = 0.0, waits: float = 0.0, **seconds: float,
 ) -> str:  # fmt: skip
     share = dict.fromkeys([*PHASES, "straggler"], 0.0) | seconds
     parts = {phase: spent / sum(share.values()) for phase, spent in share.items()}
-    return verdict(parts, 10.0, wire, slow, precision, crowd, keeps_up)
+    contended = bottleneck.contended(["a", "b"], [0.0, waits])
+    return verdict(parts, 10.0, wire, slow, precision, crowd, keeps_up, contended)
 
 
 def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
@@ -133,6 +136,17 @@ def test_ranks_that_share_cores_are_named() -> None:
     assert said(crowd=crowd, data=9).startswith("data: ")
     assert said(crowd=crowd, optimizer=9).startswith("optimizer: ")
     assert said(crowd=crowd, straggler=9, slow="rank 1 on b").startswith("straggler: rank 1")
+
+
+def test_a_rank_that_waits_for_a_core_is_named() -> None:
+    """Though it looks like a straggler, or like something to compute."""
+    words = "cores: rank 1 on b waits 50% of its time for a core, which other"
+    assert said(waits=0.5, forward=1).startswith(words)
+    assert said(waits=0.5, forward=6, straggler=4, slow="rank 1 on b").startswith(words)
+    assert said(waits=0.5, forward=4, all_reduce=6).startswith("network: 60%")
+    assert said(waits=0.14, forward=1).startswith("compute: ")
+    assert said(waits=0.5, forward=1).endswith("try fewer ranks (NP=, -np, -H)")
+    assert bottleneck.contended(["a"], [0.5])[1].endswith("or try OMP_NUM_THREADS=1")
 
 
 def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
@@ -367,6 +381,7 @@ def test_each_second_is_in_its_phase(
 ) -> None:
     """Validations and ends of epochs are in none; half a second of backward waits for gradients."""
     monkeypatch.setattr(anatomy, "moment", lambda device: Ticks.now)
+    monkeypatch.setattr(anatomy, "waited", lambda: Ticks.now / 4)
     monkeypatch.setattr(anatomy, "usable_cores", lambda: 1)
     shared: list[Any] = []
     monkeypatch.setattr(anatomy, "crowded", lambda ranks: shared.extend(ranks) or "9 ranks share")
@@ -386,7 +401,7 @@ def test_each_second_is_in_its_phase(
     expected |= {"optimizer": 4000, "rest": 1e3 * rest}
     assert result["phases_ms"] == {**expected, "straggler": 0}
     (rank,) = result["ranks"]
-    assert rank == {"rank": 0, "host": socket.gethostname(), **expected}
+    assert rank == {"rank": 0, "host": socket.gethostname(), **expected, "waits_for_core": 0.25}
     others = 6 + rest
     first, second = 1e3 * (forward[0] + others), 1e3 * (forward[1] + others)
     step = {"median": second, "mean": (3 * first + 4 * second) / 7, "p10": first, "p90": second}
@@ -511,10 +526,41 @@ def test_steps_count_alike_before_and_after_fewer_are_timed() -> None:
     timed = Anatomy(warmup=0)
     trainer("horovod", callbacks=[timed], max_epochs=1).fit(Net(), loader())
     timed._steps, timed._wire = deque([[2.0]] * 1000), deque([[1.0]] * 1000)
-    timed._total, timed._weight = 2000.0, 1000.0
+    timed._total, timed._weight, timed._waited = 2000.0, 1000.0, 500.0
     timed._time_fewer()
     assert 50 < len(timed._steps) < 200 and len(timed._wire) == len(timed._steps)
-    assert (timed._total, timed._weight) == pytest.approx((200, 100))
+    assert (timed._total, timed._weight, timed._waited) == pytest.approx((200, 100, 50))
+
+
+class Spins(Net):
+    """Each step needs 20 ms of a core, which rank 0 shares with two other programs."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return super().training_step(batch, batch_idx)
+
+
+def contention() -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[RANK % len(cores)]})
+    if RANK:
+        return found(Spins())
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        return found(Spins())
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank needs a core")
+def test_programs_that_take_a_core_are_named(launch_anew: Callable) -> None:
+    (first, _) = launch_anew(contention, 2)
+    assert first["verdict"].startswith(f"cores: rank 0 on {socket.gethostname()} waits ")
+    assert first["ranks"][0]["waits_for_core"] > 0.3
 
 
 def planted(folder: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
+WAITS_SHARE = 0.15  # of a rank's time, for a core; from here on it is warned of
 MOST_RANKS = 4096
 
 
@@ -150,11 +151,18 @@ def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
 
 def oversubscribed(summary: dict[str, Any]) -> list[str]:
     """A warning that ranks shared cores, and so took longer than on cores of their own."""
-    if not (crowded := summary["anatomy"].get("crowded")):
+    anatomy = summary["anatomy"]
+    waits = max((rank.get("waits_for_core", 0.0) for rank in anatomy.get("ranks", [])), default=0.0)
+    if anatomy.get("crowded"):
+        what, mend = f"{anatomy['crowded']}, and wait for each other", "start fewer there"
+    elif waits >= WAITS_SHARE:
+        what = f"a rank waited {waits:.0%} of its time for a core, which other programs had"
+        mend = "end them"
+    else:
         return []
     return [
-        f"take care in this run {crowded}, and wait for each other: its compute and how much ranks "
-        "differ are not those of ranks with a core each; start fewer there, and measure again"
+        f"take care in this run {what}: its compute and how much ranks differ are not those of "
+        f"ranks with a core each; {mend}, and measure again"
     ]
 
 

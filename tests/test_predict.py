@@ -455,18 +455,27 @@ def test_a_rank_that_is_always_the_slowest_is_told_and_kept(
     assert float(lost["by chance"][0]) < float(lost["by chance"][2])
 
 
-@pytest.mark.parametrize("crowded", ["4 ranks share the 2 cores of laptop", None])
+@pytest.mark.parametrize(
+    ("crowded", "waits", "told"),
+    [
+        ("4 ranks share the 2 cores of laptop", 0.5, "4 ranks share the 2 cores of laptop, and"),
+        (None, 0.5, "a rank waited 50% of its time for a core, which other programs had"),
+        (None, 0.1, ""),
+    ],
+)
 def test_a_run_of_ranks_that_shared_cores_is_told(
-    crowded: str | None, files: dict[str, Path], monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    crowded: str | None, waits: float, told: str, files: dict[str, Path],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     content = summary()
     content["anatomy"]["crowded"] = crowded
+    content["anatomy"]["ranks"] = [{"waits_for_core": 0.0}, {"waits_for_core": waits}]
     files["run"].write_text(json.dumps(content))
     options = ["--run", str(files["run"]), "--allreduce", str(files["one"]), "--ranks", "2"]
     assert said(monkeypatch, *options) == 0
-    cautions = re.findall("^take care in this run (.*), and wait", capsys.readouterr().out, re.M)
-    assert cautions == ([crowded] if crowded else [])
+    cautions = re.findall("^take care in this run (.*)$", capsys.readouterr().out, re.M)
+    assert len(cautions) == bool(told)
+    assert all(caution.startswith(told) for caution in cautions)
 
 
 def test_any_word_of_the_network_makes_it_another_one(

@@ -57,7 +57,7 @@ from .refusals import (
 )
 from .resuming import global_batch_size, resume
 from .samplers import each_sample_once
-from .steps import GuardedSteps
+from .steps import GuardedSteps, has_hooks
 
 T = TypeVar("T")
 
@@ -328,8 +328,8 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._steps is not None:
-            self._steps.check(optimizer)
+        if self._steps is not None and not has_hooks(optimizer):
+            closure = self._steps.then_checked(closure, optimizer)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override

@@ -29,11 +29,10 @@ class GuardedSteps:
         self._combine = combine
         self._groups: dict[int, int] = {}  # an optimizer's id: how many it had at the last check
         # Optimizers of self.optimizers(use_pl_optimizer=False) step without the strategy knowing.
-        # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step)
             for optimizer in optimizers
-            if hasattr(optimizer, "_optimizer_step_pre_hooks")
+            if has_hooks(optimizer)
         ]
 
     def remove(self) -> None:
@@ -68,13 +67,29 @@ class GuardedSteps:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Returns other arguments for `step`, or None to leave them as they are."""
-        self.check(optimizer)
-        if not isinstance(optimizer, LBFGS):
+        if not any(map(callable, [*args[1:], *kwargs.values()])):
+            self.check(optimizer)
             return None
 
-        # Its line search calls the closure, its only argument, until the loss is low enough: by the
-        # loss of all ranks, so that they call it equally often.
-        def shared(closure: Callable[[], Any]) -> Callable[[], Any]:
-            return lambda: self._combine(closure())
+        def then_checked(value: Any) -> Any:
+            return self.then_checked(value, optimizer) if callable(value) else value
 
-        return (args[0], *map(shared, args[1:])), {k: shared(value) for k, value in kwargs.items()}
+        others = {name: then_checked(value) for name, value in kwargs.items()}
+        return (args[0], *map(then_checked, args[1:])), others
+
+    def then_checked(self, closure: Callable[[], Any], optimizer: Optimizer) -> Callable[[], Any]:
+        """A closure of a step, which clears gradients and makes new ones, and then the check."""
+
+        def checked() -> Any:
+            loss = closure()
+            self.check(optimizer)
+            # A line search calls this until the loss is low enough: by the loss of all ranks, so
+            # that they call it equally often.
+            return self._combine(loss) if isinstance(optimizer, LBFGS) else loss
+
+        return checked
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """False for many classes that wrap another optimizer and leave out Optimizer.__init__."""
+    return hasattr(optimizer, "_optimizer_step_pre_hooks")

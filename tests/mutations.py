@@ -360,7 +360,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a line search goes by this rank's loss", "steps.py",
-        "return lambda: self._combine(closure())", "return closure", "horovod-2 and line_search",
+        "return self._combine(loss) if isinstance(optimizer, LBFGS) else loss", "return loss",
+        "horovod-2 and line_search",
     ),
     Mutation(
         "learning rates are not compared", "refusals.py",

@@ -157,6 +157,19 @@ def gradients_replaced_by_hooks(strategy: str) -> dict[str, Any]:
     return fit(strategy, Halved())
 
 
+class Explains(pl.Callback):
+    """Asks between steps what the network looks at, as Grad-CAM does."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.net(samples()[:4][0].requires_grad_())[:, 0].sum().backward()
+
+
+@case()
+def backwards_between_steps(strategy: str) -> dict[str, Any]:
+    """They leave gradients of this rank alone, which the next step clears."""
+    return fit(strategy, callbacks=[Explains()])
+
+
 def counted(strategy: str, **arguments: Any) -> dict[str, Any]:
     """Gradients are reduced once a step, not once a batch."""
     if strategy != "horovod":

@@ -63,7 +63,6 @@ QUIETED = (  # warnings that tell a user of this template nothing
     ".*LeafSpec.*is deprecated.*",
     ".*does not have many workers.*",
     ".*smaller than the logging interval.*",  # the report says it at the end, where it matters
-    ".*srun. command is available.*",  # others launch here
     ".*Experiment logs directory.*is not empty.*",
 )
 

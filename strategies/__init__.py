@@ -4,6 +4,8 @@ Self-contained: needs torch, Lightning, torchmetrics and Horovod (with cloudpick
 it) and nothing else of this repository, so the folder can be copied into another project as it is.
 """
 
+import warnings
+
 import pytorch_lightning as pl
 from pytorch_lightning.strategies import StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -31,6 +33,8 @@ if not pl.__version__.startswith(f"{LIGHTNING}."):
         f"HorovodStrategy is tested with Lightning {LIGHTNING}, and this is {pl.__version__}: "
         "compare what it trains with one process before you rely on it"
     )
+# Lightning says so of every Trainer where Slurm is installed; processes of srun are refused here.
+warnings.filterwarnings("ignore", ".*srun. command is available.*")
 if "horovod" not in StrategyRegistry:
     StrategyRegistry.register(
         "horovod", HorovodStrategy, description="Data parallel training over Horovod"

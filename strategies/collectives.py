@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import cloudpickle
 import horovod.torch as hvd
 import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 
 from .cores import usable_cores
@@ -215,6 +216,22 @@ class World:
         parts = self.gather(torch.frombuffer(pack(obj).getbuffer(), dtype=torch.uint8))
         return [unpack(io.BytesIO(part.numpy().tobytes())) for part in parts]
 
+    def stack(self, tensor: Tensor) -> Tensor:
+        """Shape (size, *shape): every rank's tensor.
+
+        Raises:
+            MisconfigurationException: when shapes differ between ranks.
+        """
+        parts = self.gather(tensor)
+        shapes = [tuple(part.shape) for part in parts]
+        if len(set(shapes)) > 1:
+            raise MisconfigurationException(
+                f"all_gather takes one shape, and ranks have {', '.join(map(str, shapes))}: "
+                "evaluation repeats no sample, so a rank may have one less; "
+                "self.trainer.strategy.world.gather(tensor) gives a list instead"
+            )
+        return torch.stack(parts)
+
     def gather_with_gradients(self, tensor: Tensor) -> Tensor:
         """Shape (size, *shape): every rank's tensor, of one shape; gradients flow back to all."""
         return Gather.apply(tensor, self)
@@ -268,12 +285,12 @@ class World:
 
 
 class Gather(torch.autograd.Function):
-    """World.gather, stacked; backward adds up all ranks' gradients of this rank's tensor."""
+    """World.stack; backward adds up all ranks' gradients of this rank's tensor."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, world: World) -> Tensor:
         ctx.world = world
-        return torch.stack(world.gather(tensor))
+        return world.stack(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradients: Tensor) -> tuple[Tensor, None]:

@@ -1,6 +1,6 @@
 """HorovodStrategy: data parallel training of Lightning modules over Horovod.
 
-    horovodrun -np 4 -H node1:2,node2:2 python train.py     with Trainer(strategy="horovod")
+    horovodrun -np 4 -H node1:2,node2:2 python train.py     with Trainer(strategy=HorovodStrategy())
     python train.py                                         the same in one process
 
 After n steps the weights are those of one process that sees the batches of all ranks together.
@@ -57,7 +57,7 @@ from .refusals import (
 )
 from .resuming import global_batch_size, resume
 from .samplers import each_sample_once
-from .steps import GuardedSteps, has_hooks
+from .steps import GuardedSteps
 
 T = TypeVar("T")
 
@@ -328,7 +328,7 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._steps is not None and not has_hooks(optimizer):
+        if self._steps is not None and not self._steps.has_hook(optimizer):
             closure = self._steps.then_checked(closure, optimizer)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
@@ -509,7 +509,7 @@ class HorovodStrategy(ParallelStrategy):
             return torch.stack([tensor if sync_grads else tensor.detach()])
         if sync_grads:
             return self.world.gather_with_gradients(tensor)
-        return torch.stack(self.world.gather(tensor))
+        return self.world.stack(tensor)
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -83,7 +83,7 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
         return loader
     if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
         return loader  # the user's way: each rank evaluates all, say
-    samples = len(sampler.dataset)  # type: ignore[arg-type]
+    samples = whole = len(sampler.dataset)  # type: ignore[arg-type]
     # Lightning wraps the user's own sampler, which is not distributed.
     wrapped = isinstance(sampler, DistributedSamplerWrapper)
     if not wrapped and type(sampler).__iter__ is not DistributedSampler.__iter__:
@@ -98,6 +98,11 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
     plain = batches if known and type(batches) is BatchSampler else None
     if plain is not None and plain.drop_last:
         samples -= samples % (world.size * plain.batch_size)
+        if whole >= world.size and not samples:
+            raise MisconfigurationException(
+                f"drop_last=True leaves none of {whole} samples to {stage}: {world.size} batches "
+                f"of {plain.batch_size}, one for each rank, are more; leave it out"
+            )
     if samples < world.size:
         raise MisconfigurationException(
             f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "

@@ -29,15 +29,19 @@ class GuardedSteps:
         self._combine = combine
         self._groups: dict[int, int] = {}  # an optimizer's id: how many it had at the last check
         # Optimizers of self.optimizers(use_pl_optimizer=False) step without the strategy knowing.
-        self._hooks = [
-            optimizer.register_step_pre_hook(self._before_step)
+        # Classes that wrap another optimizer often leave out Optimizer.__init__, and have no hooks.
+        self._hooks = {
+            optimizer: optimizer.register_step_pre_hook(self._before_step)
             for optimizer in optimizers
-            if has_hooks(optimizer)
-        ]
+            if hasattr(optimizer, "_optimizer_step_pre_hooks")
+        }
 
     def remove(self) -> None:
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
+
+    def has_hook(self, optimizer: Optimizer) -> bool:
+        return optimizer in self._hooks
 
     def check(self, optimizer: Optimizer) -> None:
         if self._buckets.in_backward:
@@ -88,8 +92,3 @@ class GuardedSteps:
             return self._combine(loss) if isinstance(optimizer, LBFGS) else loss
 
         return checked
-
-
-def has_hooks(optimizer: Optimizer) -> bool:
-    """False for many classes that wrap another optimizer and leave out Optimizer.__init__."""
-    return hasattr(optimizer, "_optimizer_step_pre_hooks")

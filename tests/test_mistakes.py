@@ -342,6 +342,12 @@ def mistakes() -> dict[str, str]:
         "endless": refusal(Net(), DataLoader(Counting(unequal_batches), 4)),
         "endless words": refusal(OnlyEmbedded(), DataLoader(Counting(unequal_batches), 4)),
         "empty": refusal(Net(), DataLoader(Counting(1 - RANK), 4)),
+        "ragged": refused(lambda: trainer("horovod").strategy.all_gather(torch.ones(2 + RANK, 3))),
+        "dropped": refused(
+            lambda: trainer("horovod").validate(
+                Measured(), DataLoader(samples(67), batch_size=64, drop_last=True)
+            )
+        ),
         "few": refused(lambda: trainer("horovod").validate(Measured(), DataLoader(samples(1)))),
         "checkpoint": refused_file(),
         "twice": refusal(Reentered()),
@@ -396,6 +402,10 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
             f"rank 1 on {host} has 0 training batches an epoch, others"
         )
         assert texts["few"].startswith("1 samples to validate on 2 ranks")
+        assert texts["ragged"].startswith(
+            "all_gather takes one shape, and ranks have (2, 3), (3, 3):"
+        )
+        assert texts["dropped"].startswith("drop_last=True leaves none of 67 samples to validate:")
         assert "/nowhere/to/be/found.ckpt" in texts["checkpoint"]
         assert texts["twice"].startswith("a parameter got a second gradient in one backward")
         assert texts["complex"].startswith("Horovod adds no complex gradients")

@@ -2,12 +2,12 @@
 
 Each moment from the end of a batch to the end of the next belongs to one phase:
 
-    data         the loader, the transfer to the device, the Trainer between two batches
+    data         the loader, and the transfer to the device
     forward      training_step, until it calls backward
     backward     with as much of the gradients' all-reduce as runs beside it
     all_reduce   what is left of it when backward is done
     optimizer    clipping and the optimizer's step
-    rest         hooks, callbacks, logging
+    rest         hooks, callbacks, logging, checkpoints, the Trainer between two batches
 
 A rank that comes late keeps all others in their all-reduce. So what the rank that waits least
 spends there is the network's, and what others wait longer is counted as "straggler". Under
@@ -47,13 +47,14 @@ from runs.bottleneck import (
     PHASES,
     contended,
     crowded,
+    late_phase,
     measured,
     named,
     phases,
     shares,
     straggler,
     verdict,
-)  # fmt: skip
+)
 from runs.ranks import gather_texts
 from strategies.clock import Moment, moment, seconds
 from strategies.cores import usable_cores
@@ -115,6 +116,11 @@ class Anatomy(Callback):
         self._near: Moment | None = None  # when it came to the last part of backward
         self._told: set[int] = set()  # ranks that were said to be slow
         after = "rest" if pl_module.automatic_optimization else "forward"
+        # Before it, at a batch's end, loggers write, and checkpoints are saved.
+        loop = trainer.fit_loop.epoch_loop
+        loop.__dict__.pop("_on_before_fetch", None)  # of a training that ended in an error
+        self._before_fetch = loop._on_before_fetch
+        loop._on_before_fetch = self._on_fetch  # type: ignore[method-assign]
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_: self._begin(after))
             for optimizer in trainer.optimizers
@@ -148,7 +154,11 @@ class Anatomy(Callback):
         """Leave out what was since the last batch, as an evaluation or a checkpoint."""
         self._marks = []
         self._began = waited()
+        self._begin("rest")
+
+    def _on_fetch(self) -> None:
         self._begin("data")
+        self._before_fetch()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_anew()
@@ -186,7 +196,7 @@ class Anatomy(Callback):
             self._begin_anew()
 
     def _note_step(self) -> None:
-        self._begin("data")
+        self._begin("rest")
         self._noted += 1
         self._unread.append((self._marks, self._take_exchanges(), waited() - self._began))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
@@ -256,6 +266,7 @@ class Anatomy(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for hook in self._hooks:
             hook.remove()
+        del trainer.fit_loop.epoch_loop._on_before_fetch  # ours; the class has Lightning's
         while self._unread:
             self._read()
         if not self._steps:
@@ -290,6 +301,8 @@ class Anatomy(Callback):
                 share, median, wire, named(slow, self._hosts) if slow else "",
                 str(trainer.precision), self._crowd, keeps_up or 0.0,
                 contended(self._hosts, waits) if self._device.type == "cpu" else None,
+                hidden=len(steps) > 1 and not hasattr(trainer.strategy, "take_exchanges"),
+                late=late_phase(steps),
             ),
         }  # fmt: skip
 

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from runs.folders import ROOT
@@ -66,6 +67,19 @@ def straggler(steps: Tensor) -> dict[str, Any] | None:
     return {"rank": slow, "times": round(float(ratios.median()), 2), "phase": phase}
 
 
+def late_phase(steps: Tensor) -> str:
+    """The phase in which the rank that comes last, now one, now another, exceeds the others most.
+
+    Args:
+        steps: seconds, of shape (ranks, steps, phases).
+    """
+    work = steps.clone()
+    work[:, :, ALL_REDUCE] = 0
+    last = work.sum(2).argmax(0)
+    excess = work[last, torch.arange(work.shape[1])] - work.mean(0)
+    return PHASES[int(excess.mean(0).argmax())]
+
+
 def named(slow: dict[str, Any], hosts: list[str]) -> str:
     return (
         f"rank {slow['rank']} on {hosts[slow['rank']]} works {slow['times']} times as long as the "
@@ -92,7 +106,7 @@ def contended(hosts: list[str], waits: list[float]) -> tuple[float, str]:
 def verdict(
     share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
     precision: str = "32-true", crowd: str = "", keeps_up: float = 0.0,
-    waits: tuple[float, str] | None = None,
+    waits: tuple[float, str] | None = None, hidden: bool = False, late: str = "",
 ) -> str:  # fmt: skip
     """What limits the speed, and what to try: the largest of the phases that take too much.
 
@@ -105,6 +119,8 @@ def verdict(
         crowd: the host with too few cores, in words.
         keeps_up: in which share of the steps a GPU waits for the program.
         waits: as `contended` gives it.
+        hidden: whether backward has an all-reduce in it that cannot be told apart.
+        late: as `late_phase` gives it.
     """
     share = share | {"cores": waits[0] if waits else 0.0}
     costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
@@ -117,6 +133,11 @@ def verdict(
             f"launches: in {keeps_up:.0%} of the steps the GPU waits for the program to queue its "
             "work: try a larger data.batch_size, or a compiled model (model.compile=true where it "
             "has that)"
+        )
+    if name == "compute" and hidden:
+        return (
+            f"compute or network: forward and backward, with DDP's all-reduce in it, are {part}: "
+            "strategy=horovod tells them apart"
         )
     if name == "compute":
         lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
@@ -134,27 +155,28 @@ def verdict(
     if name == "straggler" and slow:
         return f"straggler: {slow}; ranks wait {part}: see its load, clock rate and data"
     if name == "straggler":
-        return (
-            f"uneven: ranks wait {part} for now one, now another: look for other load on the "
-            "hosts, more ranks than cores, batches of unequal cost"
-        )
+        try_ = (
+            "try more data.num_workers, or faster storage" if late == "data" else
+            "look for other load on the hosts, more ranks than cores, batches of unequal cost"
+        )  # fmt: skip
+        return f"uneven: ranks wait {part} for now one, now another, mostly in its {late}: {try_}"
     if name == "optimizer":
         return f"optimizer: {part}: try a fused one, or a larger data.batch_size"
     if name == "rest":
         return (
-            f"overhead: {part} of {step_ms:.1f} ms is hooks and logging: try a larger "
-            "data.batch_size, a larger trainer.log_every_n_steps"
+            f"overhead: {part} of {step_ms:.1f} ms is hooks, logging and checkpoints: try a "
+            "larger data.batch_size, a larger trainer.log_every_n_steps"
         )
     rate, advice = "", ""
     if wire:
         large = wire["payload_bytes"] > LATENCY_BOUND
         best, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
         note = f", {reached / best:.0%} of what bench-allreduce measured" if best and large else ""
-        rate = f" at {reached:,.0f} MB/s" if reached >= 1 else f" at {1e3 * reached:.0f} kB/s"
+        rate = f", at {reached:,.0f} MB/s" if reached >= 1 else f", at {1e3 * reached:.0f} kB/s"
         rate += (" or more" if wire.get("pauses_count") else "") + note
         advice = "strategy.compression=bf16, " if large and wire["compressible"] else ""
     return (
-        f"network: {part} is all-reduce{rate} that backward does not hide: try {advice}a larger "
+        f"network: {part} is all-reduce that backward does not hide{rate}: try {advice}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"
     )
 

@@ -228,6 +228,9 @@ def main() -> int:
         job = inputs.job_of(summary, run)
         options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
         options |= network
+        if "operations" in network:  # what others took says nothing of these
+            wanted = network["operations"]
+            results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
         slots = max(summary["hosts"].values())
         cases, sources = inputs.networks([*results.values()], options, slots)
     except Refusal as error:

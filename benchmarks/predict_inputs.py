@@ -302,11 +302,20 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
     Args:
         options: of `described`.
         slots: ranks of a host in the run, unless the options have gpus_per_host.
+
+    Raises:
+        Refusal: when nothing says how the GPUs of a host are joined.
     """
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
     operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
     controller = options.get("controller", "mpi" if operations == "mpi" else "gloo")
+    joined = one_host or "inside" in options or options.get("gpus_per_host", slots) == 1
+    if operations == "nccl" and "rate" in options and not joined:
+        raise Refusal(
+            "NETWORK: add inside=pcie or inside=nvlink, by which GPUs of a host are joined: it is "
+            "not measured"
+        )
     # Measured times contain the agreement already.
     unknown = operations == "nccl" and controller == "gloo" and ("rate" in options or not several)
     hop = options.get("controller_latency", TCP if unknown else 0.0)

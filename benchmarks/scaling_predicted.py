@@ -59,6 +59,11 @@ def predicted(
         "accumulate_grad_batches": accumulated(results["config"]),
     }  # fmt: skip
     slots = max(host["slots"] for host in settings["hosts"].values())
+    if all(len(result["hosts"]) > 1 for _, result in measured):
+        # Ranks that fit on one host are joined otherwise than by the network between hosts.
+        sizes = [np for np in sizes if np > slots]
+    if not sizes:
+        return [], []
     try:
         cases, _ = networks([result for _, result in measured], {}, slots)
         rows = predictions(job_of(summary, Path()), sizes, cases)

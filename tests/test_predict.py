@@ -489,6 +489,10 @@ def test_any_word_of_the_network_makes_it_another_one(
     assert said(monkeypatch, *options, "--network", "operations=nccl") == 0
     assert "measured, ms" not in (output := capsys.readouterr().out) and "operations nccl" in output
     assert "125.0" not in output
+    assert "measured  " not in output and "NOT MEASURED" in output  # the file is Gloo's
+    described = "rate=1gbit latency=20us gpus_per_host=8 operations=nccl"
+    assert said(monkeypatch, *options, "--network", described) == 2
+    assert "NETWORK: add inside=pcie or inside=nvlink" in capsys.readouterr().err
     link = "rate=1gbit latency=20us inside=nvlink"
     assert said(monkeypatch, *options, "--network", link) == 0
     assert "measured  " not in capsys.readouterr().out  # nothing of it is in the table

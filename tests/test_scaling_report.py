@@ -166,6 +166,12 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
     apart = benchmark | {"settings": benchmark["settings"] | {"hosts": two_hosts}}
     assert not predicted(apart, [right])[0]  # nothing was measured between them
+    apart["hosts"] = dict.fromkeys(two_hosts, host)
+    between = all_reduce(tmp_path, "between", hosts=[{"name": name} for name in two_hosts])
+    assert [each["np"] for each in predicted(apart, [between, right])[0]] == [1, 2, 4]
+    assert [each["np"] for each in predicted(apart, [between])[0]] == [
+        4
+    ]  # not of those on one host
     strong = benchmark | {"settings": benchmark["settings"] | {"modes": ["strong"]}}
     assert not predicted(strong, [right])[0]
 

@@ -127,10 +127,10 @@ def test_gpus_in_use_are_refused(
     on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "hosts.yaml"
-    file.write_text("hosts: {node2: {slots: 1, gpus: [5]}}")
+    file.write_text("hosts: {node2: {slots: 1, gpus: [99]}}")
     sleep = ["--hostfile", str(file), PYTHON, "-c", SLEEP]
     first = on(hosts[0], "cluster.jobs", "launch", *sleep, cwd=project)
-    assert first.returncode == 2 and "GPU 5 of the host file is not there" in first.stdout
+    assert first.returncode == 2 and "GPU 99 of the host file is not there" in first.stdout
     # Without those checks, as later: the time comes when another run has the GPU.
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
@@ -141,7 +141,7 @@ def test_gpus_in_use_are_refused(
     (running,) = json.loads(on(hosts[0], "cluster.jobs", "status", "--json", cwd=project).stdout)
     second = run(hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)))
     assert second.returncode == 2
-    assert f"node2: GPU 5 is in use by run {running['id']}" in second.stdout
+    assert f"node2: GPU 99 is in use by run {running['id']}" in second.stdout
     killed = on(hosts[0], "cluster.jobs", "stop", "--kill", cwd=project)
     assert killed.returncode == 0, killed.stdout
     assert process.wait(timeout=15) == 143

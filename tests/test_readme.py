@@ -151,12 +151,14 @@ def test_tensorboard_answers(copy: Path) -> None:
 
 def test_overrides_that_it_names_exist() -> None:
     text = README + "".join(text for page, text in PAGES.items() if page.parent.name == "docs")
-    named = [word for word in re.findall(r"`([^`\n]+)`", text) if re.match(r"~?[a-z_.]+=?", word)]
-    overrides = [word for word in named if re.fullmatch(r"~?[a-z][a-z_.]*=\S+|~[a-z_.]+", word)]
-    assert len(overrides) > 10
+    key = re.compile(r"[+~]?[a-z][a-z0-9_.]*=\S+|~[a-z_.]+")
+    spans = {
+        span for span in re.findall(r"`([^`\n]+)`", text) if all(map(key.fullmatch, span.split()))
+    }
     python = {"grad=None", "sync_dist=True"}
-    for override in set(overrides) - {"key=value"} - python:
-        check([override])
+    assert len(spans) > 30 and any(span.startswith("+") for span in spans)
+    for span in spans - {"key=value"} - python:
+        check(span.split())
 
 
 def test_files_that_it_names_exist() -> None:

@@ -65,7 +65,7 @@ def test_there_is_something_to_run() -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        pytest.param(c, marks=pytest.mark.slow if "experiment=" in c else ())
+        pytest.param(c, marks=[pytest.mark.slow, pytest.mark.timeout(900)] * ("experiment=" in c))
         for c in COMMANDS
         if c not in {*NOT_HERE, ACTIVATE}
     ],
@@ -74,7 +74,7 @@ def test_each_command_runs(copy: Path, command: str) -> None:
     # `python` and `horovodrun` are typed after the line that activates the environment.
     typed = command if command.startswith("make") else f"{ACTIVATE} && {command}"
     before = set(copy.glob("logs/*/runs/*/summary.json"))
-    done = run(["sh", "-c", typed], cwd=copy)
+    done = run(["sh", "-c", typed], cwd=copy, timeout=850)
     assert done.returncode == 0, done.stdout
     new = set(copy.glob("logs/*/runs/*/summary.json")) - before
     assert len(new) == (0 if "--help" in command else 1)

@@ -81,14 +81,16 @@ def _origin() -> str:
 
 
 def _git(*command: str, where: Path) -> str:
+    # safe.directory: in a container the checkout may be another user's.
+    line = ["git", "-c", "safe.directory=*", *command]
     try:
-        done = subprocess.run(["git", *command], cwd=where, capture_output=True, text=True)
+        done = subprocess.run(line, cwd=where, capture_output=True, text=True)
     except FileNotFoundError:
         raise Refusal("git is missing: install it") from None
     if done.returncode:
-        line = (done.stderr.strip().splitlines() or ["it failed"])[-1]
+        told = (done.stderr.strip().splitlines() or ["it failed"])[-1]
         who = "; say who you are: git config --global user.email you@example.org, and user.name"
-        raise Refusal(f"git {command[0]}: {line}{who if command[0] == 'commit' else ''}")
+        raise Refusal(f"git {command[0]}: {told}{who if command[0] == 'commit' else ''}")
     return done.stdout
 
 

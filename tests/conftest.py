@@ -19,6 +19,7 @@ import torch
 from hypothesis import settings
 
 from cluster.signals import interrupt_at_signals
+from cluster.variables import TAKEN
 
 ROOT = Path(__file__).resolve().parent.parent
 HOROVODRUN = str(Path(sys.executable).parent / "horovodrun")
@@ -31,19 +32,34 @@ AS_HOSTS = ["unshare", "--uts", "sh", "-c", NAMED, "sh"]
 def pytest_configure(config: pytest.Config) -> None:
     """Ranks of tests share the CPU; GPUs, of which each needs its own, are for test_gpu.py.
 
-    What `make test ARGS=...` was asked is not for the makes that tests call, nor is the deafness to
-    Ctrl-C of what a script starts with `&`.
+    The deafness to Ctrl-C of what a script starts with `&` is not for what tests start.
     """
+    clear_environment()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     interrupt_at_signals()  # hosts and processes that fixtures made go with us
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     elif ranks_share_a_gpu():
         os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # each is shown a single one
-    for name in ("MAKEFLAGS", "MAKELEVEL", "ARGS"):
-        os.environ.pop(name, None)
     settings.register_profile("no deadline", deadline=None)  # an example may wait for the host
     settings.load_profile("no deadline")
+
+
+def clear_environment() -> None:
+    """Leave out what `make test` was asked, and the git, Hydra, Slurm and language of who asks.
+
+    With GIT_DIR, which git sets for hooks, tests would commit to the repository of who asks.
+    """
+    begins = ("GIT_", "HYDRA_", "SLURM_", "PMI", "OMPI_", "HOROVOD_GLOO")
+    ours = {"MAKEFLAGS", "MAKELEVEL", "PYTHON", "MPI", "CXX", "LANGUAGE", *TAKEN}
+    for name in [n for n in os.environ if n in ours or n.startswith(begins)]:
+        del os.environ[name]
+    os.environ |= {
+        "GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_NOSYSTEM": "1",
+        # The checkout may be another user's, as in a container.
+        "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "safe.directory", "GIT_CONFIG_VALUE_0": "*",
+        "LC_ALL": "C.UTF-8",
+    }  # fmt: skip
 
 
 @cache

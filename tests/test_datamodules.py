@@ -444,7 +444,8 @@ class TestFolder:
             return data
 
         kept = at(TrainerFn.FITTING).state_dict()
-        with warnings.catch_warnings(action="error"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             at(TrainerFn.FITTING).load_state_dict(kept)
         shutil.copy(
             tmp_path / "images" / "tower" / "0.png", tmp_path / "images" / "tower" / "a.png"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,10 @@ import torch
 from cluster import environment, install, patches, wheel
 from cluster.environment import InstallError
 from tests.conftest import ROOT
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not shutil.which(program), reason=f"needs {program}")
 
 
 def info(**changes: Any) -> dict[str, Any]:
@@ -49,6 +54,7 @@ class TestWheel:
         assert f"--find-links ${{HOME}}/.cache/horovod-wheels/{folder.name}\n" in text
 
 
+@needs("g++")
 @pytest.mark.parametrize(
     ("needed", "defined"), [("C++17", "__cplusplus 201703L"), ("C++20", "__cplusplus 202002L")]
 )
@@ -155,6 +161,7 @@ class TestPatch:
         digest = hashlib.sha256(repr(patches.PATCHES).encode()).hexdigest()[:12]
         assert (patches.PATCH, digest) == ("p6", "a82d31071dbc")
 
+    @needs("readelf")
     def test_the_library_looks_in_no_folder_of_its_own(self) -> None:
         """That of its build was in /tmp; torch has loaded all that it needs."""
         (library,) = (Path(horovod.__file__).parent / "torch").glob("mpi_lib_v2.*.so")
@@ -171,6 +178,7 @@ class TestPatch:
 class TestNewerSystems:
     """What the sources of 2023 and CUDA 13.0 lack under g++ 16 and glibc 2.43."""
 
+    @needs("g++")
     def test_the_compiler_brings_what_files_forget_to_ask_for(self, tmp_path: Path) -> None:
         compiler = tmp_path / "c++"
         compiler.write_text(wheel.CXX_WRAPPER.format(cxx="g++", standard="c++17"))
@@ -404,6 +412,7 @@ class TestMissing:
     ) -> None:
         """As administrators mount /tmp; told before the download of torch."""
         flags = SimpleNamespace(f_flag=os.ST_NOSUID | os.ST_NOEXEC)
+        monkeypatch.setattr(wheel.shutil, "which", lambda program: program)
         monkeypatch.setattr(wheel, "has_headers", lambda info: True)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setattr(os, "statvfs", lambda path: {str(tmp_path): flags}[path])

@@ -24,6 +24,21 @@ def test_make_takes_hosts_with_blanks_between(where: list[str]) -> None:
     assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
 
 
+def test_what_surrounds_make_test_is_kept_from_tests(tmp_path: Path) -> None:
+    """A hook's repository, a git that signs, an allocation, variables of make and Hydra."""
+    assert run(["git", "init", "-q", str(tmp_path)]).returncode == 0
+    sign = {"GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "commit.gpgsign",
+            "GIT_CONFIG_VALUE_0": "true"}  # fmt: skip
+    outside = {**sign, "GIT_DIR": str(tmp_path / ".git"), "GIT_WORK_TREE": str(tmp_path)}
+    outside |= {"SLURM_JOB_ID": "1", "SLURM_STEP_NUM_TASKS": "2", "HYDRA_FULL_ERROR": "1"}
+    outside |= {"HOSTS": "a:2", "PYTHON": "/nothing", "MAKEFLAGS": "n", "LC_ALL": "de_DE.UTF-8"}
+    tests = ["tests/runs/test_report.py", "tests/runs/test_mistakes.py", "tests/test_make.py", "-k"]
+    tests += ["commit_in_a_summary or can_be_asked_for or targets_of_a_fork"]
+    done = run([sys.executable, "-m", "pytest", *tests], **outside)
+    assert done.returncode == 0 and "3 passed" in done.stdout, done.stdout
+    assert not list((tmp_path / ".git" / "objects").glob("??"))
+
+
 def test_targets_of_a_fork_start_where_they_are_told() -> None:
     mine = ["make", "-n", "--eval=mine: ; @echo $(WHERE)", "mine", "HOSTS=a:2,b:2 "]
     assert "echo -np 4 -H a:2,b:2\n" in run(mine).stdout

@@ -100,6 +100,18 @@ def test_what_was_deleted_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "models/classifier.py" in kept and "models/gone.py" not in kept
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user: needs root")
+def test_a_checkout_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As in a container."""
+    (tmp_path / "a.py").touch()
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", "a.py")
+    for path in (tmp_path, tmp_path / ".git"):
+        os.chown(path, 12345, 12345)
+    monkeypatch.setenv("GIT_CONFIG_COUNT", "0")
+    assert new._git("ls-files", where=tmp_path) == "a.py\n"
+
+
 def test_what_git_does_not_track_is_told(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,9 +125,8 @@ def test_what_git_does_not_track_is_told(
 
 
 def test_nothing_is_left_when_git_does_not_know_who_commits(tmp_path: Path) -> None:
-    nobody = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull,
-              "GIT_CONFIG_COUNT": "1", "GIT_CONFIG_KEY_0": "user.useConfigOnly",
-              "GIT_CONFIG_VALUE_0": "true"}  # fmt: skip
+    nobody = {"GIT_CONFIG_COUNT": "2", "GIT_CONFIG_KEY_1": "user.useConfigOnly",
+              "GIT_CONFIG_VALUE_1": "true"}  # fmt: skip
     for name in SOMEBODY:
         nobody[name] = ""
     done = run(["make", "new", "NAME=mine", f"DIR={tmp_path}/mine"], **nobody)

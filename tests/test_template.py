@@ -560,3 +560,23 @@ def test_ddp_between_the_ranks_of_horovodrun(tmp_path: Path) -> None:
     assert len(torch.load(summary(tmp_path)["predictions"])) == 360
     assert "ranks   2: 2 on" in done.stdout and "strategy ddp" in done.stdout
     assert summary(tmp_path)["world_size"] == 2
+
+
+def test_ddp_under_torchrun(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    changes = ["strategy=ddp", "trainer.devices=2", "trainer.max_epochs=1", f"log_dir={tmp_path}"]
+    done = run([*torchrun, TEMPLATE[1], *changes])
+    assert done.returncode == 0 and "ranks   2: 2 on" in done.stdout, done.stdout
+    result = summary(tmp_path)
+    assert (result["world_size"], result["strategy"], result["steps"]) == (2, "ddp", 20)
+
+
+def test_checkpoints_within_an_epoch(tmp_path: Path) -> None:
+    """As the README has it, for epochs of 20 steps."""
+    often = "+callbacks.last_checkpoint.every_n_train_steps=7"
+    done = job(2, tmp_path, often, "trainer.max_steps=10", "test=false")
+    assert done.returncode == 0, done.stdout
+    (last,) = folders(tmp_path)[0].glob("checkpoints/last.ckpt")
+    assert torch.load(last, weights_only=False)["global_step"] == 7
+    done = job(2, tmp_path, often, f"ckpt_path={last}", "trainer.max_epochs=1", "test=false")
+    assert done.returncode == 0 and " 13 steps, 1 epoch in " in done.stdout, done.stdout

@@ -27,7 +27,7 @@ STUBBORN = "import signal; [signal.signal(n, signal.SIG_IGN) for n in (10, 15)];
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     yield
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while found := sleepers():
         if time.monotonic() > deadline:
             for pid in found:  # else each test behind this one would be blamed for them

@@ -97,40 +97,46 @@ def test_stop_leaves_a_checkpoint(
     assert done.returncode == 0, done.stdout
 
 
-def test_another_stop_asks_for_the_same(on: On, hosts: list[testbed.Host], project: Path) -> None:
+def test_another_stop_asks_for_the_same(
+    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+) -> None:
     """As of who has interrupted the first, or of two people; KILL=1 does not wait."""
-    script = "trap 'sleep 8; echo saved; exit' USR1; trap '' TERM; echo hi; "
-    script += "while :; do sleep .1; done"
+    go = tmp_path / "go"
+    save = f"until [ -e {go} ]; do sleep .1; done; sleep 2; echo saved; exit"  # 2 s to be ended in
+    script = f"trap '{save}' USR1; echo hi; while :; do sleep .1; done"
 
-    def lines() -> list[str]:
-        return on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout.splitlines()
+    def logs() -> str:
+        return on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
 
-    for kill in ([], ["--kill"]):
-        job = ["--stop-seconds", "60", "-H", "node1:1", "sh", "-c", script]
+    def stop(*how: str) -> tuple[subprocess.Popen, str]:
+        """It, and the first line that it has said."""
+        command = ["env", "-C", str(project), PYTHON, "-m", "cluster.jobs", "stop", *how]
+        process = subprocess.Popen(hosts[0].command(*command), stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        return process, process.stdout.readline()
+
+    for kill in (["--kill"], []):
+        job = ["--stop-seconds", "600", "-H", "node1:1", "sh", "-c", script]
         launched(on, hosts[0], project, *job)
-        wait_until(lambda: "hi" in lines(), 60, "the job's first line")
-        first = [PYTHON, "-m", "cluster.jobs", "stop"]
-        stopping = subprocess.Popen(
-            hosts[0].command("env", "-C", str(project), *first),
-            stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert stopping.stdout is not None
-        assert "up to 60 s for a checkpoint" in stopping.stdout.readline()
-        time.sleep(1)
-        assert on(hosts[0], "cluster.jobs", "stop", *kill, cwd=project).returncode == 0
-        assert stopping.wait(timeout=20) == 0
-        logs = on(hosts[0], "cluster.jobs", "logs", cwd=project).stdout
-        assert ("saved" in logs) == (not kill), logs
+        wait_until(lambda: "hi" in logs().splitlines(), 60, "the job's first line")
+        first, said = stop()
+        assert "up to 600 s for a checkpoint" in said
+        second, said = stop(*kill)
+        assert ("stopped" in said) == bool(kill)
+        if not kill:
+            go.touch()
+        assert second.wait(timeout=60) == 0 and first.wait(timeout=60) == 0
+        assert ("saved" in logs()) == (not kill)
 
 
 def test_gpus_in_use_are_refused(
     on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "hosts.yaml"
-    file.write_text("hosts: {node2: {slots: 1, gpus: [5]}}")
+    file.write_text("hosts: {node2: {slots: 1, gpus: [99]}}")
     sleep = ["--hostfile", str(file), PYTHON, "-c", SLEEP]
     first = on(hosts[0], "cluster.jobs", "launch", *sleep, cwd=project)
-    assert first.returncode == 2 and "GPU 5 of the host file is not there" in first.stdout
+    assert first.returncode == 2 and "GPU 99 of the host file is not there" in first.stdout
     # Without those checks, as later: the time comes when another run has the GPU.
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
@@ -141,7 +147,7 @@ def test_gpus_in_use_are_refused(
     (running,) = json.loads(on(hosts[0], "cluster.jobs", "status", "--json", cwd=project).stdout)
     second = run(hosts[0].command("env", "-C", str(project), *horovodrun(*sleep)))
     assert second.returncode == 2
-    assert f"node2: GPU 5 is in use by run {running['id']}" in second.stdout
+    assert f"node2: GPU 99 is in use by run {running['id']}" in second.stdout
     killed = on(hosts[0], "cluster.jobs", "stop", "--kill", cwd=project)
     assert killed.returncode == 0, killed.stdout
     assert process.wait(timeout=15) == 143
@@ -179,22 +185,11 @@ def test_one_that_waits_notes_itself_that_it_was_stopped(
     assert state_of(on, hosts[0], project, run_id)["state"] == "stopped"
 
 
-def test_what_is_refused_when_its_time_comes_is_told(
+def test_a_launch_without_a_command_is_refused(
     on: On, hosts: list[testbed.Host], project: Path
 ) -> None:
     done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1", cwd=project)
     assert done.returncode == 2 and "the command is missing" in done.stdout
-    file = project / "hosts.yaml"
-    file.write_text("hosts: {node1: 1}")
-    soon = (datetime.datetime.now() + datetime.timedelta(seconds=8)).isoformat()
-    where = ["--at", soon, "--hostfile", str(file)]
-    run_id = launched(on, hosts[0], project, *where, "true")
-    file.unlink()
-    deadline = time.monotonic() + 60
-    while (state := state_of(on, hosts[0], project, run_id))["state"] == "waiting":
-        assert time.monotonic() < deadline
-        time.sleep(0.5)
-    assert state["state"] == "failed" and "No such file" in state["reason"], state
 
 
 def test_a_killed_launcher_is_told(on: On, hosts: list[testbed.Host], project: Path) -> None:

@@ -22,13 +22,6 @@ from tests.cluster.launching import SLEEP, STUBBORN, horovodrun, nothing_left, s
 from tests.conftest import ROOT, run, wait_until
 
 
-def test_a_rank_fails(hosts: list[testbed.Host]) -> None:
-    fail = f"import os, sys; sys.exit(7) if os.environ['HOROVOD_RANK'] == '3' else None; {SLEEP}"
-    done = run(hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", fail)))
-    assert done.returncode == 7
-    assert "rank 3 on node2 ended with exit code 7" in done.stdout
-
-
 @pytest.mark.parametrize(
     ("line", "status", "words"),
     [
@@ -83,10 +76,14 @@ def test_a_job_that_is_suspended_goes_on(tmp_path: Path) -> None:
     job = ["-H", "localhost:2", PYTHON, "-c", SLEEP]
     launcher = started([PYTHON, "-c", sooner, *job], tmp_path / "log", 2)
     everyone = [psutil.Process(launcher.pid), *psutil.Process(launcher.pid).children(True)]
-    for number in (signal.SIGSTOP, signal.SIGCONT):
-        for process in everyone:
-            process.send_signal(number)
-        time.sleep(10)
+    for process in reversed(everyone):
+        process.suspend()
+    time.sleep(8)
+    everyone[0].resume()
+    time.sleep(1)  # the launcher looks before the agent can be heard
+    for process in everyone:
+        process.resume()
+    time.sleep(3)
     assert launcher.poll() is None, (tmp_path / "log").read_text()
     launcher.terminate()
     assert launcher.wait(timeout=30) == 143
@@ -110,7 +107,7 @@ def test_a_launcher_that_falls_silent_is_told_of() -> None:
     assert said[0] == {"error": "the launcher was not heard for 0.5 s: all has ended here"}
 
 
-def test_a_gap_in_the_network_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_timeouts_outlast_tcps_next_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """TCP tries again after 0.2, 0.4, ... seconds: 25 after the link went, and then 51."""
     assert GLOO_SECONDS > SILENCE_SECONDS > 0.2 * (2**8 - 1)
     timeout = "HOROVOD_GLOO_TIMEOUT_SECONDS"
@@ -184,10 +181,10 @@ def test_a_rank_of_ddp_that_aborts_was_not_to_come_to_horovod() -> None:
 
 
 def test_ranks_that_do_not_listen(hosts: list[testbed.Host], tmp_path: Path) -> None:
-    command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN))
-    process = started(command, tmp_path / "log", 2)
+    line = horovodrun("--stop-seconds", "1", "-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN)
+    process = started(hosts[0].command(*line), tmp_path / "log", 2)
     process.terminate()
-    assert process.wait(timeout=15) == 143
+    assert process.wait(timeout=60) == 143
 
 
 def test_the_launcher_is_killed(hosts: list[testbed.Host], project: Path, tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def running(script: Path) -> dict[int, int]:
 
 
 def nothing_is_left(script: Path) -> None:
-    wait_until(lambda: not running(script), 5, "the end of all processes")
+    wait_until(lambda: not running(script), 30, "the end of all processes")
 
 
 def launched(script: Path, ranks: int = 3) -> list[str]:
@@ -233,11 +233,15 @@ def begun(script: Path, log: Path, ready: str, count: int) -> subprocess.Popen:
     return process
 
 
-def test_the_rank_to_blame_is_told_though_another_ended_before_it() -> None:
+def test_the_rank_to_blame_is_told_though_another_ended_before_it(tmp_path: Path) -> None:
     """As a rank does that waits for one that has raised, and is still writing its traceback."""
     code = (
-        "import os, sys, time; rank = int(os.environ['HOROVOD_RANK']); time.sleep(rank / 3); "
-        "sys.exit(3 if rank else os.EX_TEMPFAIL)"
+        "import os, pathlib, sys, time\n"
+        f"there = pathlib.Path({str(tmp_path / 'there')!r})\n"
+        "if os.environ['HOROVOD_RANK'] == '1':\n"
+        "    there.touch(); time.sleep(0.3); sys.exit(3)\n"
+        "while not there.exists(): time.sleep(0.01)\n"
+        "sys.exit(os.EX_TEMPFAIL)\n"
     )
     launcher = [PYTHON, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
     done = run([*launcher, PYTHON, "-c", code])

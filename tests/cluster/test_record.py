@@ -178,6 +178,11 @@ def test_code_that_changes_until_its_time_is_refused(
     assert not became
     state = json.loads((tmp_path / "run.json").read_text())
     assert (state["state"], state["reason"][:24]) == ("failed", "node2: code: other than ")
+    write(tmp_path, {"state": "waiting"})
+    with pytest.raises(Refusal):  # it was there at the launch
+        jobs.run(argparse.Namespace(**asked | {"hosts": "", "hostfile": str(tmp_path / "gone")}))
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert state["state"] == "failed" and "No such file" in state["reason"]
     asked |= {"at": "", "np": 1}  # just looked at
     jobs.run(argparse.Namespace(**asked))
     assert became[0][-5:] == ["-np", "1", "-H", "node1,node2", "true"]

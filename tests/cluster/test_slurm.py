@@ -148,7 +148,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Ho
                 f"--log-file={folder}/munged.log", f"--seed-file={folder}/munged.seed",
             )  # fmt: skip
             wait_until((folder / "munge.socket").exists, 20, f"munged, see {folder}/printed.log")
-            deadline = time.monotonic() + 20
+            deadline = time.monotonic() + 60
             start(*hosts[0].command("slurmctld", "-D", "-i"))
             for host in hosts:
                 start(*host.command("slurmd", "-D", "-N", host.name))

@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runs import recipes
@@ -83,12 +83,20 @@ def _check(arguments: list[str]) -> None:
         if len(chosen) > 1:
             raise Refusal(f"{' '.join(chosen)}: give one of them")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [o.input_line for o in groups if o.input_line])
+        lines = [o.input_line for o in groups if o.input_line]
+        config = compose("config", lines, return_hydra_config=True)
+        choices = dict(config.hydra.runtime.choices)
+        with open_dict(config):
+            del config["hydra"]
         for override in overrides:
             if not _is_group(override):
                 _check_change(override, config)
         for override in groups:
-            _check_recipe(override, groups)
+            _check_recipe(override, choices, config)
+        if choices.get("callbacks"):
+            file = CONF / "callbacks" / f"{choices['callbacks']}.yaml"
+            where, members = f"conf/{file.relative_to(CONF)}", OmegaConf.load(file)
+            _check_modes(where, OmegaConf.to_container(members, resolve=False), config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
         _check_packages(config)
@@ -153,20 +161,24 @@ def _check_group(override: Override) -> None:
         recipes.read(CONF, group, str(value))
 
 
-def _check_recipe(override: Override, groups: list[Override]) -> None:
-    """Check an experiment's keys like those of a command line; it may add what code takes."""
+def _check_recipe(override: Override, choices: dict[str, Any], config: DictConfig) -> None:
+    """Check an experiment's keys like those of a command line; it may add what code takes.
+
+    Args:
+        choices: the file of each group that was taken.
+        config: of all groups, this one too.
+    """
     group = override.key_or_group.lstrip("/")
     if group not in recipes.RECIPES or override.is_delete():
         return
-    lines = [o.input_line for o in groups if o.input_line]
-    choices = compose("config", lines, return_hydra_config=True).hydra.runtime.choices
     others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
     chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
-    keys = recipes.read(CONF, group, str(override.value()))
+    keys, where = recipes.read(CONF, group, str(override.value())), f"{group}/{override.value()}"
     try:
         _check_keys("", keys, compose("config", chosen))
     except Refusal as refusal:
-        raise Refusal(f"conf/{group}/{override.value()}.yaml: {refusal}") from None
+        raise Refusal(f"conf/{where}.yaml: {refusal}") from None
+    _check_modes(f"conf/{where}.yaml", keys.get("callbacks"), config)
 
 
 def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
@@ -312,6 +324,17 @@ def _check_monitors(overrides: list[Override]) -> None:
         name, _, last = override.key_or_group.rpartition(".")
         if name.startswith("callbacks.") and last == "monitor" and f"{name}.mode" not in keys:
             raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
+
+
+def _check_modes(where: str, members: Any, config: DictConfig) -> None:
+    """The same for a file of conf/ whose members inherit a mode."""
+    for name, member in members.items() if isinstance(members, dict) else ():
+        if not isinstance(member, dict) or "monitor" not in member or "mode" in member:
+            continue
+        if "mode" in ((config.get("callbacks") or {}).get(name) or {}):
+            raise Refusal(
+                f"{where}: callbacks.{name}.monitor: say what is better too, mode: min or max"
+            )
 
 
 def _is_number(value: Any) -> bool:

@@ -149,6 +149,19 @@ def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.Mon
         check(["model=smal"])
 
 
+def test_callbacks_of_ones_own_say_what_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    file = tmp_path / "conf" / "callbacks" / "mine.yaml"
+    file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc}\n")
+    with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
+        check(["callbacks=mine"])
+    file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc, mode: max}\n")
+    check(["callbacks=mine"])
+
+
 HEAD = "# @package _global_\n"
 
 
@@ -168,6 +181,7 @@ HEAD = "# @package _global_\n"
         (HEAD + "data: {batch_size: 0}", "data.batch_size=0: at least 1 is needed"),
         (HEAD + "model: {widht: 8}", r"model.widht: model has no key 'widht'; it has: lr, .*width"),
         (HEAD + "callbacks: {stop: {checkpiont: a}}", r"\(did you mean checkpoint\?\)"),
+        (HEAD + "callbacks: {best_checkpoint: {monitor: a}}", "monitor: say .* mode: min or max"),
     ],
 )
 def test_an_experiment_with_a_mistake_is_named(
@@ -189,6 +203,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "model: {_target_: models.gpt.GPT, layers: 2}",
         "model: {_target_: tests.test_config.TakesAny, anything: 1}",
         "callbacks: {early_stopping: null}",
+        "callbacks: {best_checkpoint: {monitor: a, mode: max}, mine: {_target_: a.B, monitor: a}}",
         "defaults: [/mine: a, /mine@model.mine: a]\nmine: {b: 2}",
         "",
     ],

@@ -186,7 +186,7 @@ def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
     anew = target != config.get("_target_")
     for name, value in keys.items():
         key = f"{group}.{name}".lstrip(".")
-        if name in config and not anew:
+        if _has(config, name) and not anew:
             node = _written(config, name)
             if isinstance(node, DictConfig) and isinstance(value, dict):
                 _check_keys(key, value, node)
@@ -226,6 +226,10 @@ def _keys(node: Any) -> list[str]:
     return [str(key) for key in node] if isinstance(node, DictConfig) else []
 
 
+def _has(node: Any, name: Any) -> bool:
+    return isinstance(node, DictConfig) and name in list(node)  # `in node` is false for ???
+
+
 def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
     if key.startswith(("hydra.", "hydra/")):
@@ -240,7 +244,7 @@ def _check_change(override: Override, config: DictConfig) -> None:
         if isinstance(parent, ListConfig):
             if not part.isdecimal() or int(part) >= len(parent):
                 raise Refusal(f"{key}: {where} is a list of {len(parent)}, counted from 0")
-        elif not isinstance(parent, DictConfig) or part not in parent:
+        elif not _has(parent, part):
             problem = _no_key(where, part, sorted(_keys(parent)))
             raise Refusal(_meant(override, part, parent) or f"{key}: {problem}")
         if depth < len(parents):
@@ -270,6 +274,8 @@ def _written(config: DictConfig, name: Any) -> Any:
     node: Any = config._get_node(name)
     if isinstance(node, DictConfig):
         return node
+    if node._is_missing():  # ???, for which any value is to be given
+        return None
     return OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
 
 
@@ -277,7 +283,7 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
     node, target = _written(parent, last), parent.get("_target_")
     if isinstance(value, dict) and isinstance(node, DictConfig):
         for name, member in value.items():
-            if name not in node:
+            if not _has(node, name):
                 raise Refusal(f"{key}.{name}: {_no_key(key, name, sorted(_keys(node)))}")
             _check_value(f"{key}.{name}", name, member, node)
         return

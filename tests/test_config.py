@@ -139,6 +139,18 @@ def test_a_file_in_another_encoding_is_named(
         check(["model=mine"])
 
 
+def test_a_value_that_has_to_be_given_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    text = f"_target_: {__name__}.Sized\nlr: ???\nwidth: ???\nname:\n  a: ???\n"
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    check(["model=mine", "model.lr=0.1", "model.width=3", "model.name={a: true}"])
+    with pytest.raises(Refusal, match="^model.width=wide: .*Sized takes no str for it"):
+        check(["model=mine", "model.width=wide"])
+
+
 def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(config.CONF, tmp_path / "conf")
     (tmp_path / "conf" / "model" / "mine").mkdir()

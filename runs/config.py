@@ -301,7 +301,8 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
         return
     wanted = _expected(node, value)
     # limit_train_batches is a share or a number: what stands in conf/ may be the other.
-    if wanted and not (target and takes(target, last, value, unknown=False)):
+    numbers = _is_number(node) and _is_number(value)  # 0 in conf/ without a hint may be 0.1
+    if wanted and not (target and takes(target, last, value, unknown=numbers)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
     if _is_number(value) and isinstance(node, str) and hint(target, last) is str:
         raise Refusal(

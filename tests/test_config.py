@@ -151,6 +151,19 @@ def test_a_value_that_has_to_be_given_can_be(
         check(["model=mine", "model.width=wide"])
 
 
+def test_a_number_is_of_any_kind_where_no_hint_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    text = f"_target_: {__name__}.Hinted\nbare: 0\neither: 3\n"
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    check(["model=mine", "model.bare=1e-4"])
+    for refused in ("model.either=0.5", "model.bare=few", "seed=1e3"):
+        with pytest.raises(Refusal, match="a whole number is expected"):
+            check(["model=mine", refused])
+
+
 def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(config.CONF, tmp_path / "conf")
     (tmp_path / "conf" / "model" / "mine").mkdir()

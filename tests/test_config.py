@@ -308,6 +308,7 @@ class Hinted:
     def __init__(
         self, pair: tuple[float, float] | None, several: list[int], either: int | tuple[int, int],
         word: Literal["a", "b"], number: float | None, names: Sequence[str], any_: Any, bare=1,
+        implicit: int = None,  # noqa: RUF013
     ) -> None: ...  # fmt: skip
 
 
@@ -347,6 +348,7 @@ class Sized:
         ("either", [3, 5], True), ("either", 3, True), ("either", "three", False),
         ("word", "a", None), ("number", 1, True), ("number", True, False), ("number", "x", False),
         ("names", ["a"], True), ("names", 1, False), ("any_", 1, None), ("bare", 1, None),
+        ("implicit", None, True), ("implicit", 2, True), ("implicit", "x", False),
     ],
 )  # fmt: skip
 def test_what_fits_the_hint_of_an_argument(argument: str, value: Any, fits: bool | None) -> None:

@@ -85,7 +85,8 @@ def _check(arguments: list[str]) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         lines = [o.input_line for o in groups if o.input_line]
         config = compose("config", lines, return_hydra_config=True)
-        choices = dict(config.hydra.runtime.choices)
+        lists = {o.key_or_group: o.value() for o in groups if isinstance(o.value(), list)}
+        choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
         with open_dict(config):
             del config["hydra"]
         for override in overrides:
@@ -93,8 +94,8 @@ def _check(arguments: list[str]) -> None:
                 _check_change(override, config)
         for override in groups:
             _check_recipe(override, choices, config)
-        if choices.get("callbacks"):
-            file = CONF / "callbacks" / f"{choices['callbacks']}.yaml"
+        for choice in _listed(choices.get("callbacks")):
+            file = CONF / "callbacks" / f"{choice}.yaml"
             where, members = f"conf/{file.relative_to(CONF)}", OmegaConf.load(file)
             _check_modes(where, OmegaConf.to_container(members, resolve=False), config)
         if any(_hydra_may_refuse(override) for override in overrides):
@@ -152,13 +153,24 @@ def _check_group(override: Override) -> None:
             raise Refusal(f"~{group}: a run needs one; choose another with {group}=")
         return
     if value is None:
-        raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
-    if problem := recipes.missing(CONF, group, value):
-        raise Refusal(f"{override.input_line}: {problem}")
-    if override.is_add() and group in recipes.groups(CONF):
+        instead = (
+            f"write {group}=none" if (CONF / group / "none.yaml").is_file() else "leave it out"
+        )
+        raise Refusal(f"{override.input_line}: Hydra takes no null for a group; {instead}")
+    if isinstance(value, list) and group in (*PARTS, *recipes.RECIPES):
+        raise Refusal(f"{override.input_line}: give one of them")
+    for choice in _listed(value):
+        if problem := recipes.missing(CONF, group, choice):
+            raise Refusal(f"{override.input_line}: {problem}")
+    if override.is_add() and not override.package and group in recipes.groups(CONF):
         raise Refusal(f"+{group}={value}: conf/ has this group; write {group}={value}")
     if group in recipes.RECIPES:
         recipes.read(CONF, group, str(value))
+
+
+def _listed(choice: Any) -> list[Any]:
+    """The files that a group is made of: Hydra puts several together, callbacks=[default,mine]."""
+    return choice if isinstance(choice, list) else [] if choice is None else [choice]
 
 
 def _check_recipe(override: Override, choices: dict[str, Any], config: DictConfig) -> None:

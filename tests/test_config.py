@@ -55,7 +55,11 @@ from tests.conftest import run
         ("model.lr=-0.1", "model.lr=-0.1: at least 0 is needed"),
         ("trainer.accumulate_grad_batches=0", "at least 1 is needed"),
         ("trainer.gradient_clip_val=-1", "at least 0 is needed"),
-        ("data=null", "data=null: Hydra takes no null for a group"),
+        ("data=null", "data=null: Hydra takes no null for a group; leave it out"),
+        ("logger=null", "logger=null: Hydra takes no null for a group; write logger=none"),
+        ("model=[gpt,dcgan]", "give one of them"),
+        ("experiment=[dcgan]", "give one of them"),
+        ("callbacks=[default,defualt]", r"no conf/callbacks/defualt.yaml; .*mean default\?"),
         ("data_dir=null", "data_dir=null: a value is needed there, like data"),
         ("log_dir=null", "log_dir=null: a value is needed there, like logs"),
         ("trainer.fast_dev_run=1.5", "true or false is expected"),
@@ -185,6 +189,10 @@ def test_callbacks_of_ones_own_say_what_is_better(
         check(["callbacks=mine"])
     file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc, mode: max}\n")
     check(["callbacks=mine"])
+    check(["callbacks=[default,mine]"])
+    file.write_text("best_checkpoint: {monitor: val/acc}\n")
+    with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
+        check(["callbacks=[default,mine]"])
 
 
 HEAD = "# @package _global_\n"
@@ -270,6 +278,8 @@ def test_what_hydra_refuses_is_refused(override: str, message: str) -> None:
         ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
         ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=default"],
         ["~logger", "~profiler", "~callbacks"],
+        ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
+        ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
         # Of any type for Lightning; without a hint; text that a number follows from.
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],

@@ -36,6 +36,8 @@ LEAST = {
     "data.batch_size": 1, "model.lr": 0, "seed": 0, "trainer.accumulate_grad_batches": 1,
     "trainer.gradient_clip_val": 0,
 }  # fmt: skip
+# Hydra's own, which would change where each rank works, or make several runs in one process.
+FOLDERS = ("hydra.run.", "hydra.sweep.", "hydra.mode", "hydra.job.chdir", "hydra.output_subdir")
 CHOICES = {
     "lr_scaling": ["none", "linear", "sqrt"],
     "matmul_precision": ["highest", "high", "medium"],
@@ -244,6 +246,11 @@ def _has(node: Any, name: Any) -> bool:
 
 def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
+    if key.startswith(FOLDERS):
+        raise Refusal(
+            f"{override.input_line}: template.py makes the run's folder: run_dir=... names it, and "
+            "make sweep tries several values"
+        )
     if key.startswith(("hydra.", "hydra/")):
         return
     if override.is_add() or override.is_force_add():

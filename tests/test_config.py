@@ -257,11 +257,14 @@ def test_what_an_experiment_may_say(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("hydra.run.dir=a", "hydra.run.dir=a: template.py makes .*run_dir=.* names .* make sweep"),
+        ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: template.py makes"),
+        ("++hydra.job.chdir=true", r"\+\+hydra.job.chdir=true: template.py makes"),
         ("hydra.nokey=1", "Could not override 'hydra.nokey'"),
         ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope'"),
     ],
 )
-def test_what_hydra_refuses_is_refused(override: str, message: str) -> None:
+def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         check(["seed=1", override])
 

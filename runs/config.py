@@ -187,6 +187,9 @@ def _check_recipe(override: Override, choices: dict[str, Any], config: DictConfi
         return
     others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
     chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
+    base = compose("config", chosen, return_hydra_config=True).hydra.runtime.choices
+    inner = [name for name in base if "/" in name and choices.get(name)]  # model/optimizer
+    chosen += [f"{name}={choices[name]}" for name in inner]
     keys, where = recipes.read(CONF, group, str(override.value())), f"{group}/{override.value()}"
     try:
         _check_keys("", keys, compose("config", chosen))

@@ -254,6 +254,29 @@ def test_what_an_experiment_may_say(
         check(["experiment=mine", "+mine=a"])
 
 
+def test_an_experiment_may_choose_within_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    files = {
+        "model/mine": f"defaults: [optimizer: adam]\n_target_: {__name__}.TakesAny\n",
+        "model/optimizer/adam": "_target_: torch.optim.Adam\nlr: 1\n",
+        "model/optimizer/sgd": "_target_: torch.optim.SGD\nlr: 1\nmomentum: 0\n",
+        "experiment/mine": HEAD
+        + "defaults: [override /model: mine, override /model/optimizer: sgd]"
+        "\nmodel: {optimizer: {momentum: 0.9}}\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    check(["experiment=mine"])
+    file.write_text(text.replace("momentum", "momentun"))
+    with pytest.raises(Refusal, match=r"model.optimizer.momentun: .*did you mean momentum\?"):
+        check(["experiment=mine"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -302,7 +302,7 @@ def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
         ["trainer.gradient_clip_val=1", "trainer.max_time=00:01:00:00", "trainer.max_epochs=null"],
         ["+trainer.enable_autolog_hparams=false", "~callbacks.early_stopping", "logger=none"],
         ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
-        ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=default"],
+        ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=stdout"],
         ["~logger", "~profiler", "~callbacks"],
         ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
         ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],

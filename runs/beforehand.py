@@ -27,9 +27,12 @@ def refuse_model(
     test: bool,
     choice: str,
 ) -> None:
-    """A model without the test that is asked for, or checkpoints that could not be read."""
+    """A test that model or data lack, or checkpoints that could not be read."""
     if test and not is_overridden("test_step", model):
         raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
+    loads = any(is_overridden("test_dataloader", each) for each in (data, model))
+    if test and trainer.limit_test_batches and not loads:
+        raise Refusal(f"{type(data).__name__} has no test_dataloader; give it one, or test=false")
     if keeping(trainer):
         _check_hyperparameters(model)
         _check_hyperparameters(data)

@@ -20,6 +20,13 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from runs.folders import whole
 
 UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
+OBJECT = r"Unsupported global: GLOBAL (\S+)"  # torch says so of what could run code
+HELD = (
+    "it holds a {}, which torch does not load: keep it out of the hyperparameters "
+    "(save_hyperparameters(ignore=[...])), of on_save_checkpoint and of the state_dict of "
+    "callbacks; or if you trust the file, call torch.serialization.add_safe_globals([...]) in "
+    "template.py"
+)
 RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
 
 
@@ -94,11 +101,8 @@ def unreadable(file: Path, train: bool) -> str | None:
         # Only the structure is read, not the weights.
         checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)
     except UNREADABLE as error:
-        if held := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
-            return (
-                f"ckpt_path={file}: it holds a {held[1]}, which is not loaded from a file; keep it "
-                "out: save_hyperparameters(ignore=[...])"
-            )
+        if held := re.search(OBJECT, str(error)):
+            return f"ckpt_path={file}: {HELD.format(held[1])}"
         reason = str(error).splitlines()[0][:120]
         return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:

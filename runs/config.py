@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from runs import recipes
@@ -36,6 +36,8 @@ LEAST = {
     "data.batch_size": 1, "model.lr": 0, "seed": 0, "trainer.accumulate_grad_batches": 1,
     "trainer.gradient_clip_val": 0,
 }  # fmt: skip
+# Hydra's own, which would change where each rank works, or make several runs in one process.
+FOLDERS = ("hydra.run.", "hydra.sweep.", "hydra.mode", "hydra.job.chdir", "hydra.output_subdir")
 CHOICES = {
     "lr_scaling": ["none", "linear", "sqrt"],
     "matmul_precision": ["highest", "high", "medium"],
@@ -83,12 +85,21 @@ def _check(arguments: list[str]) -> None:
         if len(chosen) > 1:
             raise Refusal(f"{' '.join(chosen)}: give one of them")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", [o.input_line for o in groups if o.input_line])
+        lines = [o.input_line for o in groups if o.input_line]
+        config = compose("config", lines, return_hydra_config=True)
+        lists = {o.key_or_group: o.value() for o in groups if isinstance(o.value(), list)}
+        choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
+        with open_dict(config):
+            del config["hydra"]
         for override in overrides:
             if not _is_group(override):
                 _check_change(override, config)
         for override in groups:
-            _check_recipe(override, groups)
+            _check_recipe(override, choices, config)
+        for choice in _listed(choices.get("callbacks")):
+            file = CONF / "callbacks" / f"{choice}.yaml"
+            where, members = f"conf/{file.relative_to(CONF)}", OmegaConf.load(file)
+            _check_modes(where, OmegaConf.to_container(members, resolve=False), config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
         _check_packages(config)
@@ -144,29 +155,47 @@ def _check_group(override: Override) -> None:
             raise Refusal(f"~{group}: a run needs one; choose another with {group}=")
         return
     if value is None:
-        raise Refusal(f"{override.input_line}: Hydra takes no null for a group; leave it out")
-    if problem := recipes.missing(CONF, group, value):
-        raise Refusal(f"{override.input_line}: {problem}")
-    if override.is_add() and group in recipes.groups(CONF):
+        instead = (
+            f"write {group}=none" if (CONF / group / "none.yaml").is_file() else "leave it out"
+        )
+        raise Refusal(f"{override.input_line}: Hydra takes no null for a group; {instead}")
+    if isinstance(value, list) and group in (*PARTS, *recipes.RECIPES):
+        raise Refusal(f"{override.input_line}: give one of them")
+    for choice in _listed(value):
+        if problem := recipes.missing(CONF, group, choice):
+            raise Refusal(f"{override.input_line}: {problem}")
+    if override.is_add() and not override.package and group in recipes.groups(CONF):
         raise Refusal(f"+{group}={value}: conf/ has this group; write {group}={value}")
     if group in recipes.RECIPES:
         recipes.read(CONF, group, str(value))
 
 
-def _check_recipe(override: Override, groups: list[Override]) -> None:
-    """Check an experiment's keys like those of a command line; it may add what code takes."""
+def _listed(choice: Any) -> list[Any]:
+    """The files that a group is made of: Hydra puts several together, callbacks=[default,mine]."""
+    return choice if isinstance(choice, list) else [] if choice is None else [choice]
+
+
+def _check_recipe(override: Override, choices: dict[str, Any], config: DictConfig) -> None:
+    """Check an experiment's keys like those of a command line; it may add what code takes.
+
+    Args:
+        choices: the file of each group that was taken.
+        config: of all groups, this one too.
+    """
     group = override.key_or_group.lstrip("/")
     if group not in recipes.RECIPES or override.is_delete():
         return
-    lines = [o.input_line for o in groups if o.input_line]
-    choices = compose("config", lines, return_hydra_config=True).hydra.runtime.choices
     others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
     chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
-    keys = recipes.read(CONF, group, str(override.value()))
+    base = compose("config", chosen, return_hydra_config=True).hydra.runtime.choices
+    inner = [name for name in base if "/" in name and choices.get(name)]  # model/optimizer
+    chosen += [f"{name}={choices[name]}" for name in inner]
+    keys, where = recipes.read(CONF, group, str(override.value())), f"{group}/{override.value()}"
     try:
         _check_keys("", keys, compose("config", chosen))
     except Refusal as refusal:
-        raise Refusal(f"conf/{group}/{override.value()}.yaml: {refusal}") from None
+        raise Refusal(f"conf/{where}.yaml: {refusal}") from None
+    _check_modes(f"conf/{where}.yaml", keys.get("callbacks"), config)
 
 
 def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
@@ -174,7 +203,7 @@ def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
     anew = target != config.get("_target_")
     for name, value in keys.items():
         key = f"{group}.{name}".lstrip(".")
-        if name in config and not anew:
+        if _has(config, name) and not anew:
             node = _written(config, name)
             if isinstance(node, DictConfig) and isinstance(value, dict):
                 _check_keys(key, value, node)
@@ -214,8 +243,17 @@ def _keys(node: Any) -> list[str]:
     return [str(key) for key in node] if isinstance(node, DictConfig) else []
 
 
+def _has(node: Any, name: Any) -> bool:
+    return isinstance(node, DictConfig) and name in list(node)  # `in node` is false for ???
+
+
 def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
+    if key.startswith(FOLDERS):
+        raise Refusal(
+            f"{override.input_line}: template.py makes the run's folder: run_dir=... names it, and "
+            "make sweep tries several values"
+        )
     if key.startswith(("hydra.", "hydra/")):
         return
     if override.is_add() or override.is_force_add():
@@ -228,7 +266,7 @@ def _check_change(override: Override, config: DictConfig) -> None:
         if isinstance(parent, ListConfig):
             if not part.isdecimal() or int(part) >= len(parent):
                 raise Refusal(f"{key}: {where} is a list of {len(parent)}, counted from 0")
-        elif not isinstance(parent, DictConfig) or part not in parent:
+        elif not _has(parent, part):
             problem = _no_key(where, part, sorted(_keys(parent)))
             raise Refusal(_meant(override, part, parent) or f"{key}: {problem}")
         if depth < len(parents):
@@ -258,6 +296,8 @@ def _written(config: DictConfig, name: Any) -> Any:
     node: Any = config._get_node(name)
     if isinstance(node, DictConfig):
         return node
+    if node._is_missing():  # ???, for which any value is to be given
+        return None
     return OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
 
 
@@ -265,7 +305,7 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
     node, target = _written(parent, last), parent.get("_target_")
     if isinstance(value, dict) and isinstance(node, DictConfig):
         for name, member in value.items():
-            if name not in node:
+            if not _has(node, name):
                 raise Refusal(f"{key}.{name}: {_no_key(key, name, sorted(_keys(node)))}")
             _check_value(f"{key}.{name}", name, member, node)
         return
@@ -283,7 +323,8 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
         return
     wanted = _expected(node, value)
     # limit_train_batches is a share or a number: what stands in conf/ may be the other.
-    if wanted and not (target and takes(target, last, value, unknown=False)):
+    numbers = _is_number(node) and _is_number(value)  # 0 in conf/ without a hint may be 0.1
+    if wanted and not (target and takes(target, last, value, unknown=numbers)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
     if _is_number(value) and isinstance(node, str) and hint(target, last) is str:
         raise Refusal(
@@ -312,6 +353,17 @@ def _check_monitors(overrides: list[Override]) -> None:
         name, _, last = override.key_or_group.rpartition(".")
         if name.startswith("callbacks.") and last == "monitor" and f"{name}.mode" not in keys:
             raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
+
+
+def _check_modes(where: str, members: Any, config: DictConfig) -> None:
+    """The same for a file of conf/ whose members inherit a mode."""
+    for name, member in members.items() if isinstance(members, dict) else ():
+        if not isinstance(member, dict) or "monitor" not in member or "mode" in member:
+            continue
+        if "mode" in ((config.get("callbacks") or {}).get(name) or {}):
+            raise Refusal(
+                f"{where}: callbacks.{name}.monitor: say what is better too, mode: min or max"
+            )
 
 
 def _is_number(value: Any) -> bool:

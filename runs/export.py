@@ -68,7 +68,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
         model: LightningModule = instantiate(config.model, _convert_="all")
         model.configure_model()
-        model.load_state_dict(weights)
+        model.load_state_dict(weights, strict=model.strict_loading)
         example = model.example_input_array
         if example is None:
             hint = "; with self.example_input_array in the model no data are needed"

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+from runs.checkpoints import HELD, OBJECT
 from runs.config import LOGGERS
 from runs.refusal import Refusal, guess, of_srun, slurm_tasks
 
@@ -48,6 +49,8 @@ ADVICE = {
     r"^Target (-?\d+) is out of bounds": (
         "a label is {}, for which the model has no output: labels count from 0 to model.classes - 1"
     ),
+    # torch, of an object in a checkpoint
+    OBJECT: f"the checkpoint cannot be loaded: {HELD}",
     # HorovodStrategy
     rf"^torchrun.*{ALONE}": (
         "torchrun is for strategy=ddp, with trainer.devices= its processes a host; for "

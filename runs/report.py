@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import socket
 import time
 from collections import Counter
@@ -19,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from runs import beforehand, hints
 from runs.anatomy import Anatomy
-from runs.folders import shown, whole
+from runs.folders import ROOT, shown, whole
 from runs.hints import counted
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
@@ -120,7 +121,7 @@ class Report(pl.Callback):
                 "batch": self._global_batch(trainer),
                 "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
                 "run": shown(Path(self.config.run_dir)),
-                "look": "make tensorboard" if self.config.train and curves else "",
+                "look": _look(Path(self.config.run_dir)) if self.config.train and curves else "",
             }
         )
 
@@ -328,6 +329,13 @@ def _tell(lines: dict[str, str]) -> None:
     for name, text in lines.items():
         if text:
             print(f"{name:<7} {text}", flush=True)
+
+
+def _look(folder: Path) -> str:
+    """The command that shows a run's curves; alone it shows those in logs/."""
+    if folder.is_relative_to(ROOT / "logs"):
+        return "make tensorboard"
+    return f'make tensorboard ARGS="--logdir {shlex.quote(shown(folder))}"'
 
 
 def _tables(trainer: pl.Trainer) -> str:

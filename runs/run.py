@@ -221,7 +221,7 @@ class Run:
             if isinstance(member, DictConfig) and "_target_" in member:
                 members.append(member)
             # With callbacks=none, as of debug=, an experiment's changes of callbacks are left over.
-            elif member and self.choices[group] != "none":
+            elif member and self.choices.get(group) != "none":
                 raise Refusal(
                     f"{group}.{name!s}: there is no such member of it, and no _target_ for one"
                 )

@@ -49,10 +49,13 @@ def hint(target: str | None, argument: str) -> Any:
     """The type hint of an argument; None without one."""
     try:
         factory = get_object(target) if target else object
-        hints = typing.get_type_hints(factory.__init__ if inspect.isclass(factory) else factory)
+        made_by = factory.__init__ if inspect.isclass(factory) else factory
+        wanted = typing.get_type_hints(made_by).get(argument)
+        parameter = inspect.signature(made_by).parameters.get(argument)
     except Exception:  # no such class, or hints that cannot be read: making it will tell
         return None
-    return hints.get(argument)
+    # width: int = None, which Python before 3.11 reads so itself
+    return wanted | None if wanted and parameter and parameter.default is None else wanted
 
 
 def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -> bool:

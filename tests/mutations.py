@@ -671,6 +671,16 @@ MUTATIONS = [
         "last_evaluation", "runs/test_stopping", "runs",
     ),
     Mutation(
+        "data without a test are found out after training", "beforehand.py",
+        "if test and trainer.limit_test_batches and not loads:", "if False:",
+        "without_a_loader", "runs/test_beforehand", "runs",
+    ),
+    Mutation(
+        "a file keeps the worst by a metric of its own", "config.py",
+        'if "mode" in ((config.get("callbacks") or {}).get(name) or {}):', "if False:",
+        "say_what_is_better", "test_config", "runs",
+    ),
+    Mutation(
         "what was best before a resume is forgotten", "resuming.py",
         'state["dirpath"] = self.dirpath', "pass", "best_of_before", "runs/test_resuming", "runs",
     ),

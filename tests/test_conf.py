@@ -240,9 +240,10 @@ def test_another_argument_of_the_trainer_is_taken() -> None:
     assert isinstance(instantiate(config.trainer, callbacks=callbacks), Trainer)
 
 
-def test_what_is_no_callback_is_refused() -> None:
+@pytest.mark.parametrize("choices", [{"callbacks": "default"}, {}])  # Hydra keeps no list of them
+def test_what_is_no_callback_is_refused(choices: dict[str, str]) -> None:
     with pytest.raises(Refusal, match="callbacks.early: there is no such member of it"):
-        job("+callbacks.early.patience=3", callbacks="default").instantiate("callbacks")
+        job("+callbacks.early.patience=3", **choices).instantiate("callbacks")
 
 
 def test_a_callback_that_is_null_is_left_out() -> None:

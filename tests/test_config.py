@@ -55,7 +55,11 @@ from tests.conftest import run
         ("model.lr=-0.1", "model.lr=-0.1: at least 0 is needed"),
         ("trainer.accumulate_grad_batches=0", "at least 1 is needed"),
         ("trainer.gradient_clip_val=-1", "at least 0 is needed"),
-        ("data=null", "data=null: Hydra takes no null for a group"),
+        ("data=null", "data=null: Hydra takes no null for a group; leave it out"),
+        ("logger=null", "logger=null: Hydra takes no null for a group; write logger=none"),
+        ("model=[gpt,dcgan]", "give one of them"),
+        ("experiment=[dcgan]", "give one of them"),
+        ("callbacks=[default,defualt]", r"no conf/callbacks/defualt.yaml; .*mean default\?"),
         ("data_dir=null", "data_dir=null: a value is needed there, like data"),
         ("log_dir=null", "log_dir=null: a value is needed there, like logs"),
         ("trainer.fast_dev_run=1.5", "true or false is expected"),
@@ -139,6 +143,31 @@ def test_a_file_in_another_encoding_is_named(
         check(["model=mine"])
 
 
+def test_a_value_that_has_to_be_given_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    text = f"_target_: {__name__}.Sized\nlr: ???\nwidth: ???\nname:\n  a: ???\n"
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    check(["model=mine", "model.lr=0.1", "model.width=3", "model.name={a: true}"])
+    with pytest.raises(Refusal, match="^model.width=wide: .*Sized takes no str for it"):
+        check(["model=mine", "model.width=wide"])
+
+
+def test_a_number_is_of_any_kind_where_no_hint_says_which(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    text = f"_target_: {__name__}.Hinted\nbare: 0\neither: 3\n"
+    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    check(["model=mine", "model.bare=1e-4"])
+    for refused in ("model.either=0.5", "model.bare=few", "seed=1e3"):
+        with pytest.raises(Refusal, match="a whole number is expected"):
+            check(["model=mine", refused])
+
+
 def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(config.CONF, tmp_path / "conf")
     (tmp_path / "conf" / "model" / "mine").mkdir()
@@ -147,6 +176,23 @@ def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.Mon
     check(["model=mine/small"])
     with pytest.raises(Refusal, match=r"no conf/model/smal.yaml; .*mine/small"):
         check(["model=smal"])
+
+
+def test_callbacks_of_ones_own_say_what_is_better(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    file = tmp_path / "conf" / "callbacks" / "mine.yaml"
+    file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc}\n")
+    with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
+        check(["callbacks=mine"])
+    file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc, mode: max}\n")
+    check(["callbacks=mine"])
+    check(["callbacks=[default,mine]"])
+    file.write_text("best_checkpoint: {monitor: val/acc}\n")
+    with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
+        check(["callbacks=[default,mine]"])
 
 
 HEAD = "# @package _global_\n"
@@ -168,6 +214,7 @@ HEAD = "# @package _global_\n"
         (HEAD + "data: {batch_size: 0}", "data.batch_size=0: at least 1 is needed"),
         (HEAD + "model: {widht: 8}", r"model.widht: model has no key 'widht'; it has: lr, .*width"),
         (HEAD + "callbacks: {stop: {checkpiont: a}}", r"\(did you mean checkpoint\?\)"),
+        (HEAD + "callbacks: {best_checkpoint: {monitor: a}}", "monitor: say .* mode: min or max"),
     ],
 )
 def test_an_experiment_with_a_mistake_is_named(
@@ -189,6 +236,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "model: {_target_: models.gpt.GPT, layers: 2}",
         "model: {_target_: tests.test_config.TakesAny, anything: 1}",
         "callbacks: {early_stopping: null}",
+        "callbacks: {best_checkpoint: {monitor: a, mode: max}, mine: {_target_: a.B, monitor: a}}",
         "defaults: [/mine: a, /mine@model.mine: a]\nmine: {b: 2}",
         "",
     ],
@@ -206,14 +254,40 @@ def test_what_an_experiment_may_say(
         check(["experiment=mine", "+mine=a"])
 
 
+def test_an_experiment_may_choose_within_a_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    files = {
+        "model/mine": f"defaults: [optimizer: adam]\n_target_: {__name__}.TakesAny\n",
+        "model/optimizer/adam": "_target_: torch.optim.Adam\nlr: 1\n",
+        "model/optimizer/sgd": "_target_: torch.optim.SGD\nlr: 1\nmomentum: 0\n",
+        "experiment/mine": HEAD
+        + "defaults: [override /model: mine, override /model/optimizer: sgd]"
+        "\nmodel: {optimizer: {momentum: 0.9}}\n",
+    }
+    for name, text in files.items():
+        file = tmp_path / "conf" / f"{name}.yaml"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(text)
+    check(["experiment=mine"])
+    file.write_text(text.replace("momentum", "momentun"))
+    with pytest.raises(Refusal, match=r"model.optimizer.momentun: .*did you mean momentum\?"):
+        check(["experiment=mine"])
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
+        ("hydra.run.dir=a", "hydra.run.dir=a: template.py makes .*run_dir=.* names .* make sweep"),
+        ("hydra.mode=MULTIRUN", "hydra.mode=MULTIRUN: template.py makes"),
+        ("++hydra.job.chdir=true", r"\+\+hydra.job.chdir=true: template.py makes"),
         ("hydra.nokey=1", "Could not override 'hydra.nokey'"),
         ("hydra/launcher=nope", "Could not find 'hydra/launcher/nope'"),
     ],
 )
-def test_what_hydra_refuses_is_refused(override: str, message: str) -> None:
+def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         check(["seed=1", override])
 
@@ -228,8 +302,10 @@ def test_what_hydra_refuses_is_refused(override: str, message: str) -> None:
         ["trainer.gradient_clip_val=1", "trainer.max_time=00:01:00:00", "trainer.max_epochs=null"],
         ["+trainer.enable_autolog_hparams=false", "~callbacks.early_stopping", "logger=none"],
         ["ckpt_path=a.ckpt", "task=mine", "model.lr=${seed}", "data.num_workers=2"],
-        ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=default"],
+        ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=stdout"],
         ["~logger", "~profiler", "~callbacks"],
+        ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
+        ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
         # Of any type for Lightning; without a hint; text that a number follows from.
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],
@@ -268,6 +344,7 @@ class Hinted:
     def __init__(
         self, pair: tuple[float, float] | None, several: list[int], either: int | tuple[int, int],
         word: Literal["a", "b"], number: float | None, names: Sequence[str], any_: Any, bare=1,
+        implicit: int = None,  # noqa: RUF013
     ) -> None: ...  # fmt: skip
 
 
@@ -307,6 +384,7 @@ class Sized:
         ("either", [3, 5], True), ("either", 3, True), ("either", "three", False),
         ("word", "a", None), ("number", 1, True), ("number", True, False), ("number", "x", False),
         ("names", ["a"], True), ("names", 1, False), ("any_", 1, None), ("bare", 1, None),
+        ("implicit", None, True), ("implicit", 2, True), ("implicit", "x", False),
     ],
 )  # fmt: skip
 def test_what_fits_the_hint_of_an_argument(argument: str, value: Any, fits: bool | None) -> None:

@@ -69,6 +69,20 @@ def test_layers_of_configure_model_are_made(tmp_path: Path) -> None:
     assert "last.pt2" in export.export(checkpoint, "pt2")
 
 
+class TakesWhatIsThere(Classifier):
+    def configure_model(self) -> None:
+        self.strict_loading = False
+
+
+def test_weights_that_a_checkpoint_leaves_out_are_the_models(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, model="TakesWhatIsThere")
+    held = torch.load(checkpoint)
+    held["state_dict"].popitem()
+    torch.save(held, checkpoint)
+    assert export.export(checkpoint, "pt2")
+
+
 def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
     checkpoint, model = trained(tmp_path)
     torch.manual_seed(2)  # weights come from the checkpoint, not from the seed

@@ -98,6 +98,24 @@ def test_objects_that_no_checkpoint_gives_back_are_refused(whose: str) -> None:
         refuse_model(trainer, **parts, test=False, choice="own")
 
 
+class LoadsItsTest(Fails):
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(range(1))
+
+
+def test_a_test_without_a_loader_is_refused() -> None:
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[], limit_test_batches=1.0)
+    with pytest.raises(
+        Refusal, match="^LightningDataModule has no test_dataloader; .* or test=false"
+    ):
+        refuse_model(trainer, Fails("test"), LightningDataModule(), test=True, choice="own")
+    refuse_model(trainer, Fails("test"), LightningDataModule(), test=False, choice="own")
+    refuse_model(trainer, Fails("test"), NothingHeldOut(), test=True, choice="own")
+    refuse_model(trainer, LoadsItsTest("test"), LightningDataModule(), test=True, choice="own")
+    trainer.limit_test_batches = 0
+    refuse_model(trainer, Fails("test"), LightningDataModule(), test=True, choice="own")
+
+
 def test_a_look_at_what_will_be_tested_leaves_the_training_set() -> None:
     trainer: Any = SimpleNamespace(world_size=2, limit_val_batches=0, limit_test_batches=1.0)
     data = OneAtATime()

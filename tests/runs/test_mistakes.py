@@ -6,6 +6,8 @@ import inspect
 import os
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
 
+from runs.checkpoints import unreadable
 from runs.mistakes import mistake, no_metric
 from runs.refusal import Refusal
 from runs.report import Report
@@ -45,6 +48,24 @@ def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
         trainer.fit(IsValidated(), ones, ones)
     told = mistake(caught.value, started=True)
     assert told and told.startswith("trainer.val_check_interval=50: a rank has 13 batches an epoch")
+
+
+class Kept:
+    pass
+
+
+def test_an_object_that_a_checkpoint_holds_is_told(tmp_path: Path) -> None:
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {}, "kept": Kept()}, file)
+    with pytest.raises(UnpicklingError) as caught:
+        torch.load(file, weights_only=True)
+    told = mistake(caught.value, started=True)  # as by a test after training
+    for line, start in (
+        (told, "the checkpoint cannot be"),
+        (unreadable(file, False), "ckpt_path="),
+    ):
+        assert line and line.startswith(start) and f"it holds a {__name__}.Kept, which" in line
+        assert "on_save_checkpoint" in line and "add_safe_globals" in line
 
 
 def test_srun_gets_the_way_that_this_repository_has(monkeypatch: pytest.MonkeyPatch) -> None:

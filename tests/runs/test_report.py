@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from tensorboard import default, program
 from torch import Tensor
 from torch.utils.data import (
     BatchSampler,
@@ -30,15 +32,27 @@ from torch.utils.data import (
 
 from benchmarks import hardware
 from runs.anatomy import Anatomy
+from runs.folders import ROOT
 from runs.predictions import Predictions
 from runs.ranks import gather_rows, gather_texts
 from runs.refusal import Refusal
-from runs.report import Report, _lr
+from runs.report import Report, _look, _lr
 from runs.versions import commit
 from strategies import HorovodStrategy
 from tests.matrix import trainings as matrix
 from tests.matrix.trainings import RANK
 from tests.runs.trainings import Fails, IsValidated, Stream, Times, TimesTwo, TrainsAndTests, train
+
+
+def test_a_run_elsewhere_is_looked_at_there(tmp_path: Path) -> None:
+    assert _look(ROOT / "logs" / "gpt" / "runs" / "a") == "make tensorboard"
+    folder = tmp_path / "my logs"
+    make, target, arguments = shlex.split(_look(folder))
+    assert [make, target] == ["make", "tensorboard"]
+    tensorboard = program.TensorBoard(default.get_plugins())
+    words = shlex.split(arguments.removeprefix("ARGS="))
+    tensorboard.configure(["", "--logdir", "logs", *words])  # as the Makefile does
+    assert tensorboard.flags.logdir == str(folder)
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ def make_environment(folder: Path) -> None:
             "where that is newer, uv python install 3.13 (docs.astral.sh/uv)"
         )
     assert python
+    folder = folder.resolve()  # venv refuses a link, as of .venv to a larger disk
     made_here = not folder.exists()
     try:
         result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True)

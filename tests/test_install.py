@@ -305,8 +305,9 @@ class TestMissing:
     ) -> None:
         """Ours was interrupted when it was made; somebody else's is theirs to change."""
         subprocess.run(
-            [sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True
+            [sys.executable, "-m", "venv", "--without-pip", tmp_path / "disk"], check=True
         )
+        (tmp_path / ".venv").symlink_to("disk")
         (tmp_path / ".venv" / "bin" / "activate").unlink()
         installed: list[dict[str, Any]] = []
         monkeypatch.setattr(install, "ROOT", tmp_path)
@@ -325,6 +326,16 @@ class TestMissing:
         install.install(None, dev=False, mpi=False)
         assert len(installed) == 1 and "pip" in environment.probe(python)["packages"]
         assert (tmp_path / ".venv" / "bin" / "activate").exists()
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_an_environment_that_is_a_link(self, there: bool, tmp_path: Path) -> None:
+        """To a larger disk, where a home is small."""
+        link, disk = tmp_path / ".venv", tmp_path / "scratch" / "venv"
+        link.symlink_to(disk)
+        if there:
+            disk.mkdir(parents=True)
+        environment.make_environment(link)
+        assert link.is_symlink() and (disk / "bin" / "python").exists()
 
     def test_two_at_once_take_turns(self, tmp_path: Path) -> None:
         """The second waits, and says so; the first is in until its input ends."""

@@ -276,6 +276,16 @@ class TestMissing:
         with pytest.raises(InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
             environment.check_python(info(python="3.9.1"))
 
+    @pytest.mark.parametrize("site", ["", "lib/site-packages"])
+    def test_a_python_that_may_only_be_read(
+        self, site: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """As that of a site's module; what is not there yet goes by the folder above it."""
+        environment.check_python(info(site=str(tmp_path / site)))
+        monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        with pytest.raises(InstallError, match=f"not write to {tmp_path}.*leave PYTHON= out"):
+            environment.check_python(info(site=str(tmp_path / site)))
+
     @pytest.mark.parametrize("files", [["torch/__init__.py"], ["x-1.0.dist-info/RECORD"]])
     def test_what_an_interrupted_installation_leaves(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -222,6 +223,20 @@ class TestMissing:
             (tmp_path / program).write_text("#!/bin/sh\n")
             (tmp_path / program).chmod(0o755)
         with pytest.raises(InstallError, match="Python.h is missing"):  # which comes next
+            wheel.check_compilers(info())
+
+    @pytest.mark.parametrize(("defined", "refused"), [("", True), ("#define __clang__ 1", False)])
+    def test_a_compiler_that_is_too_old(
+        self, defined: str, refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """As that of RHEL 8; told before the download of torch. Clang only claims to be GCC 4."""
+        text = f"#!/bin/sh\necho '#define __GNUC__ 8'\necho '{defined}'\n"
+        (tmp_path / "c++").write_text(text)
+        (tmp_path / "c++").chmod(0o755)
+        monkeypatch.setenv("CXX", f"{tmp_path}/c++ -m64")
+        monkeypatch.setattr(wheel, "has_headers", lambda info: True)
+        expected = r"c\+\+ -m64 is of GCC 8, .* need 9 .*CXX=g\+\+-12 make install"
+        with pytest.raises(InstallError, match=expected) if refused else nullcontext():
             wheel.check_compilers(info())
 
     def test_headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

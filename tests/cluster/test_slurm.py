@@ -126,6 +126,14 @@ def test_a_job_goes_on_from_its_last_epoch(
     assert f"template.py ckpt_path='{last}' callbacks.stop" in printed
 
 
+def test_a_batch_job_says_what_it_lacks(tmp_path: Path) -> None:
+    code, printed = batch(tmp_path)
+    assert code == 2 and printed.startswith(f"error: there is no {tmp_path}/python: make install")
+    code, printed = batch(tmp_path, "seed=1", "run_dir=mine", job="#!/bin/sh\nexit 3\n")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert printed.startswith("error: run_dir=mine: ") and "give log_dir=" in printed
+
+
 @pytest.mark.parametrize(("asked", "gpus"), [("cpu=2,gres/gpu=1", True), ("cpu=2", False)])
 def test_a_step_asks_for_gpus_only_where_the_job_did(
     asked: str, gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,6 +160,7 @@ def test_what_a_target_takes_is_what_its_recipe_uses(target: str) -> None:
         (["launch", "STRATEGY=ddp"], 'here write ARGS="strategy=ddp"'),
         (["export"], "CKPT=: give a checkpoint"),
         (["train", "LAUNCHER=openmpi"], "LAUNCHER=openmpi: there is mpi"),
+        (["train", "LAUNCHER=mpi", "STOP_SECONDS=9"], "STOP_SECONDS=9: mpirun gives no time"),
         (["launch", "LAUNCHER=mpi"], "LAUNCHER=mpi: make launch takes NP HOSTS HOSTFILE AT"),
         (
             ["bench-step", "HOSTFILE=x.yaml"],

@@ -1,7 +1,7 @@
 # Type `make` to see what there is. Every target installs by itself what it needs.
 
 # In the environment, variables of these names belong to other programs.
-OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT
+OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT MPI FOLLOW
 $(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
 # KILL=0 means no.
@@ -17,8 +17,15 @@ ifneq ($(findstring $(NEWLINE),$(ARGS)),)
   export ARGS
 endif
 
+# For what needs no environment: the python3 of a cluster's login node may be too old.
+ANY_PYTHON := $(shell for p in $(PYTHON) python3 .venv/bin/python python3.13 python3.12 python3.11 python3.10; do \
+  "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 && echo "$$p" && break; done)
+ifeq ($(ANY_PYTHON),)
+  $(error no Python from 3.10 to 3.13 runs here: install one, or name it with PYTHON=)
+endif
+
 # Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.
-WHERE := $(shell $(or $(PYTHON),python3) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
+WHERE := $(shell $(ANY_PYTHON) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
 ifneq ($(filter-out 0,$(.SHELLSTATUS)),)
   $(error the variables could not be checked)
 endif
@@ -33,10 +40,10 @@ STOP = $(if $(STOP_SECONDS), --stop-seconds $(STOP_SECONDS))
 ifeq ($(PYTHON),)
   override PYTHON := .venv/bin/python
   BIN := .venv/bin
-  INSTALL := python3 -m cluster.install
+  INSTALL := $(ANY_PYTHON) -m cluster.install
 else
   BIN := $(patsubst %/,%,$(dir $(shell command -v $(PYTHON))))
-  INSTALL := $(PYTHON) -m cluster.install --python $(PYTHON)
+  INSTALL := $(ANY_PYTHON) -m cluster.install --python $(PYTHON)
 endif
 MPI_FLAG := $(if $(MPI),--mpi)
 
@@ -82,7 +89,7 @@ export: environment ## write the trained model of CKPT= as one file that needs o
 	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"
 
 new: ## start a project of your own, a copy without our results: NAME=my_project, DIR=/data/mine
-	@python3 new.py "$(NAME)" "$(DIR)"
+	@$(ANY_PYTHON) new.py "$(NAME)" "$(DIR)"
 
 #@ On several hosts
 

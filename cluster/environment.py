@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -65,6 +66,7 @@ def make_environment(folder: Path) -> None:
             "where that is newer, uv python install 3.13 (docs.astral.sh/uv)"
         )
     assert python
+    folder = folder.resolve()  # venv refuses a link, as of .venv to a larger disk
     made_here = not folder.exists()
     try:
         result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True)
@@ -118,6 +120,12 @@ def check_python(info: dict) -> None:
         raise InstallError(
             f"{info['prefix']} belongs to the operating system, whose pip installs nothing there; "
             "leave PYTHON= out to get a .venv here, or give the interpreter of an environment"
+        )
+    site = Path(info["site"])
+    if not os.access(next(folder for folder in (site, *site.parents) if folder.exists()), os.W_OK):
+        raise InstallError(  # pip would go on in ~/.local, where the build does not find torch
+            f"you may not write to {site}: leave PYTHON= out to get a .venv here, made of the "
+            "python3 on the PATH, or give the interpreter of an environment of your own"
         )
 
 

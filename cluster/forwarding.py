@@ -23,8 +23,10 @@ def forwarded(environment: dict[str, str]) -> dict[str, str]:
         if name.startswith(prefixes)
         or (name.startswith(FORWARDED) and not any(word in name for word in SECRET))
     }
-    if "SLURM_JOB_ID" in environment and variables.get("CUDA_VISIBLE_DEVICES"):
-        del variables["CUDA_VISIBLE_DEVICES"]  # Slurm set it for this node; others have their own
+    visible = variables.get("CUDA_VISIBLE_DEVICES", "")
+    if visible and ("SLURM_JOB_ID" in environment or visible.startswith(("GPU-", "MIG-"))):
+        # Slurm set it for this node, or it names GPUs of this one, as PBS does.
+        del variables["CUDA_VISIBLE_DEVICES"]
     return variables
 
 

@@ -94,7 +94,7 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
             if python:
                 raise InstallError(f"{info['prefix']} has no pip: {python} -m ensurepip")
             # Its making was interrupted; made again, it gets what it lacks.
-            run_logged(None, [info["base"], "-m", "venv", str(venv)])
+            run_logged(None, [info["base"], "-m", "venv", str(venv.resolve())])
         install_packages(interpreter, info, pins, requirements, mpi)
         print(f"Ready in {time.monotonic() - started:.0f} s: {info['prefix']}", flush=True)
 

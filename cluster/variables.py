@@ -127,6 +127,8 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
         yield f"NP={np}: HOSTS={hosts} says how many processes make bench-step starts"
     if given.get("LAUNCHER", "mpi") not in ("mpi", ""):
         yield f"LAUNCHER={given['LAUNCHER']}: there is mpi; leave it out for our own"
+    if given.get("LAUNCHER") == "mpi" and given.get("STOP_SECONDS"):
+        yield f"STOP_SECONDS={given['STOP_SECONDS']}: mpirun gives no time for a checkpoint"
     if "export" in goals and not given.get("CKPT"):
         yield "CKPT=: give a checkpoint, as CKPT=logs/.../checkpoints/last.ckpt"
     if "bench-check" in goals and not (given.get("OLD") and given.get("NEW")):

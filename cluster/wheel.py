@@ -14,6 +14,7 @@ import platform
 import re
 import shlex
 import shutil
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -101,6 +102,11 @@ def check_compilers(info: dict) -> None:
             raise InstallError(
                 f"{program} is missing, which compiles Horovod: sudo apt-get install {package}"
             )
+    if (version := gcc_version()) and version < 9:  # torch's c10/util/C++17.h
+        raise InstallError(
+            f"{os.environ.get('CXX', 'g++')} is of GCC {version}, and torch's headers need 9 or "
+            "newer: module load gcc, or with one that is installed, CXX=g++-12 make install"
+        )
     if not has_headers(info) and shutil.which("apt-get") is None:
         raise InstallError(no_headers(info))
     temporary = tempfile.gettempdir()
@@ -109,6 +115,14 @@ def check_compilers(info: dict) -> None:
             f"{temporary} is mounted noexec, and the build runs its compilers there: "
             "mkdir -p ~/tmp, then TMPDIR=~/tmp make install"
         )
+
+
+def gcc_version() -> int | None:
+    """The major version of the compiler; None for another, as clang is, which claims to be 4."""
+    command = [*shlex.split(os.environ.get("CXX", "g++")), "-dM", "-E", "-x", "c++", "/dev/null"]
+    defined = subprocess.run(command, capture_output=True, text=True).stdout
+    version = re.search(r"^#define __GNUC__ (\d+)", defined, re.M)
+    return int(version[1]) if version and "__clang__" not in defined else None
 
 
 def has_headers(info: dict) -> bool:

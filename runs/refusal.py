@@ -47,7 +47,7 @@ def of_srun(tasks: int) -> str:
     return (
         f"srun started {tasks} processes, each of which would train alone: sbatch "
         "cluster/slurm/horovod.sbatch, or within a job, without srun, "
-        "make train HOSTS=$(python3 cluster/slurm/hosts.py)"
+        "make train HOSTS=$(.venv/bin/python cluster/slurm/hosts.py)"
     )
 
 

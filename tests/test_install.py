@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -232,6 +233,20 @@ class TestMissing:
         with pytest.raises(InstallError, match="Python.h is missing"):  # which comes next
             wheel.check_compilers(info())
 
+    @pytest.mark.parametrize(("defined", "refused"), [("", True), ("#define __clang__ 1", False)])
+    def test_a_compiler_that_is_too_old(
+        self, defined: str, refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """As that of RHEL 8; told before the download of torch. Clang only claims to be GCC 4."""
+        text = f"#!/bin/sh\necho '#define __GNUC__ 8'\necho '{defined}'\n"
+        (tmp_path / "c++").write_text(text)
+        (tmp_path / "c++").chmod(0o755)
+        monkeypatch.setenv("CXX", f"{tmp_path}/c++ -m64")
+        monkeypatch.setattr(wheel, "has_headers", lambda info: True)
+        expected = r"c\+\+ -m64 is of GCC 8, .* need 9 .*CXX=g\+\+-12 make install"
+        with pytest.raises(InstallError, match=expected) if refused else nullcontext():
+            wheel.check_compilers(info())
+
     def test_headers(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(environment, "LOG", tmp_path / "log")
         with pytest.raises(InstallError, match=r"Python\.h .*apt-get install python3.99-dev"):
@@ -284,6 +299,16 @@ class TestMissing:
         with pytest.raises(InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):
             environment.check_python(info(python="3.9.1"))
 
+    @pytest.mark.parametrize("site", ["", "lib/site-packages"])
+    def test_a_python_that_may_only_be_read(
+        self, site: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """As that of a site's module; what is not there yet goes by the folder above it."""
+        environment.check_python(info(site=str(tmp_path / site)))
+        monkeypatch.setattr(os, "access", lambda path, mode: path != tmp_path)
+        with pytest.raises(InstallError, match=f"not write to {tmp_path}.*leave PYTHON= out"):
+            environment.check_python(info(site=str(tmp_path / site)))
+
     @pytest.mark.parametrize("files", [["torch/__init__.py"], ["x-1.0.dist-info/RECORD"]])
     def test_what_an_interrupted_installation_leaves(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, files: list[str]
@@ -313,8 +338,9 @@ class TestMissing:
     ) -> None:
         """Ours was interrupted when it was made; somebody else's is theirs to change."""
         subprocess.run(
-            [sys.executable, "-m", "venv", "--without-pip", tmp_path / ".venv"], check=True
+            [sys.executable, "-m", "venv", "--without-pip", tmp_path / "disk"], check=True
         )
+        (tmp_path / ".venv").symlink_to("disk")
         (tmp_path / ".venv" / "bin" / "activate").unlink()
         installed: list[dict[str, Any]] = []
         monkeypatch.setattr(install, "ROOT", tmp_path)
@@ -333,6 +359,16 @@ class TestMissing:
         install.install(None, dev=False, mpi=False)
         assert len(installed) == 1 and "pip" in environment.probe(python)["packages"]
         assert (tmp_path / ".venv" / "bin" / "activate").exists()
+
+    @pytest.mark.parametrize("there", [True, False])
+    def test_an_environment_that_is_a_link(self, there: bool, tmp_path: Path) -> None:
+        """To a larger disk, where a home is small."""
+        link, disk = tmp_path / ".venv", tmp_path / "scratch" / "venv"
+        link.symlink_to(disk)
+        if there:
+            disk.mkdir(parents=True)
+        environment.make_environment(link)
+        assert link.is_symlink() and (disk / "bin" / "python").exists()
 
     def test_two_at_once_take_turns(self, tmp_path: Path) -> None:
         """The second waits, and says so; the first is in until its input ends."""

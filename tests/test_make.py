@@ -16,6 +16,9 @@ from tests.conftest import ROOT, run
 def test_make_leaves_out_variables_that_mean_other_things() -> None:
     done = run(["make", "--eval=probe:;@env", "probe", f"PYTHON={sys.executable}"], RANK="0")
     assert done.returncode == 0 and "RANK=" not in done.stdout
+    theirs = {"MPI": "openmpi", "FOLLOW": "1"}  # as a site's module may set
+    assert not re.search("--mpi|--follow", run(["make", "-n", "install", "logs"], **theirs).stdout)
+    assert "--mpi" in run(["make", "-n", "install", "MPI=1"], **theirs).stdout
 
 
 @pytest.mark.parametrize("where", [["make", "HOSTS=a:1, b:2"], ["env", "HOSTS=a:1, b:2", "make"]])
@@ -46,10 +49,26 @@ def test_targets_of_a_fork_start_where_they_are_told() -> None:
     assert " -np 3 -H localhost:3 " in done.stdout, done.stdout
 
 
-def test_make_without_a_python_goes_no_further() -> None:
-    done = run(["make", "hello", "PYTHON=/nothing", "INSTALL=echo installs"])
-    assert done.returncode == 2 and "the variables could not be checked" in done.stdout
-    assert "installs" not in done.stdout
+@pytest.mark.parametrize("runs", ["python3.11", None])
+def test_make_takes_the_first_python_that_is_new_enough(runs: str | None, tmp_path: Path) -> None:
+    """A login node's python3 may be 3.6, which cannot even read the code."""
+    for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10"):
+        line = f'exec {sys.executable} "$@"' if name == runs else "exit 1"
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    done = run(["make", "-n", "-f", f"{ROOT}/Makefile", "train", "new"], cwd=tmp_path, **path)
+    if runs:
+        assert f"\n{runs} new.py" in done.stdout and "-np 2 -H" in done.stdout, done.stdout
+        assert done.stdout.startswith(f"{runs} -m cluster.install \n"), done.stdout
+    else:
+        assert done.returncode == 2 and "no Python from 3.10 to 3.13 runs here" in done.stdout
+
+
+def test_make_leaves_a_python_that_is_not_there_to_the_installer() -> None:
+    done = run(["make", "hello", "PYTHON=/nothing"])
+    assert done.returncode == 2
+    assert done.stdout.startswith("install: PYTHON=/nothing: No such file"), done.stdout
 
 
 def test_make_takes_a_checkpoint_with_blanks() -> None:
@@ -156,6 +175,7 @@ def test_what_a_target_takes_is_what_its_recipe_uses(target: str) -> None:
         (["launch", "STRATEGY=ddp"], 'here write ARGS="strategy=ddp"'),
         (["export"], "CKPT=: give a checkpoint"),
         (["train", "LAUNCHER=openmpi"], "LAUNCHER=openmpi: there is mpi"),
+        (["train", "LAUNCHER=mpi", "STOP_SECONDS=9"], "STOP_SECONDS=9: mpirun gives no time"),
         (["launch", "LAUNCHER=mpi"], "LAUNCHER=mpi: make launch takes NP HOSTS HOSTFILE AT"),
         (
             ["bench-step", "HOSTFILE=x.yaml"],

@@ -1,6 +1,6 @@
 """The hosts of a Slurm allocation, as HOSTS: `node1:4,node2:4`.
 
-    make train HOSTS=$(python3 cluster/slurm/hosts.py)
+    make train HOSTS=$(.venv/bin/python cluster/slurm/hosts.py)
 
 A node has as many slots as the job has tasks on it (--ntasks-per-node).
 """

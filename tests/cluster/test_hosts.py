@@ -233,6 +233,8 @@ def test_only_listed_variables_leave_this_host() -> None:
     assert forwarded(here | {"FORWARD": "MLFLOW_, WANDB_"})["WANDB_API_KEY"] == "y"
     for asked, kept in (("0,1", {}), ("", {"CUDA_VISIBLE_DEVICES": ""})):  # none on any node
         assert forwarded({"CUDA_VISIBLE_DEVICES": asked, "SLURM_JOB_ID": "1"}) == kept
+    for asked, there in (("GPU-5d1a,GPU-77c0", False), ("MIG-5d1a", False), ("0,1", True)):
+        assert bool(forwarded({"CUDA_VISIBLE_DEVICES": asked})) == there  # UUIDs are of this host
 
 
 class TestRendezvous:

@@ -86,6 +86,54 @@ class TestAllocation:
             allocation(job | {"SLURM_TASKS_PER_NODE": "1(x2)", "SLURM_HET_SIZE": "2"})
 
 
+# In place of Python: a job that is signalled, and has left the checkpoint of an epoch until then.
+JOB = """#!/bin/bash
+case "$*" in *hosts.py) echo node1:1; exit ;; esac
+echo "runs $*"
+mkdir -p logs/job/runs/1/.hydra logs/job/runs/1/checkpoints
+echo "checkpoint: $PWD/logs/slurm-7.ckpt" >logs/job/runs/1/.hydra/config.yaml
+touch {when} logs/job/runs/1/checkpoints/last.ckpt
+trap 'exit {status}' TERM
+until (( 0x$(sed -n 's/SigCgt:.//p' /proc/$PPID/status) & 0x200 )); do :; done  # SIGUSR1
+kill -USR1 $PPID
+while :; do :; done
+"""
+
+
+def batch(folder: Path, *changes: str, job: str = "", **environment: str) -> tuple[int, str]:
+    """The script without Slurm: its exit status and what it printed."""
+    for name, text in (("python", job), ("scontrol", '#!/bin/sh\necho "scontrol $*"\n')):
+        if text:
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+    environment["PATH"] = f"{folder}:{os.environ['PATH']}"
+    script = ["bash", str(ROOT / "cluster" / "slurm" / "horovod.sbatch"), *changes]
+    done = run(script, folder, SLURM_JOB_ID="7", PYTHON=f"{folder}/python", **environment)
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize(
+    ("when", "status", "again"), [("", 143, True), ("-d yesterday", 143, False), ("", 0, False)]
+)
+def test_a_job_goes_on_from_its_last_epoch(
+    when: str, status: int, again: bool, tmp_path: Path
+) -> None:
+    """Where an evaluation takes longer than a stop; not without any progress, nor at its end."""
+    code, printed = batch(tmp_path, job=JOB.format(when=when, status=status))
+    last = "logs/job/runs/1/checkpoints/last.ckpt"
+    assert code == status and (f"go on from {last}\nscontrol requeue 7\n" in printed) == again
+    _, printed = batch(tmp_path, job=JOB.format(when=when, status=0), SLURM_RESTART_COUNT="1")
+    assert f"template.py ckpt_path='{last}' callbacks.stop" in printed
+
+
+def test_a_batch_job_says_what_it_lacks(tmp_path: Path) -> None:
+    code, printed = batch(tmp_path)
+    assert code == 2 and printed.startswith(f"error: there is no {tmp_path}/python: make install")
+    code, printed = batch(tmp_path, "seed=1", "run_dir=mine", job="#!/bin/sh\nexit 3\n")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert printed.startswith("error: run_dir=mine: ") and "give log_dir=" in printed
+
+
 @pytest.mark.parametrize(("asked", "gpus"), [("cpu=2,gres/gpu=1", True), ("cpu=2", False)])
 def test_a_step_asks_for_gpus_only_where_the_job_did(
     asked: str, gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

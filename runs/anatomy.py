@@ -157,7 +157,9 @@ class Anatomy(Callback):
         self._begin("rest")
 
     def _on_fetch(self) -> None:
-        self._begin("data")
+        # A training_step that takes dataloader_iter fetches within its forward.
+        if self._marks and self._marks[-1][0] == "rest":
+            self._begin("data")
         self._before_fetch()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -458,6 +458,23 @@ def test_what_comes_after_a_batch_is_no_loading(monkeypatch: pytest.MonkeyPatch)
     assert timed.found["phases_ms"]["data"] == 0 and timed.found["phases_ms"]["rest"] == 136e3
 
 
+class Fetches(Ticks):
+    def training_step(self, dataloader_iter: Any) -> Tensor:
+        (inputs, _), _, _ = next(dataloader_iter)
+        self.tick(1)
+        loss: Tensor = self.net(inputs).sum()
+        return loss
+
+
+def test_a_forward_that_fetches_its_batch_is_no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anatomy, "moment", lambda device: Ticks.now)
+    timed = Anatomy(warmup=1)
+    run = trainer("single", callbacks=[timed], max_epochs=1, limit_train_batches=4)
+    run.fit(Fetches(automatic=True), loader())
+    assert timed.found is not None
+    assert timed.found["phases_ms"]["data"] == 0 and timed.found["phases_ms"]["forward"] == 1e3
+
+
 def test_a_slow_rank_is_told_once_by_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,8 +4,8 @@
 
 runs COMMAND on node1, from where `ssh node2` works; --rate limits the link of each host. The hosts
 are network namespaces joined by a bridge in another one, and share this machine's files. All of it
-is removed when the command ends or is interrupted. Needs root, and Debian's iproute2,
-openssh-server and util-linux.
+is removed when the command ends or is interrupted. Under sudo, what the command left as root's in
+this checkout becomes its owner's. Needs root, and Debian's iproute2, openssh-server and util-linux.
 """
 
 from __future__ import annotations
@@ -214,6 +214,17 @@ def _run(*command: str | Path) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}: {result.stderr.strip()}")
 
 
+def give_back(folder: Path) -> None:
+    """Under sudo, make what is root's in a user's folder that user's, who could not write there."""
+    user, group = (int(os.environ.get(f"SUDO_{kind}", 0)) for kind in ("UID", "GID"))
+    if user == 0 or folder.stat().st_uid != user:
+        return
+    for place, folders, files in os.walk(folder):
+        for path in (Path(place, name) for name in [*folders, *files]):
+            if path.lstat().st_uid == 0:
+                os.lchown(path, user, group)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", type=int, default=2)
@@ -231,6 +242,8 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    finally:
+        give_back(Path(__file__).resolve().parent.parent)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,25 @@ def left(prefix: str) -> list[str]:
     return [line for line in namespaces.splitlines() if line.startswith(prefix)] + files
 
 
+def test_a_users_files_are_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not another user's, nor what links lead to, nor those of a checkout that is not theirs."""
+    ours, elsewhere = tmp_path / "checkout", tmp_path / "elsewhere"
+    for file in (ours / "logs" / "run", ours / "another", elsewhere):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    (ours / "link").symlink_to(elsewhere)
+    os.chown(ours / "another", 4321, 4321)
+    monkeypatch.setenv("SUDO_UID", "1234")
+    monkeypatch.setenv("SUDO_GID", "1235")
+    testbed.give_back(ours)
+    assert (ours / "logs").lstat().st_uid == 0
+    os.chown(ours, 1234, 1235)
+    testbed.give_back(ours)
+    owners = {str(f.relative_to(ours)): f.lstat().st_uid for f in ours.rglob("*")}
+    assert owners == {"logs": 1234, "logs/run": 1234, "link": 1234, "another": 4321}
+    assert elsewhere.stat().st_uid == 0 and (ours / "logs").stat().st_gid == 1235
+
+
 class TestHosts:
     def test_have_names_and_let_each_other_in(self, hosts: list[testbed.Host]) -> None:
         for here in hosts:

@@ -37,7 +37,13 @@ LEAST = {
     "trainer.gradient_clip_val": 0,
 }  # fmt: skip
 # Hydra's own, which would change where each rank works, or make several runs in one process.
-FOLDERS = ("hydra.run.", "hydra.sweep.", "hydra.mode", "hydra.job.chdir", "hydra.output_subdir")
+FOLDERS = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.mode",
+    "hydra.job.chdir",
+)
 CHOICES = {
     "lr_scaling": ["none", "linear", "sqrt"],
     "matmul_precision": ["highest", "high", "medium"],
@@ -94,12 +100,14 @@ def _check(arguments: list[str]) -> None:
         for override in overrides:
             if not _is_group(override):
                 _check_change(override, config)
+        changed: dict[str, Any] = {}  # callbacks, by the file that changes them
         for override in groups:
-            _check_recipe(override, choices, config)
+            changed |= _check_recipe(override, choices)
         for choice in _listed(choices.get("callbacks")):
-            file = CONF / "callbacks" / f"{choice}.yaml"
-            where, members = f"conf/{file.relative_to(CONF)}", OmegaConf.load(file)
-            _check_modes(where, OmegaConf.to_container(members, resolve=False), config)
+            members = OmegaConf.load(CONF / "callbacks" / f"{choice}.yaml")
+            where = f"conf/callbacks/{choice}.yaml"
+            changed[where] = OmegaConf.to_container(members, resolve=False)
+        _check_modes(changed, overrides, config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
         _check_packages(config)
@@ -175,16 +183,18 @@ def _listed(choice: Any) -> list[Any]:
     return choice if isinstance(choice, list) else [] if choice is None else [choice]
 
 
-def _check_recipe(override: Override, choices: dict[str, Any], config: DictConfig) -> None:
+def _check_recipe(override: Override, choices: dict[str, Any]) -> dict[str, Any]:
     """Check an experiment's keys like those of a command line; it may add what code takes.
 
     Args:
         choices: the file of each group that was taken.
-        config: of all groups, this one too.
+
+    Returns:
+        What it changes in callbacks, by its file.
     """
     group = override.key_or_group.lstrip("/")
     if group not in recipes.RECIPES or override.is_delete():
-        return
+        return {}
     others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
     chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
     base = compose("config", chosen, return_hydra_config=True).hydra.runtime.choices
@@ -195,7 +205,7 @@ def _check_recipe(override: Override, choices: dict[str, Any], config: DictConfi
         _check_keys("", keys, compose("config", chosen))
     except Refusal as refusal:
         raise Refusal(f"conf/{where}.yaml: {refusal}") from None
-    _check_modes(f"conf/{where}.yaml", keys.get("callbacks"), config)
+    return {f"conf/{where}.yaml": keys.get("callbacks")}
 
 
 def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
@@ -249,7 +259,7 @@ def _has(node: Any, name: Any) -> bool:
 
 def _check_change(override: Override, config: DictConfig) -> None:
     key: str = override.key_or_group
-    if key.startswith(FOLDERS):
+    if key in FOLDERS:
         raise Refusal(
             f"{override.input_line}: template.py makes the run's folder: run_dir=... names it, and "
             "make sweep tries several values"
@@ -355,12 +365,26 @@ def _check_monitors(overrides: list[Override]) -> None:
             raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
 
 
-def _check_modes(where: str, members: Any, config: DictConfig) -> None:
-    """The same for a file of conf/ whose members inherit a mode."""
-    for name, member in members.items() if isinstance(members, dict) else ():
-        if not isinstance(member, dict) or "monitor" not in member or "mode" in member:
-            continue
-        if "mode" in ((config.get("callbacks") or {}).get(name) or {}):
+def _check_modes(changed: dict[str, Any], overrides: list[Override], config: DictConfig) -> None:
+    """The same for files of conf/ whose callbacks inherit a mode.
+
+    Args:
+        changed: callbacks, by the file that has them.
+        config: of all groups.
+    """
+    written = [
+        (where, name, member)
+        for where, members in changed.items()
+        for name, member in (members.items() if isinstance(members, dict) else ())
+        if isinstance(member, dict)
+    ]
+    given = {override.key_or_group for override in overrides}
+    # A mode beside a monitor is of that monitor.
+    given |= {f"callbacks.{n}.mode" for _, n, m in written if "mode" in m and "monitor" not in m}
+    for where, name, member in written:
+        inherits = "mode" in ((config.get("callbacks") or {}).get(name) or {})
+        asked = "monitor" in member and "mode" not in member
+        if asked and inherits and f"callbacks.{name}.mode" not in given:
             raise Refusal(
                 f"{where}: callbacks.{name}.monitor: say what is better too, mode: min or max"
             )

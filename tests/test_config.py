@@ -187,6 +187,7 @@ def test_callbacks_of_ones_own_say_what_is_better(
     file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc}\n")
     with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
         check(["callbacks=mine"])
+    check(["callbacks=mine", "callbacks.best_checkpoint.mode=max"])
     file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc, mode: max}\n")
     check(["callbacks=mine"])
     check(["callbacks=[default,mine]"])

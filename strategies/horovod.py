@@ -24,6 +24,7 @@ import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.types import _PATH
+from pytorch_lightning.core.optimizer import do_nothing_closure
 from pytorch_lightning.loops.fetchers import _DataLoaderIterDataFetcher
 from pytorch_lightning.plugins.precision import HalfPrecision
 from pytorch_lightning.strategies.parallel import ParallelStrategy
@@ -328,8 +329,13 @@ class HorovodStrategy(ParallelStrategy):
     def optimizer_step(
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if self._steps is not None and not self._steps.has_hook(optimizer):
-            closure = self._steps.then_checked(closure, optimizer)
+        if self._steps is not None:
+            if (
+                closure is do_nothing_closure
+            ):  # in manual optimization; an optimizer may leave it out
+                self._steps.check(optimizer)
+            elif not self._steps.has_hook(optimizer):
+                closure = self._steps.then_checked(closure, optimizer)
         return super().optimizer_step(optimizer, closure, *args, **kwargs)
 
     @override

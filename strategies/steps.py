@@ -64,7 +64,7 @@ class GuardedSteps:
         if any(map(self._buckets.is_unprepared, stepped)):
             raise MisconfigurationException(
                 "a step with gradients of loss.backward(), which each rank has for itself: "
-                "call self.manual_backward(loss), which averages them"
+                "call self.manual_backward(loss), which averages them, or clear them before"
             )
 
     def _before_step(

@@ -128,6 +128,18 @@ class CallsBackward(LeavesOut):
         optimizer.step()
 
 
+class Forgets(torch.optim.SGD):
+    """As some optimizers outside of torch do."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+
+
+class StepsWithoutClosure(CallsBackward):
+    def configure_optimizers(self) -> Any:
+        return Forgets(self.parameters(), lr=0.05)
+
+
 class AveragesTwice(Net):
     def configure_optimizers(self) -> Any:
         return hvd.DistributedOptimizer(super().configure_optimizers(), self.named_parameters())
@@ -356,6 +368,7 @@ def mistakes() -> dict[str, str]:
         "alone": refusal(CallsBackward("step")),
         "passed by": refusal(CallsBackward("step", bare=True)),
         "replaced": refusal(Replaces("step")),
+        "forgotten": refusal(StepsWithoutClosure("step")),
         "went on": refusal(GoesOnAfterAnError()),
         "within": refusal(StepsWithin()),
         "made": refusal(MadeApart()),
@@ -412,7 +425,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["left out"].startswith("for some ranks the epoch ends with this backward")
         assert texts["alone"].startswith("a step with gradients of loss.backward()")
         assert texts["passed by"] == texts["alone"]
-        assert texts["replaced"] == texts["alone"]
+        assert texts["replaced"] == texts["forgotten"] == texts["alone"]
         assert texts["went on"].startswith("the backward before this one ended in an error")
         assert texts["within"].startswith("a step within backward, before the gradients of all")
         assert texts["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")

@@ -93,6 +93,7 @@ echo "runs $*"
 mkdir -p logs/job/runs/1/.hydra logs/job/runs/1/checkpoints
 echo "checkpoint: $PWD/logs/slurm-7.ckpt" >logs/job/runs/1/.hydra/config.yaml
 touch {when} logs/job/runs/1/checkpoints/last.ckpt
+{ends}
 trap 'exit {status}' TERM
 until (( 0x$(sed -n 's/SigCgt:.//p' /proc/$PPID/status) & 0x200 )); do :; done  # SIGUSR1
 kill -USR1 $PPID
@@ -113,16 +114,23 @@ def batch(folder: Path, *changes: str, job: str = "", **environment: str) -> tup
 
 
 @pytest.mark.parametrize(
-    ("when", "status", "again"), [("", 143, True), ("-d yesterday", 143, False), ("", 0, False)]
-)
+    ("when", "ends", "status", "again"),
+    [
+        ("", "", 143, True), ("-d yesterday", "", 143, False), ("", "", 1, False),
+        ("", "touch logs/job/runs/1/summary.json", 143, False),
+    ],
+)  # fmt: skip
 def test_a_job_goes_on_from_its_last_epoch(
-    when: str, status: int, again: bool, tmp_path: Path
+    when: str, ends: str, status: int, again: bool, tmp_path: Path
 ) -> None:
-    """Where an evaluation takes longer than a stop; not without any progress, nor at its end."""
-    code, printed = batch(tmp_path, job=JOB.format(when=when, status=status))
+    """Where a validation takes longer than a stop; not without any progress, nor after an error,
+    nor when training has ended."""
+    code, printed = batch(tmp_path, job=JOB.format(when=when, ends=ends, status=status))
     last = "logs/job/runs/1/checkpoints/last.ckpt"
     assert code == status and (f"go on from {last}\nscontrol requeue 7\n" in printed) == again
-    _, printed = batch(tmp_path, job=JOB.format(when=when, status=0), SLURM_RESTART_COUNT="1")
+    _, printed = batch(
+        tmp_path, job=JOB.format(when=when, ends="", status=0), SLURM_RESTART_COUNT="1"
+    )
     assert f"template.py ckpt_path='{last}' callbacks.stop" in printed
 
 

@@ -17,11 +17,11 @@ ifneq ($(findstring $(NEWLINE),$(ARGS)),)
   export ARGS
 endif
 
-# For what needs no environment: the python3 of a cluster's login node may be too old.
+# For what needs no environment, which 3.9 can run: the python3 of a login node may be older.
 ANY_PYTHON := $(shell for p in $(PYTHON) python3 .venv/bin/python python3.13 python3.12 python3.11 python3.10; do \
   "$$p" -c 'import sys; sys.exit(sys.version_info < (3, 9))' >/dev/null 2>&1 && echo "$$p" && break; done)
 ifeq ($(ANY_PYTHON),)
-  $(error no Python from 3.10 to 3.13 runs here: install one, or name it with PYTHON=)
+  $(error no Python of 3.9 or newer runs here; the environment needs 3.10 to 3.13: install one, or name it with PYTHON=)
 endif
 
 # Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.

@@ -156,8 +156,8 @@ def oversubscribed(summary: dict[str, Any]) -> list[str]:
     if anatomy.get("crowded"):
         what, mend = f"{anatomy['crowded']}, and wait for each other", "start fewer there"
     elif waits >= WAITS_SHARE:
-        what = f"a rank waited {waits:.0%} of its time for a core, which other programs had"
-        mend = "end them"
+        what = f"a rank waited {waits:.0%} of its time for a core, which others had"
+        mend = "end other programs, or take fewer loader workers"
     else:
         return []
     return [
@@ -230,7 +230,11 @@ def main() -> int:
         options |= network
         if "operations" in network:  # what others took says nothing of these
             wanted = network["operations"]
-            results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
+            for file, result in [*results.items()]:
+                if result["operations"].lower() != wanted and named:
+                    raise Refusal(f"ALLREDUCE={file}: not of {wanted}, which NETWORK names")
+                if result["operations"].lower() != wanted:
+                    del results[file]
         slots = max(summary["hosts"].values())
         cases, sources = inputs.networks([*results.values()], options, slots)
     except Refusal as error:

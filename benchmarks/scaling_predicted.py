@@ -61,8 +61,8 @@ def predicted(
     slots = max(host["slots"] for host in settings["hosts"].values())
     if all(len(result["hosts"]) > 1 for _, result in measured):
         # Ranks that fit on one host are joined otherwise than by the network between hosts.
-        sizes = [np for np in sizes if np > slots]
-    if not sizes:
+        sizes = [np for np in sizes if np == 1 or np > slots]
+    if not set(sizes) & others:
         return [], []
     try:
         cases, _ = networks([result for _, result in measured], {}, slots)

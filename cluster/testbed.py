@@ -4,8 +4,8 @@
 
 runs COMMAND on node1, from where `ssh node2` works; --rate limits the link of each host. The hosts
 are network namespaces joined by a bridge in another one, and share this machine's files. All of it
-is removed when the command ends or is interrupted. Under sudo, what the command left as root's in
-this checkout becomes its owner's. Needs root, and Debian's iproute2, openssh-server and util-linux.
+is removed when the command ends or is interrupted. Under sudo, what is root's in this checkout then
+becomes its owner's. Needs root, and Debian's iproute2, openssh-server and util-linux.
 """
 
 from __future__ import annotations
@@ -221,8 +221,9 @@ def give_back(folder: Path) -> None:
         return
     for place, folders, files in os.walk(folder):
         for path in (Path(place, name) for name in [*folders, *files]):
-            if path.lstat().st_uid == 0:
-                os.lchown(path, user, group)
+            with contextlib.suppress(OSError):  # gone meanwhile, or on a file system without root
+                if path.lstat().st_uid == 0:
+                    os.lchown(path, user, group)
 
 
 def main() -> int:

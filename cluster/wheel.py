@@ -105,7 +105,7 @@ def check_compilers(info: dict) -> None:
     if (version := gcc_version()) and version < 9:  # torch's c10/util/C++17.h
         raise InstallError(
             f"{os.environ.get('CXX', 'g++')} is of GCC {version}, and torch's headers need 9 or "
-            "newer: module load gcc, or with one that is installed, CXX=g++-12 make install"
+            "newer: module load gcc, or name another one that is there: CXX=g++-12 make install"
         )
     if not has_headers(info) and shutil.which("apt-get") is None:
         raise InstallError(no_headers(info))

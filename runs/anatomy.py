@@ -14,9 +14,10 @@ spends there is the network's, and what others wait longer is counted as "stragg
 strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, and a line at the end names the bottleneck. The
-cost is a reading of the clock in each of six hooks, and a gather of some kilobytes every 200 timed
-steps. If steps turn out to be short, only a tenth of them is timed from then on; it is drawn by
-lot, as every tenth step might always be the one that waits for the loader.
+cost is a reading of the clock at each of these moments, two of a file in /proc, and a gather of
+some kilobytes every 200 timed steps. If steps turn out to be short, only a tenth of them is timed
+from then on; it is drawn by lot, as every tenth step might always be the one that waits for the
+loader.
 
 On a GPU moments are events in its stream: phases are those of the GPU, not of the program, which
 runs ahead. Where the GPU waits for the program they are the program's after all, so the GPU is

@@ -330,9 +330,8 @@ class HorovodStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         if self._steps is not None:
-            if (
-                closure is do_nothing_closure
-            ):  # in manual optimization; an optimizer may leave it out
+            # That of a step by hand, which some optimizers do not call.
+            if closure is do_nothing_closure:
                 self._steps.check(optimizer)
             elif not self._steps.has_hook(optimizer):
                 closure = self._steps.then_checked(closure, optimizer)

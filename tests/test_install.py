@@ -450,6 +450,7 @@ class TestMissing:
         flags = SimpleNamespace(f_flag=os.ST_NOSUID | os.ST_NOEXEC)
         monkeypatch.setattr(wheel.shutil, "which", lambda program: program)
         monkeypatch.setattr(wheel, "has_headers", lambda info: True)
+        monkeypatch.setattr(wheel, "gcc_version", lambda: None)
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setattr(os, "statvfs", lambda path: {str(tmp_path): flags}[path])
         with pytest.raises(InstallError, match=f"{tmp_path} is mounted noexec.*TMPDIR=~/tmp make"):

@@ -230,11 +230,7 @@ def main() -> int:
         options |= network
         if "operations" in network:  # what others took says nothing of these
             wanted = network["operations"]
-            for file, result in [*results.items()]:
-                if result["operations"].lower() != wanted and named:
-                    raise Refusal(f"ALLREDUCE={file}: not of {wanted}, which NETWORK names")
-                if result["operations"].lower() != wanted:
-                    del results[file]
+            results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
         slots = max(summary["hosts"].values())
         cases, sources = inputs.networks([*results.values()], options, slots)
     except Refusal as error:

@@ -677,8 +677,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a file keeps the worst by a metric of its own", "config.py",
-        'if "mode" in ((config.get("callbacks") or {}).get(name) or {}):', "if False:",
-        "say_what_is_better", "test_config", "runs",
+        "if asked and inherits and", "if False and", "say_what_is_better", "test_config", "runs",
     ),
     Mutation(
         "what was best before a resume is forgotten", "resuming.py",

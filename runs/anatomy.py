@@ -117,7 +117,7 @@ class Anatomy(Callback):
         self._near: Moment | None = None  # when it came to the last part of backward
         self._told: set[int] = set()  # ranks that were said to be slow
         after = "rest" if pl_module.automatic_optimization else "forward"
-        # Before it, at a batch's end, loggers write, and checkpoints are saved.
+        # Between a batch's end and the next fetch, loggers write and checkpoints are saved.
         loop = trainer.fit_loop.epoch_loop
         loop.__dict__.pop("_on_before_fetch", None)  # of a training that ended in an error
         self._before_fetch = loop._on_before_fetch
@@ -283,7 +283,9 @@ class Anatomy(Callback):
         counts = torch.tensor([self._kept_up, self._asked], device=self._device)
         kept_up, asked = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         keeps_up = kept_up / asked if asked else None
-        mine = torch.tensor(self._waited / self._total, device=self._device)
+        # A GPU goes on while its program waits for a core.
+        share_waited = self._waited / self._total if self._device.type == "cpu" else 0.0
+        mine = torch.tensor(share_waited, device=self._device)
         waits = trainer.strategy.all_gather(mine).reshape(-1).tolist()
         self.found = {
             "steps": self._count - self.warmup,
@@ -303,7 +305,7 @@ class Anatomy(Callback):
             "verdict": verdict(
                 share, median, wire, named(slow, self._hosts) if slow else "",
                 str(trainer.precision), self._crowd, keeps_up or 0.0,
-                contended(self._hosts, waits) if self._device.type == "cpu" else None,
+                contended(self._hosts, waits),
                 hidden=len(steps) > 1 and not hasattr(trainer.strategy, "take_exchanges"),
                 late=late_phase(steps),
             ),

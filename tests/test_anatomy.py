@@ -613,6 +613,7 @@ def contention() -> dict[str, Any]:
             other.wait()
 
 
+@pytest.mark.skipif(not anatomy.SCHEDULED.exists(), reason="this kernel does not count")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank needs a core")
 def test_programs_that_take_a_core_are_named(launch_anew: Callable) -> None:
     (first, _) = launch_anew(contention, 2)

@@ -120,7 +120,8 @@ def _predict(
     for axes, percent in zip(panels, (False, True)):
         factors = [100 * smallest / np if percent else 1.0 for np in sizes]
         curve, low, high = zip(*[[f * v for v in lines[np]] for np, f in zip(sizes, factors)])
-        axes.plot(sizes, curve, "--", color=color, linewidth=1, label=f"{base.strategy}, predicted")
+        line = "--x" if len(sizes) == 1 else "--"  # a point alone has none
+        axes.plot(sizes, curve, line, color=color, linewidth=1, label=f"{base.strategy}, predicted")
         axes.fill_between(sizes, low, high, color=color, alpha=0.15, linewidth=0)
 
 

@@ -152,7 +152,7 @@ class Anatomy(Callback):
             self._near = None
 
     def _begin_anew(self) -> None:
-        """Leave out what was since the last batch, as an evaluation or a checkpoint."""
+        """Start the next step here: what came since the last one, as an evaluation, is in none."""
         self._marks = []
         self._began = waited()
         self._begin("rest")

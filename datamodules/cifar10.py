@@ -90,7 +90,6 @@ class Cifar10(LightningDataModule):
         batch_size: images per process and step.
         augment: whether training images are shifted and mirrored; they never are with
             overfit_batches.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
 
     Raises:
         FileNotFoundError: when the files are missing and cannot be downloaded.
@@ -101,7 +100,6 @@ class Cifar10(LightningDataModule):
         data_dir: str,
         batch_size: int = 128,
         augment: bool = True,
-        pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
         self.save_hyperparameters()
@@ -148,13 +146,12 @@ class Cifar10(LightningDataModule):
         return self._loader(2)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        pin_memory = self.hparams["pin_memory"]
         return DataLoader(
             self.splits[split],
             batch_size=self.hparams["batch_size"],
             shuffle=shuffle,
             collate_fn=as_it_is,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
 
 

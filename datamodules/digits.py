@@ -20,7 +20,6 @@ class Digits(LightningDataModule):
     Args:
         batch_size: images per process and step.
         num_workers: processes that load; 0: the training process does, best for data this small.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         split_seed: decides which image goes where.
     """
 
@@ -28,7 +27,6 @@ class Digits(LightningDataModule):
         self,
         batch_size: int = 32,
         num_workers: int = 0,
-        pin_memory: bool | None = None,
         split_seed: int = 0,
     ) -> None:
         super().__init__()
@@ -53,12 +51,11 @@ class Digits(LightningDataModule):
         return self._loader(2)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        pin_memory = self.hparams["pin_memory"]
         return DataLoader(
             self.splits[split],
             batch_size=self.hparams["batch_size"],
             shuffle=shuffle,
             num_workers=self.hparams["num_workers"],
             persistent_workers=self.hparams["num_workers"] > 0,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )

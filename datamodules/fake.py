@@ -39,7 +39,6 @@ class Fake(LightningDataModule):
         channels: of an image.
         classes: number of labels.
         num_workers: processes that draw; 0: the training process does.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class Fake(LightningDataModule):
         channels: int = 3,
         classes: int = 10,
         num_workers: int = 0,
-        pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
         if min(count, size, channels, classes) < 1:
@@ -71,12 +69,11 @@ class Fake(LightningDataModule):
         return self._loader(2)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        pin_memory = self.hparams["pin_memory"]
         return DataLoader(
             self.splits[split],
             batch_size=self.hparams["batch_size"],
             shuffle=shuffle,
             num_workers=self.hparams["num_workers"],
             persistent_workers=self.hparams["num_workers"] > 0,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )

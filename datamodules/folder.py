@@ -47,7 +47,6 @@ class Folder(LightningDataModule):
         augment: whether training takes a random part of each image, half of them mirrored (see
             `view`); it never does with overfit_batches.
         num_workers: processes that load; None: as many as this rank has cores, at most 4.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         split_seed: decides which image goes where if there is no train/ and val/.
         predict: a folder of images, in folders or not, to predict in the order of their names;
             None: those to test.
@@ -66,7 +65,6 @@ class Folder(LightningDataModule):
         channels: int = 3,
         augment: bool = False,
         num_workers: int | None = None,
-        pin_memory: bool | None = None,
         split_seed: int = 0,
         predict: str | None = None,
     ) -> None:
@@ -186,7 +184,7 @@ class Folder(LightningDataModule):
         return self._loader(-1)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        workers, pin_memory = self.hparams["num_workers"], self.hparams["pin_memory"]
+        workers = self.hparams["num_workers"]
         if workers is None:
             workers = workers_of_rank(self.trainer)
         return DataLoader(
@@ -195,7 +193,7 @@ class Folder(LightningDataModule):
             shuffle=shuffle,
             num_workers=workers,
             persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
 
 

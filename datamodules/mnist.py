@@ -47,7 +47,6 @@ class Mnist(LightningDataModule):
         data_dir: where MNIST/raw is or will be; each host needs it.
         batch_size: images per process and step.
         num_workers: processes that load; 0: the training process does, as all are in memory.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         split_seed: decides which twelfth of the training files is for validation.
 
     Raises:
@@ -59,7 +58,6 @@ class Mnist(LightningDataModule):
         data_dir: str,
         batch_size: int = 64,
         num_workers: int = 0,
-        pin_memory: bool | None = None,
         split_seed: int = 0,
     ) -> None:
         super().__init__()
@@ -96,12 +94,11 @@ class Mnist(LightningDataModule):
         return self._loader(2)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        pin_memory = self.hparams["pin_memory"]
         return DataLoader(
             self.splits[split],
             batch_size=self.hparams["batch_size"],
             shuffle=shuffle,
             num_workers=self.hparams["num_workers"],
             persistent_workers=self.hparams["num_workers"] > 0,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )

@@ -54,7 +54,6 @@ class Noise(LightningDataModule):
         seed: of images and noise.
         num_workers: processes that load; None: on GPUs as many as this rank has cores, at most 4,
             else 0.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
     """
 
     things = "noise"  # what the images are of: the file's name begins with it
@@ -68,7 +67,6 @@ class Noise(LightningDataModule):
         sigma: float = 0.1,
         seed: int = 0,
         num_workers: int | None = None,
-        pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
         if count < 1 or size < 1 or sigma < 0:
@@ -117,7 +115,7 @@ class Noise(LightningDataModule):
         return count, max(8, count // 8)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        workers, pin_memory = self.hparams["num_workers"], self.hparams["pin_memory"]
+        workers = self.hparams["num_workers"]
         if workers is None:
             workers = workers_of_rank(self.trainer) if torch.cuda.is_available() else 0
         return DataLoader(
@@ -126,7 +124,7 @@ class Noise(LightningDataModule):
             shuffle=shuffle,
             num_workers=workers,
             persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
 
 

@@ -72,7 +72,6 @@ class Shards(LightningDataModule):
         buffer: samples that each loader process shuffles together, held as they are in the file.
         num_workers: loader processes of each rank; None: as many as it has cores, at most 4, and
             no more than it has shards.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
         seed: of the order of shards and samples.
 
     Raises:
@@ -89,7 +88,6 @@ class Shards(LightningDataModule):
         augment: bool = True,
         buffer: int = 1024,
         num_workers: int | None = None,
-        pin_memory: bool | None = None,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -167,13 +165,12 @@ class Shards(LightningDataModule):
     def _loader(
         self, share: Share, begin: Callable, workers: int, batch_size: int | None
     ) -> DataLoader:
-        pin_memory = self.hparams["pin_memory"]
         return ShareLoader(
             share,
             begin,
             batch_size=batch_size,
             num_workers=workers,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
 
     # ---------------------------------------------------------------- going on

@@ -33,7 +33,6 @@ class Text(LightningDataModule):
         length: bytes that are guessed in each.
         megabytes: of text in all, at most.
         num_workers: processes that load; 0: the training process does, as all is in memory.
-        pin_memory: whether batches are in pinned memory; None: if there is a GPU.
     """
 
     def __init__(
@@ -42,7 +41,6 @@ class Text(LightningDataModule):
         length: int = 128,
         megabytes: float = 4.0,
         num_workers: int = 0,
-        pin_memory: bool | None = None,
     ) -> None:
         super().__init__()
         if length < 1 or megabytes <= 0:
@@ -70,7 +68,6 @@ class Text(LightningDataModule):
         return self._loader(2)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
-        pin_memory = self.hparams["pin_memory"]
         sequences: Any = self.splits[split]  # a tensor has the methods of a map-style data set
         return DataLoader(
             sequences,
@@ -79,7 +76,7 @@ class Text(LightningDataModule):
             drop_last=shuffle,  # all training batches have the same size
             num_workers=self.hparams["num_workers"],
             persistent_workers=self.hparams["num_workers"] > 0,
-            pin_memory=torch.cuda.is_available() if pin_memory is None else pin_memory,
+            pin_memory=torch.cuda.is_available(),
         )
 
 

@@ -46,7 +46,6 @@ from torch.optim import Optimizer
 
 from runs.bottleneck import (
     PHASES,
-    contended,
     crowded,
     late_phase,
     measured,
@@ -82,6 +81,7 @@ class Anatomy(Callback):
 
     def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
         self.warmup, self.share, self.batches = warmup, share, batches
+        self._timed = False  # is this step
         self.found: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -102,7 +102,7 @@ class Anatomy(Callback):
         self._hosts = [host for host, _ in ranks]
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
-        self._timed, self._drawn = True, 1.0  # is this step, and what share of them
+        self._timed, self._drawn = True, 1.0  # and what share of the steps is
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._began = 0.0  # what `waited` was when this step began
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any], float]] = deque()
@@ -267,6 +267,7 @@ class Anatomy(Callback):
         self._waited *= self.share
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._timed = False
         for hook in self._hooks:
             hook.remove()
         del trainer.fit_loop.epoch_loop._on_before_fetch  # ours; the class has Lightning's
@@ -275,8 +276,6 @@ class Anatomy(Callback):
         if not self._steps:
             return
         steps = self._gather(trainer.strategy, KEPT)
-        wire = self._on_the_wire(trainer.strategy)
-        share, slow = shares(steps), straggler(steps)
         totals = 1e3 * steps.sum(2).mean(0)
         p10, median, p90 = (round(float(totals.quantile(q)), 4) for q in (0.1, 0.5, 0.9))
         mean = 1e3 * self._total / self._weight
@@ -291,25 +290,21 @@ class Anatomy(Callback):
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
             "phases_ms": {k: round(1e3 * float(x.median()), 4) for k, x in phases(steps).items()},
-            "shares": {phase: round(value, 4) for phase, value in share.items()},
+            "shares": {phase: round(value, 4) for phase, value in shares(steps).items()},
             "ranks": [
                 {"rank": rank, "host": self._hosts[rank]}
                 | {k: round(1e3 * float(x), 4) for k, x in zip(PHASES, rows.median(0).values)}
                 | {"waits_for_core": round(wait, 4)}
                 for rank, (rows, wait) in enumerate(zip(steps, waits))
             ],
-            "straggler": slow,
+            "straggler": straggler(steps),
             "gpu_keeps_up": keeps_up and round(keeps_up, 4),
             "crowded": self._crowd or None,
-            "wire": wire,
-            "verdict": verdict(
-                share, median, wire, named(slow, self._hosts) if slow else "",
-                str(trainer.precision), self._crowd, keeps_up or 0.0,
-                contended(self._hosts, waits),
-                hidden=len(steps) > 1 and not hasattr(trainer.strategy, "take_exchanges"),
-                late=late_phase(steps),
-            ),
-        }  # fmt: skip
+            "wire": self._on_the_wire(trainer.strategy),
+        }
+        hidden = len(steps) > 1 and not hasattr(trainer.strategy, "take_exchanges")
+        told = verdict(self.found, str(trainer.precision), hidden, late_phase(steps))
+        self.found["verdict"] = told
 
     def _on_the_wire(self, strategy: Strategy) -> dict[str, Any] | None:
         """The median of steps that send something; None without an all-reduce that can be seen.

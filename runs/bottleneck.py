@@ -87,42 +87,34 @@ def named(slow: dict[str, Any], hosts: list[str]) -> str:
     )
 
 
-def contended(hosts: list[str], waits: list[float]) -> tuple[float, str]:
-    """The largest share of its time that a rank waits for a core, and what that means, in words.
+def contended(hosts: list[str], waits: list[float]) -> str:
+    """What it means that the rank which waits longest for a core waits so long, in words.
 
     Args:
         hosts: of the ranks.
-        waits: the share of each.
+        waits: the share of each rank's time.
     """
-    share = max(waits)
-    rank = waits.index(share)
+    rank = waits.index(max(waits))
     fewer = "fewer ranks (NP=, -np, -H)" if len(waits) > 1 else "OMP_NUM_THREADS=1"
-    return share, (
-        f"rank {rank} on {hosts[rank]} waits {share:.0%} of its time for a core, which other "
+    return (
+        f"rank {rank} on {hosts[rank]} waits {waits[rank]:.0%} of its time for a core, which other "
         f"programs or loader workers take: see top there, or try {fewer}"
     )
 
 
-def verdict(
-    share: dict[str, float], step_ms: float, wire: dict[str, Any] | None, slow: str = "",
-    precision: str = "32-true", crowd: str = "", keeps_up: float = 0.0,
-    waits: tuple[float, str] | None = None, hidden: bool = False, late: str = "",
-) -> str:  # fmt: skip
+def verdict(found: dict[str, Any], precision: str, hidden: bool, late: str) -> str:
     """What limits the speed, and what to try: the largest of the phases that take too much.
 
     Args:
-        share: of the step, by phase, as `shares` gives it.
-        step_ms: how long it takes.
-        wire: as in summary.json.
-        slow: the straggler, in words.
+        found: "anatomy" of summary.json, but for this.
         precision: the Trainer's.
-        crowd: the host with too few cores, in words.
-        keeps_up: in which share of the steps a GPU waits for the program.
-        waits: as `contended` gives it.
         hidden: whether backward has an all-reduce in it that cannot be told apart.
         late: as `late_phase` gives it.
     """
-    share = share | {"cores": waits[0] if waits else 0.0}
+    hosts = [rank["host"] for rank in found["ranks"]]
+    waits = [rank["waits_for_core"] for rank in found["ranks"]]
+    slow, crowd, keeps_up = found["straggler"], found["crowded"], found["gpu_keeps_up"] or 0.0
+    share = found["shares"] | {"cores": max(waits)}
     costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
     part = f"{costly.get(name, share['forward'] + share['backward']):.0%} of the step"
@@ -150,10 +142,11 @@ def verdict(
             f"data: {part} is waiting for batches: try data.num_workers where it has them, or less "
             "work a sample"
         )
-    if name == "cores" and waits:
-        return f"cores: {waits[1]}"
+    if name == "cores":
+        return f"cores: {contended(hosts, waits)}"
     if name == "straggler" and slow:
-        return f"straggler: {slow}; ranks wait {part}: see its load, clock rate and data"
+        who = named(slow, hosts)
+        return f"straggler: {who}; ranks wait {part}: see its load, clock rate and data"
     if name == "straggler":
         try_ = (
             "try more data.num_workers, or faster storage" if late == "data" else
@@ -164,16 +157,21 @@ def verdict(
         return f"optimizer: {part}: try a fused one, or a larger data.batch_size"
     if name == "rest":
         return (
-            f"overhead: {part} of {step_ms:.1f} ms is hooks, logging and checkpoints: try a "
-            "larger data.batch_size, a larger trainer.log_every_n_steps"
+            f"overhead: {part} of {found['step_ms']['median']:.1f} ms is hooks, logging and "
+            "checkpoints: try a larger data.batch_size, a larger trainer.log_every_n_steps, or "
+            "fewer checkpoints"
         )
+    return _network(part, found["wire"])
+
+
+def _network(part: str, wire: dict[str, Any] | None) -> str:
     rate, advice = "", ""
     if wire:
         large = wire["payload_bytes"] > LATENCY_BOUND
         best, reached = wire["allreduce_mb_s"], wire["bus_bandwidth_mb_s"]
         note = f", {reached / best:.0%} of what bench-allreduce measured" if best and large else ""
         rate = f", at {reached:,.0f} MB/s" if reached >= 1 else f", at {1e3 * reached:.0f} kB/s"
-        rate += (" or more" if wire.get("pauses_count") else "") + note
+        rate += (" or more" if wire["pauses_count"] else "") + note
         advice = "strategy.compression=bf16, " if large and wire["compressible"] else ""
     return (
         f"network: {part} is all-reduce that backward does not hide{rate}: try {advice}a larger "
@@ -196,6 +194,12 @@ def crowded(ranks: list[tuple[str, int]]) -> str:
     return ""
 
 
+def processor() -> str:
+    """Its name, as benchmarks/hardware.py has it."""
+    match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
+    return match[1] if match else platform.machine()
+
+
 def measured(hosts: list[str], operations: str, size: float) -> float | None:
     """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
     was run: the newest result's, at the size nearest to `size` bytes.
@@ -203,13 +207,12 @@ def measured(hosts: list[str], operations: str, size: float) -> float | None:
     Results of another processor are left out: its host may have the same name.
     """
     newest, bandwidth = "", None
-    match = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    cpu = match[1] if match else platform.machine()  # as benchmarks/hardware.py has it
+    cpu = processor()
     for file in (ROOT / "benchmarks" / "results").glob("allreduce_*.json"):
         try:
             result = json.loads(file.read_text())
             same = result["ranks"] == hosts and result["operations"] == operations
-            same &= result.get("cpu", cpu) == cpu
+            same &= result["cpu"] == cpu
             if same and result["date"] > newest:
                 nearest = min(result["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
                 newest, bandwidth = result["date"], float(nearest["bus_mb_s"])

@@ -57,7 +57,7 @@ class Classifier(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         loss = cross_entropy(self(images), labels)
-        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -165,12 +165,6 @@ class DCGAN(LightningModule):
         self.log(f"{stage}/score", self.score)
         self.log(f"{stage}/score_real", self.score_real)
 
-    def on_validation_epoch_end(self) -> None:
-        self._show()
-
-    def on_test_epoch_end(self) -> None:
-        self._show()
-
     def _show(self) -> None:
         if not self.trainer.is_global_zero:
             return
@@ -181,6 +175,8 @@ class DCGAN(LightningModule):
         for logger in self.loggers:
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.add_image("samples", grid, self.global_step)
+
+    on_validation_epoch_end = on_test_epoch_end = _show
 
     def configure_optimizers(self) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
         lr, betas = self.hparams["lr"], (0.5, 0.999)

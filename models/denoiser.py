@@ -76,7 +76,7 @@ class Denoiser(LightningModule):
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         noisy, target, _ = batch
         loss = mse_loss(self(noisy), target)
-        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -170,7 +170,7 @@ class GPT(LightningModule):
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         loss = self._losses(batch).mean()
-        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:

@@ -83,7 +83,7 @@ class ResNet(LightningModule):
         images, labels = batch
         smoothing = self.hparams["label_smoothing"]
         loss = cross_entropy(self(images), labels, label_smoothing=smoothing)
-        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -105,7 +105,7 @@ class Split(LightningModule):
         images, labels = batch
         # Of the whole batch: its backward goes through both halves for each micro-batch.
         loss = cross_entropy(self(images), labels)
-        self.log("train/loss", loss, on_step=True, on_epoch=False)
+        self.log("train/loss", loss)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> None:

@@ -26,7 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 from runs import recipes
 from runs.folders import ROOT
 from runs.refusal import Refusal, guess, launched_rank, refuse
-from runs.targets import arguments, hint, takes
+from runs.targets import argument_names, takes, type_hint
 
 CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # packages that requirements.txt lacks, and files of conf/logger
@@ -217,10 +217,10 @@ def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
             node = _written(config, name)
             if isinstance(node, DictConfig) and isinstance(value, dict):
                 _check_keys(key, value, node)
-            elif node is not None:  # else a hint says what fits, for which torch is imported
+            elif node is not None:  # for null only the type hint tells, which imports torch
                 _check_value(key, name, value, config)
         elif target and not str(name).startswith("_"):
-            accepted = arguments(target)
+            accepted = argument_names(target)
             if accepted is not None and name not in accepted:
                 raise Refusal(f"{key}: {_no_key(group, name, accepted)}")
 
@@ -244,7 +244,7 @@ def _meant(override: Override, name: str, parent: Any) -> str | None:
     if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
         return None
     target = parent._target_
-    if key.endswith(f".{name}") and name in (arguments(target) or []):
+    if key.endswith(f".{name}") and name in (argument_names(target) or []):
         return f"{line}: {target} takes it, but conf/ does not set it: write +{line}"
     return None
 
@@ -336,7 +336,7 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
     numbers = _is_number(node) and _is_number(value)  # 0 in conf/ without a hint may be 0.1
     if wanted and not (target and takes(target, last, value, unknown=numbers)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
-    if _is_number(value) and isinstance(node, str) and hint(target, last) is str:
+    if _is_number(value) and isinstance(node, str) and type_hint(target, last) is str:
         raise Refusal(
             f"{key}={value}: a text is expected there{f', like {node}' if node else ''}; a number "
             f"as text is quoted {QUOTED.replace('a value', str(value)).replace('key', key)}"

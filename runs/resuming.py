@@ -20,7 +20,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from runs.refusal import Refusal
 
-# No settings in an optimizer's group: rates are told apart, the rest is how to compute.
+# Not told as kept from the checkpoint: rates have a line of their own, the rest chooses an
+# implementation.
 NO_SETTINGS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 
 

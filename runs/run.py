@@ -285,7 +285,7 @@ class Run:
         callbacks = self.config.get("callbacks")
         if line := mistake(error, started=self.report.started, callbacks=callbacks):
             refuse(line)
-        if ended_by_another(error):  # whose own words tell why
+        if ended_by_another(error):  # that rank prints the cause
             if not self.report.started:  # by a mistake, in one line: no line of each other rank
                 let_rank_0_tell()
             reason = str(error).splitlines()[0][:150]

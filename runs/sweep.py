@@ -170,7 +170,6 @@ class Sweep:
         for file in sorted(sweeps.glob("*/sweep.json"), reverse=True):
             try:
                 content = json.loads(file.read_text())
-                content.setdefault("drawn", content.get("trials") is not None)  # older files
                 if {key: content.get(key) for key in self._key} != self._key:
                     continue
                 trials = [Trial(**trial) for trial in content["tried"]]

@@ -34,7 +34,7 @@ def of_other_lightning(instance: object) -> bool:
     return any(base.__module__.split(".")[0] == "lightning" for base in type(instance).__mro__)
 
 
-def arguments(target: str) -> list[str] | None:
+def argument_names(target: str) -> list[str] | None:
     """Names of its arguments; None if it takes any, or cannot be imported: making it will tell."""
     try:
         parameters = inspect.signature(get_object(target)).parameters.values()
@@ -45,7 +45,7 @@ def arguments(target: str) -> list[str] | None:
     return [argument.name for argument in parameters]
 
 
-def hint(target: str | None, argument: str) -> Any:
+def type_hint(target: str | None, argument: str) -> Any:
     """The type hint of an argument; None without one."""
     try:
         factory = get_object(target) if target else object
@@ -60,7 +60,7 @@ def hint(target: str | None, argument: str) -> Any:
 
 def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -> bool:
     """Whether `value` fits the type hint of the argument; `unknown` without one."""
-    wanted = hint(target, argument)
+    wanted = type_hint(target, argument)
     union = typing.get_origin(wanted) in (typing.Union, types.UnionType)
     members = typing.get_args(wanted) if union else [wanted]
     kinds = [typing.get_origin(kind) or kind for kind in members]
@@ -84,7 +84,7 @@ def misfit(config: DictConfig) -> str:
         member = config[name] if not OmegaConf.is_missing(config, name) else None
         if isinstance(member, DictConfig) and member.get("_partial_"):
             later = str(member.get("_target_"))
-            names = arguments(later)
+            names = argument_names(later)
             unknown = [
                 key for key in map(str, member) if key[0] != "_" and key not in (names or [])
             ]
@@ -93,7 +93,7 @@ def misfit(config: DictConfig) -> str:
                     f"{name}.{unknown[0]}: {later} takes no such argument; it takes: "
                     f"{', '.join(names)}{guess(unknown[0], names)}"
                 )
-        if (wanted := hint(target, name)) in KINDS and not takes(target, name, config[name]):
+        if (wanted := type_hint(target, name)) in KINDS and not takes(target, name, config[name]):
             return f"{name}={config[name]}: {target} takes {KINDS[wanted]} for it"
     return ""
 
@@ -114,7 +114,7 @@ def _advice(error: str, config: DictConfig) -> str:
     if match := NOWHERE.search(error):
         return guess(match[1], _members(match[2]))
     if match := UNKNOWN.search(error):
-        names = arguments(str(config.get("_target_"))) or []
+        names = argument_names(str(config.get("_target_"))) or []
         # Else it is of what the constructor makes itself.
         ours = names and match[1] in config and match[1] not in names
         return f"; it takes: {', '.join(names)}{guess(match[1], names)}" if ours else ""

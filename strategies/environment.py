@@ -96,12 +96,10 @@ def _find(process_set: hvd.ProcessSet) -> None:
     }
     if (ranks := tuple(process_set.ranks)) in numbers:
         process_set.process_set_id = numbers[ranks]
-    elif os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS") == "1":
-        hvd.add_process_set(process_set)
     else:
         raise MisconfigurationException(
             f"process_sets: Horovod runs already and knows no set {process_set.ranks}; make this "
-            "strategy before anything calls hvd.init(), or set HOROVOD_DYNAMIC_PROCESS_SETS=1"
+            "strategy before anything calls hvd.init()"
         )
 
 

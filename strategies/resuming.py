@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 from lightning_fabric.utilities.data import _set_sampler_epoch
@@ -68,6 +69,19 @@ def drawn_anew(batches: Any) -> str:
     return "" if repeatable else type(sampler).__name__
 
 
+def warn_of_order(batches: Any) -> None:
+    if order := drawn_anew(batches):
+        rank_zero_warn(
+            f"the resumed epoch draws its samples anew, by a {order}: of those that were trained "
+            "some come again; shuffle=True without a sampler of one's own leaves them out"
+        )
+    elif getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__:
+        rank_zero_warn(
+            f"the resumed epoch leaves out the first batches, of its {type(batches).__name__}: if "
+            "it draws them anew in each pass, some samples come again and others never"
+        )
+
+
 def leave_out_trained(
     dataloaders: list[Any], progress: Any, then: int, now: int, cycles: bool
 ) -> None:
@@ -100,17 +114,7 @@ def leave_out_trained(
                 f"length, not of this {type(dataloader).__name__}"
             )
             continue
-        if order := drawn_anew(batches):
-            rank_zero_warn(
-                f"the resumed epoch draws its samples anew, by a {order}: of those that were "
-                "trained some come again; shuffle=True without a sampler of one's own leaves them "
-                "out"
-            )
-        elif getattr(type(batches), "__iter__", None) is not BatchSampler.__iter__:
-            rank_zero_warn(
-                f"the resumed epoch leaves out the first batches, of its {type(batches).__name__}: "
-                "if it draws them anew in each pass, some samples come again and others never"
-            )
+        warn_of_order(batches)
         trained = -(-ready * then // now)
         length = len(batches)  # type: ignore[arg-type]
         # Where loaders cycle, a shorter one is in another of its rounds; else it may have ended.
@@ -142,6 +146,4 @@ class WithoutFirst(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         trained, self.trained = self.trained, 0
-        for index, batch in enumerate(self.batches):
-            if index >= trained:
-                yield batch
+        yield from islice(self.batches, trained, None)

@@ -83,7 +83,7 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
         return loader
     if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
         return loader  # the user's way: each rank evaluates all, say
-    samples = whole = len(sampler.dataset)  # type: ignore[arg-type]
+    samples = len(sampler.dataset)  # type: ignore[arg-type]
     # Lightning wraps the user's own sampler, which is not distributed.
     wrapped = isinstance(sampler, DistributedSamplerWrapper)
     if not wrapped and type(sampler).__iter__ is not DistributedSampler.__iter__:
@@ -96,18 +96,7 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
     # None for a user's own class of batches, or of DistributedSampler: these are kept.
     known = wrapped or type(sampler) is DistributedSampler
     plain = batches if known and type(batches) is BatchSampler else None
-    if plain is not None and plain.drop_last:
-        samples -= samples % (world.size * plain.batch_size)
-        if whole >= world.size and not samples:
-            raise MisconfigurationException(
-                f"drop_last=True leaves none of {whole} samples to {stage}: {world.size} batches "
-                f"of {plain.batch_size}, one for each rank, are more; leave it out"
-            )
-    if samples < world.size:
-        raise MisconfigurationException(
-            f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "
-            "ranks or more samples"
-        )
+    samples = _without_the_rest(samples, world, plain, stage)
     once = copy.copy(loader)  # which may be that of training too
     once._iterator = None
     if plain is None:
@@ -120,6 +109,24 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
         order = partial(shuffled, sampler)
     replace_batches(once, EvenBatches(samples, world.size, world.rank, plain.batch_size, order))
     return once
+
+
+def _without_the_rest(samples: int, world: World, batches: BatchSampler | None, stage: str) -> int:
+    """How many of the samples are shared out: all, unless the last batches are dropped."""
+    whole = samples
+    if batches is not None and batches.drop_last:
+        samples -= samples % (world.size * batches.batch_size)
+        if whole >= world.size and not samples:
+            raise MisconfigurationException(
+                f"drop_last=True leaves none of {whole} samples to {stage}: {world.size} batches "
+                f"of {batches.batch_size}, one for each rank, are more; leave it out"
+            )
+    if samples < world.size:
+        raise MisconfigurationException(
+            f"{samples} samples to {stage} on {world.size} ranks: each rank needs one; use fewer "
+            "ranks or more samples"
+        )
+    return samples
 
 
 def _give_share(

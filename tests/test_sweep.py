@@ -326,17 +326,13 @@ class TestWhatIsKept:
         monkeypatch.setattr(os, "open", denied)
         assert sweep(tmp_path).held
 
-    @pytest.mark.parametrize("older", [False, True])
-    def test_more_draws_go_on_where_fewer_ended(self, older: bool, tmp_path: Path) -> None:
+    def test_more_draws_go_on_where_fewer_ended(self, tmp_path: Path) -> None:
         """Anew, the same would be drawn once more."""
         whole, fewer, rest = Fake(), Fake(), Fake()
         assert sweep(tmp_path / "whole", count=4).run(whole) == 0
         begun = sweep(tmp_path / "parts", count=2)
         assert begun.run(fewer) == 0
         os.close(begun.held)
-        if older:  # a file of a version that kept the number of trials
-            file = begun.folder / "sweep.json"
-            file.write_text(file.read_text().replace('"drawn": true', '"trials": 2'))
         grown = sweep(tmp_path / "parts", count=4)
         assert grown.folder == begun.folder and grown.run(rest) == 0
         assert fewer.seen + rest.seen == whole.seen and len(rest.seen) == 2

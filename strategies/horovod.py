@@ -45,7 +45,14 @@ from .cores import usable_cores
 from .drift import warn_of_drift
 from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
 from .evaluation import Evaluation
-from .metrics import keep_wide, leave_metrics, read_by_all, synchronize_metrics, warn_of_own_values
+from .metrics import (
+    compute_the_rest,
+    keep_wide,
+    leave_metrics,
+    read_by_all,
+    synchronize_metrics,
+    warn_of_own_values,
+)
 from .randomness import OwnDraws
 from .reductions import COMPRESSIONS, Reduction, adasum
 from .refusals import (
@@ -132,6 +139,8 @@ class HorovodStrategy(ParallelStrategy):
                 f"op=adasum pairs ranks: it needs a power of two of them, not {self.world.size}"
             )
         rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
+        if self.world.size > 1:  # webdataset's split_by_node and others look here for their share
+            os.environ.update(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
         super().__init__(cluster_environment=HorovodEnvironment(self.world))
         self.bucket_mib = bucket_mib
         self.compression = compression
@@ -227,7 +236,7 @@ class HorovodStrategy(ParallelStrategy):
                 of_all = partial(self.reduce, reduce_op="sum" if self.op == "sum" else "mean")
                 self._steps = GuardedSteps(self.optimizers, self._buckets, of_all)
                 self._is_ahead = self.root_device.type == "cuda"
-                read_by_all(trainer)
+                read_by_all(trainer, self.world)
         self.setup_precision_plugin()
 
     def _share_model(self, sent: set[Tensor]) -> None:
@@ -330,7 +339,7 @@ class HorovodStrategy(ParallelStrategy):
         self, optimizer: Optimizer, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
         if self._steps is not None:
-            # That of a step by hand, which some optimizers do not call.
+            # Manual optimization: an empty closure, which some optimizers never call.
             if closure is do_nothing_closure:
                 self._steps.check(optimizer)
             elif not self._steps.has_hook(optimizer):
@@ -421,8 +430,8 @@ class HorovodStrategy(ParallelStrategy):
             return dataloader
         if self.root_device.type == "cpu":
             dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
-        # A sanity check in which estimated_stepping_batches is asked for makes the training loader,
-        # when those of validation are there already.
+        # If the sanity check asks for estimated_stepping_batches, the training loader is made then;
+        # the loaders of validation are there already.
         made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
         for_training = trainer.sanity_checking and made
         if for_training or trainer.state.stage == RunningStage.TRAINING:
@@ -464,9 +473,16 @@ class HorovodStrategy(ParallelStrategy):
     def on_validation_end(self) -> None:
         warn_of_own_values(self._trainer, self.world)
 
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            compute_the_rest(self._module, self.world)
+
     @override
     def on_test_end(self) -> None:
         self.on_validation_end()
+
+    @override
+    def on_predict_end(self) -> None:
+        compute_the_rest(self._module, self.world)
 
     @property
     def _has_trained(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,25 @@ def leave_metrics(module: nn.Module, world: World) -> None:
             metric.distributed_available_fn = jit_distributed_available
             for name in ("_sync_dist", "_gather_tuple_list"):
                 metric.__dict__.pop(name, None)
+
+
+def compute_the_rest(module: nn.Module, world: World) -> None:
+    """Compute what an evaluation has updated and nobody has computed. When the Trainer has returned
+    a program may ask for it, and gets the value of all ranks, which torchmetrics keeps."""
+    if world.size == 1:
+        return
+    collections = [part for part in module.modules() if isinstance(part, MetricCollection)]
+    inside = {id(metric) for collection in collections for metric in metrics_of(collection)}
+    alone = [metric for metric in metrics_of(module) if id(metric) not in inside]
+    left = [
+        any(m.update_called and m._computed is None for m in metrics_of(each))
+        for each in (*collections, *alone)
+    ]
+    # Metrics that only some ranks have updated are computed by all.
+    for each, *ranks in zip((*collections, *alone), *world.gather_objects(left)):
+        if any(ranks):
+            with suppress(Exception):  # too few values, say: nobody has asked for it yet
+                each.compute()
 
 
 def sync(metric: Metric, world: World, _: Any = None, process_group: Any = None) -> None:
@@ -136,13 +156,24 @@ class ReadByAll(Callback):
         _ = trainer.progress_bar_metrics
 
 
-def read_by_all(trainer: pl.Trainer) -> None:
+class ReadLast(ReadByAll):
+    """Compares the ranks' values, too."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        warn_of_own_values(trainer, self.world)
+
+
+def read_by_all(trainer: pl.Trainer, world: World) -> None:
     """Put ReadByAll before each callback, as the one before may have logged, and after the last, as
     some ranks may have no callback that reads."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not isinstance(callback, ReadByAll)]
     read = ReadByAll()
-    callbacks[:] = [each for other in others for each in (read, other)] + [read]
+    callbacks[:] = [each for other in others for each in (read, other)] + [ReadLast(world)]
 
 
 def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:

@@ -137,7 +137,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a progress bar reads metrics on one rank", "horovod.py",
-        "                read_by_all(trainer)\n", "", "horovod-2 and progress_bar",
+        "                read_by_all(trainer, self.world)\n", "", "horovod-2 and progress_bar",
     ),
     Mutation(
         "a sampler of training is changed by an evaluation", "samplers.py",

@@ -137,6 +137,14 @@ class LogsItsOwn(Evaluated):
     test_step = validation_step
 
 
+class TrainsWithItsOwn(Net):
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.log("steps", float(RANK), on_step=True, on_epoch=False)
+        self.log("epochs", float(RANK), on_step=True, on_epoch=True)
+        self.log("all", float(RANK), on_step=False, on_epoch=True, sync_dist=True)
+        return super().training_step(batch, batch_idx)
+
+
 class LogsItsOwnOfTwo(Net):
     def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int) -> None:
         self.log("of", float(RANK))
@@ -150,6 +158,7 @@ def evaluate_what_is_its_own() -> list[str]:
         trainer("horovod").test(LogsItsOwn(), batches, verbose=False)
         trainer("horovod").validate(LogsComputed(), batches, verbose=False)
         trainer("horovod").validate(LogsItsOwnOfTwo(), [batches, batches], verbose=False)
+        trainer("horovod", max_epochs=2).fit(TrainsWithItsOwn(), loader())
     return [str(warning.message) for warning in caught if "sync_dist" in str(warning.message)]
 
 
@@ -159,7 +168,7 @@ def test_what_a_rank_logs_by_itself_is_told_once(launch: Callable) -> None:
         launch(evaluate_what_is_its_own, 1),
     )
     names = [text.partition(" differs between ranks, and rank 0")[0] for text in first]
-    assert names == ["own", "of/dataloader_idx_0", "of/dataloader_idx_1"]
+    assert names == ["own", "of/dataloader_idx_0", "of/dataloader_idx_1", "epochs"]
     assert second == alone == []
 
 

@@ -767,6 +767,62 @@ def test_process_sets_train_apart(launch_anew: Callable) -> None:
     assert not torch.equal(ranks[0]["weight"], ranks[1]["weight"])
 
 
+class Updates(Net):
+    """Metrics that are updated in a test, and asked for when the Trainer has returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count, self.of_rank_1, self.undefined = SumMetric(), SumMetric(), Undefined()
+        self.several = MetricCollection({"mean": MeanMetric(), "sum": SumMetric()})
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.count.update(len(batch[0]))
+        self.several.update(batch[0])
+        self.undefined.update(batch[0])
+        if RANK == SIZE - 1:
+            self.of_rank_1.update(7)
+
+    predict_step = validation_step = test_step
+
+
+class Undefined(SumMetric):
+    def compute(self) -> Tensor:
+        raise ValueError("too few values")
+
+
+def read_after_evaluations() -> dict[str, list[float]]:
+    model, batches, read = Updates(), DataLoader(samples(9), 2), {}
+    for name in ("test", "validate", "predict"):
+        getattr(trainer("horovod"), name)(model, batches)
+        metrics = (model.count, model.of_rank_1, *model.several.values())
+        # One rank may ask by itself: it waits for nobody.
+        read[name] = [float(metric.compute()) for metric in metrics] if RANK == 0 else []
+        for metric in (*metrics, model.undefined):
+            metric.reset()
+    return read
+
+
+def test_metrics_that_nobody_has_computed_are_those_of_all_ranks(launch: Callable) -> None:
+    read, _ = launch(read_after_evaluations, 2)
+    features = samples(9).tensors[0]
+    expected = pytest.approx([9, 21, float(features.mean()), float(features.sum())], rel=1e-5)
+    assert read["test"] == read["validate"] == expected
+    assert read["predict"][0] >= 9  # shares of a prediction are filled up
+
+
+def share_of_webdataset() -> tuple[Any, ...]:
+    from webdataset.utils import pytorch_worker_info
+
+    strategy = HorovodStrategy()
+    assert strategy.global_rank == RANK
+    return pytorch_worker_info()[:2]
+
+
+def test_webdataset_finds_its_rank(launch: Callable) -> None:
+    """Its split_by_node, which asks the environment; each rank read all shards."""
+    assert launch(share_of_webdataset, 2) == [(0, 2), (1, 2)]
+
+
 class Holds(Net):
     """Metrics where torch does not look for modules."""
 

@@ -140,6 +140,19 @@ MUTATIONS = [
         "                read_by_all(trainer, self.world)\n", "", "horovod-2 and progress_bar",
     ),
     Mutation(
+        "metrics that nobody has computed stay a rank's own", "metrics.py",
+        "        if any(ranks):", "        if False:", "nobody_has_computed", "test_strategy",
+    ),
+    Mutation(
+        "values of a training epoch are not compared", "metrics.py",
+        "        warn_of_own_values(trainer, self.world)", "        pass",
+        "told_once", "test_evaluation",
+    ),
+    Mutation(
+        "webdataset finds one rank", "horovod.py",
+        "            os.environ.update(", "            dict(", "webdataset", "test_strategy",
+    ),
+    Mutation(
         "a sampler of training is changed by an evaluation", "samplers.py",
         "    share = copy.copy(sampler)\n", "    share = sampler\n",
         "orders_of_its_own", "test_evaluation",

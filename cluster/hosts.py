@@ -224,9 +224,20 @@ def parse(text: str) -> list[Host]:
 
 
 class _AsWritten(yaml.SafeLoader):
-    """Keeps each value as the text that was written: "on" and "010", not true and 8."""
+    """Keeps each value as the text that was written: "on" and "010", not true and 8. Refuses equal
+    keys, of which YAML takes the last without a word."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}  # noqa: RUF012
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        before: set[str] = set()
+        for key, _ in node.value:
+            if key.value in before and key.value != "<<":  # of which there may be several
+                problem = f"{key.value} is there twice: write it once"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            before.add(key.value)
+        return node
 
 
 def read(file: Path) -> list[Host]:
@@ -243,36 +254,17 @@ def read(file: Path) -> list[Host]:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
     except (yaml.YAMLError, ValueError) as error:  # the latter for a date such as 2026-02-30
         mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
+        place = f"line {mark.line + 1}" if mark else "no YAML"
         not_text = isinstance(error, UnicodeDecodeError)
         reason = getattr(error, "problem", None) or ("not text" if not_text else error)
-        raise Refusal(f"{where}: no YAML{line}: {reason}") from None
+        raise Refusal(f"{where}: {place}: {reason}") from None
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
     if misplaced := [key for key in content if key in KINDS]:  # other keys may be for YAML's <<
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
-    _refuse_twice(text, where)
     pairs = zip(hosts.values(), written["hosts"].items())
     return [_host(name, values, words, file) for values, (name, words) in pairs]
-
-
-def _refuse_twice(text: str, where: str) -> None:
-    """Refuse equal keys, of which YAML takes the last without a word."""
-    document = yaml.compose(text)
-    for key, value in document.value if isinstance(document, yaml.MappingNode) else []:
-        if key.value == "hosts" and isinstance(value, yaml.MappingNode):
-            if twice := _repeated(value):
-                raise Refusal(f"{where}: {twice} is there twice: add up its slots")
-            for name, node in value.value:
-                if isinstance(node, yaml.MappingNode) and (twice := _repeated(node)):
-                    raise Refusal(f"{where}: {name.value}: {twice} is there twice")
-
-
-def _repeated(mapping: yaml.MappingNode) -> str:
-    """The first key that is there twice; empty if there is none. Several << are allowed."""
-    names = [key.value for key, _ in mapping.value if key.value != "<<"]
-    return next((name for name in names if names.count(name) > 1), "")
 
 
 def _host(name: str, content: Any, words: Any, file: Path) -> Host:

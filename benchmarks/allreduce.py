@@ -32,6 +32,7 @@ from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks
 from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
+SIZES = [4 * KIB * 4**n for n in range(11)]  # bytes, to 4 GiB
 
 
 def launched(
@@ -187,23 +188,6 @@ def write(results: dict[str, Any], folder: Path) -> Path:
     return file
 
 
-def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
-    """Bytes, each size `factor` times the one before.
-
-    Raises:
-        Refusal: when the smallest is not a whole number of float32, or there are no such sizes.
-    """
-    if smallest < 4 or smallest % 4 or largest < smallest or factor < 2:
-        raise Refusal(
-            f"sizes from {smallest} to {largest} bytes, each {factor} times the one before: begin "
-            "with a multiple of 4, end with more, and take a factor of 2 or more"
-        )
-    sizes = [smallest]
-    while sizes[-1] * factor <= largest:
-        sizes.append(sizes[-1] * factor)
-    return sizes
-
-
 def facts(hosts: list[Host]) -> dict[str, Any]:
     """What the times depend on: the hardware of the hosts that take part (this one need not be
     among them), their other load, and the software, which is the same on all. "machines" lists the
@@ -226,9 +210,7 @@ def main() -> int:
     )
     add_arguments(parser)
     parser.add_argument("--network", default="", help="what to call it in the results")
-    parser.add_argument("--smallest", type=int, default=4 * KIB, help="bytes (%(default)s)")
     parser.add_argument("--largest", type=int, default=256 * MIB, help="bytes (%(default)s)")
-    parser.add_argument("--factor", type=int, default=4, help="between sizes (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="of each size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
@@ -240,7 +222,9 @@ def main() -> int:
             raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
         if arguments.repeats < 1:
             raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
-        sizes = sizes_between(arguments.smallest, arguments.largest, arguments.factor)
+        sizes = [size for size in SIZES if size <= arguments.largest]
+        if not sizes:
+            raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
         used_hosts = list(dict.fromkeys(member.host for member in members))
         measure_alone(arguments.out)
         host_facts = facts(used_hosts)

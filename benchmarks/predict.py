@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,20 +171,6 @@ def disturbed(result: dict[str, Any]) -> str:
     return f", take care: beside other load of {busy:.0%}" if busy > BUSY_SHARE else ""
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of ranks in a text, in order.
-
-    Raises:
-        Refusal: when it has anything else, or nothing.
-    """
-    if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
-        raise Refusal(f'NP={text}: write numbers of ranks, as NP="2 4 8 64"')
-    ranks = sorted({int(word) for word in text.split()})
-    if ranks[-1] > MOST_RANKS:
-        raise Refusal(f"NP={text}: the model is for up to {MOST_RANKS:,} ranks")
-    return ranks
-
-
 def head(
     summary: dict[str, Any], run: Path, job: Job, sources: list[str], used: dict[Path, Any]
 ) -> str:
@@ -214,10 +199,13 @@ def main() -> int:
     parser.add_argument("--run", default="", help="summary.json of a run; by default the newest")
     parser.add_argument("--allreduce", default="", help="results of make bench-allreduce")
     parser.add_argument("--network", default="", help="rate=25gbit latency=20us ...")
-    parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="2 4 8 ...")
     arguments = parser.parse_args()
     try:
-        ranks, network = numbers(arguments.ranks), inputs.described(arguments.network)
+        ranks, network = sorted({*arguments.ranks}), inputs.described(arguments.network)
+        if not 1 <= ranks[0] <= ranks[-1] <= MOST_RANKS:
+            wrong = " ".join(map(str, ranks))
+            raise Refusal(f"NP={wrong}: the model is for 1 to {MOST_RANKS:,} ranks")
         run = Path(arguments.run) if arguments.run else inputs.newest_run()
         summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
         if not summary["hosts"]:

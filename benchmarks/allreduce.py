@@ -28,7 +28,7 @@ from benchmarks.files import RESULTS, measure_alone, slug, unused, write_json, w
 from benchmarks.hardware import ROOT, software, versions
 from benchmarks.launching import Failed, ask
 from benchmarks.load import BUSY_SHARE
-from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks
+from cluster.hosts import Host, Refusal, add_arguments, chosen, given, used
 from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
@@ -216,16 +216,15 @@ def main() -> int:
     arguments = parser.parse_args()
     interrupt_at_signals()
     try:
-        hosts = chosen(arguments)
-        members = ranks(hosts, arguments.np)
-        if len(members) < 2:
+        used_hosts = used(chosen(arguments), arguments.np)
+        count = sum(host.slots for host in used_hosts)
+        if count < 2:
             raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
         if arguments.repeats < 1:
             raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
         sizes = [size for size in SIZES if size <= arguments.largest]
         if not sizes:
             raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
-        used_hosts = list(dict.fromkeys(member.host for member in members))
         measure_alone(arguments.out)
         host_facts = facts(used_hosts)
         options = {"sizes": sizes, "repeats": arguments.repeats}
@@ -237,14 +236,11 @@ def main() -> int:
         return 130
     seconds = measured.pop("seconds")
     results = {
-        "hosts": [
-            {"name": host.name, "slots": sum(member.host == host for member in members)}
-            for host in used_hosts
-        ],
+        "hosts": [{"name": host.name, "slots": host.slots} for host in used_hosts],
         "network": arguments.network or ("network" if len(used_hosts) > 1 else "loopback"),
         **measured, **host_facts,
         "repeats": arguments.repeats,
-        "sizes": bandwidths(sizes, seconds, len(members)),
+        "sizes": bandwidths(sizes, seconds, count),
     }  # fmt: skip
     file = write(results, arguments.out)
     print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}, .md, .csv, .png, .svg")

@@ -42,6 +42,10 @@ class Failed(Exception):
     """Why a run gave no result: the last lines of its output, then one with "error: "."""
 
 
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
 @dataclass(frozen=True)
 class Job:
     """What one run measures.

@@ -24,9 +24,9 @@ from typing import Any
 
 import psutil
 
+from cluster.environment import ROOT
 from cluster.probe import usable_cores
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
 # Variables that reach all ranks and change how fast they are.
 FASTER = ("HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PRELOAD", "MALLOC_")

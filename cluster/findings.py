@@ -11,13 +11,12 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from cluster.environment import ROOT
 from cluster.hosts import Host, environment, make
 from cluster.probe import CODE
 
-ROOT = Path(__file__).resolve().parent.parent
 # What a host needs.
 FREE_DISK_MIB = 1024
 # A process with torch, Lightning and a small model: 490 MiB (PSS), 120 where ranks share imports.

@@ -32,6 +32,8 @@ from typing import Any
 import psutil
 import yaml
 
+from cluster.environment import ROOT
+
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KINDS: dict[str, Any] = {  # what a host file may say of a host, and of which type
@@ -191,7 +193,7 @@ def environment() -> Path:
 
 def make(what: str) -> str:
     """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
-    ours = environment() == Path(__file__).resolve().parent.parent / ".venv"
+    ours = environment() == ROOT / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
 
 

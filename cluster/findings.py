@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cluster.environment import ROOT
-from cluster.hosts import Host, environment, make
+from cluster.hosts import Host, environment_folder, make
 from cluster.probe import CODE
 
 # What a host needs.
@@ -80,7 +80,7 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
     mend = make(f"sync ENV=1 {host.given()}")
-    if environment().parent != ROOT:
+    if environment_folder().parent != ROOT:
         mend = f"on {host.name}: make install PYTHON={sys.executable}"
     fail = functools.partial(Finding, "FAIL", "packages", host.name)
     theirs, ours = facts["versions"], here["versions"]

@@ -185,7 +185,7 @@ class Host:
         return [*srun, "--cpu-bind=none", "--unbuffered"]
 
 
-def environment() -> Path:
+def environment_folder() -> Path:
     """The folder of this Python's environment. It may be a link itself; others are resolved."""
     prefix = Path(sys.prefix)
     return prefix.parent.resolve() / prefix.name
@@ -193,7 +193,7 @@ def environment() -> Path:
 
 def make(what: str) -> str:
     """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
-    ours = environment() == ROOT / ".venv"
+    ours = environment_folder() == ROOT / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
 
 

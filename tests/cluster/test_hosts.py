@@ -24,7 +24,7 @@ from hypothesis import strategies as draw
 from cluster import agent, findings, gpus
 from cluster.doctor import quick
 from cluster.forwarding import addresses, forwarded
-from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks, read, used
+from cluster.hosts import Host, Refusal, entry, environment_folder, make, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
@@ -480,7 +480,7 @@ def test_a_checkout_may_be_reached_by_a_link(
     """As by a /home that is one, from an environment that was activated there."""
     (tmp_path / "link").symlink_to(ROOT)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "link" / ".venv"))
-    assert environment() == ROOT / ".venv"
+    assert environment_folder() == ROOT / ".venv"
     assert make("doctor") == "make doctor"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert make("doctor") == f"make doctor PYTHON={sys.executable}"

@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import RESULTS, measure_alone, slug, unused, write_json, write_text
+from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import ROOT, software, versions
 from benchmarks.launching import Failed, ask
 from benchmarks.load import BUSY_SHARE
@@ -104,16 +104,16 @@ def readable(size: int) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
+    head = ["size", "ms", "p10 - p90", "algorithm MB/s", "bus MB/s"]
     lines = [
-        "| size | ms | p10 - p90 | algorithm MB/s | bus MB/s |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {readable(row['bytes'])} | {row['seconds'] * 1e3:.3f} | {row['seconds_p10'] * 1e3:.3f} "
-        f"- {row['seconds_p90'] * 1e3:.3f} | {row['algorithm_mb_s']:.1f} | {row['bus_mb_s']:.1f} |"
+        [
+            readable(row["bytes"]), f"{row['seconds'] * 1e3:.3f}",
+            f"{row['seconds_p10'] * 1e3:.3f} - {row['seconds_p90'] * 1e3:.3f}",
+            f"{row['algorithm_mb_s']:.1f}", f"{row['bus_mb_s']:.1f}",
+        ]
         for row in results["sizes"]
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return markdown(head, lines)
 
 
 def head(results: dict[str, Any]) -> str:

@@ -17,9 +17,8 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.figures import FONTS, plt, save
-from benchmarks.files import write_text
+from benchmarks.files import markdown, write_text
 from benchmarks.hardware import processors, versions
-from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
 EQUAL = 1e-8  # of a loss, in 64 bits: less than 32 bits can represent (2^-24 = 6e-8)

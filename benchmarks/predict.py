@@ -35,7 +35,7 @@ from typing import Any
 
 from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
-from benchmarks.files import unused, write_text
+from benchmarks.files import markdown, unused, write_text
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Refusal
 
@@ -67,21 +67,22 @@ def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Predic
 
 def table(rows: list[Prediction], measured: dict[int, float]) -> str:
     """A row for each number of ranks; a column of measured steps if there are any."""
+    head = [
+        "ranks", "hosts", "step, ms (at best - at worst)", "efficiency",
+        "of the step: straggler, exposed all-reduce, ms", "measured, ms",
+    ]  # fmt: skip
     lines = [
-        "| ranks | hosts | step, ms (at best - at worst) | efficiency | of the step: straggler, "
-        "exposed all-reduce, ms |" + (" measured, ms |" if measured else ""),
-        "| ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if measured else ""),
-    ]
-    for row in rows:
-        cell = f" {measured[row.ranks] * 1e3:.1f} |" if row.ranks in measured else " |"
-        lines.append(
-            f"| {row.ranks:,} | {row.hosts:,} | {row.step.seconds * 1e3:.1f} "
-            f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f}) | "
-            f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%}) | "
-            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f} |"
-            + (cell if measured else "")
-        )
-    return "\n".join(lines)
+        [
+            f"{row.ranks:,}", f"{row.hosts:,}",
+            f"{row.step.seconds * 1e3:.1f} "
+            f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f})",
+            f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%})",
+            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f}",
+            f"{measured[row.ranks] * 1e3:.1f}" if row.ranks in measured else "",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, lines)
 
 
 def as_csv(rows: list[Prediction]) -> str:

@@ -161,9 +161,9 @@ def plot(results: dict[str, Any], file: Path) -> None:
         f"host{'s' if len(results['hosts']) > 1 else ''}, {results['network']}, "
         f"{results['operations']}, {results['device'] or results['cpu']}"
     )
-    axes.set_title(title(caption, 5), fontsize=9)
+    axes.set_title(title(caption, 5))
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(loc="lower right")
     save(figure, file)
 
 

@@ -110,7 +110,7 @@ def plot(
     above.plot(ranks, [100 * r.step.efficiency for r in rows], "o-", markersize=4, label="likely")
     above.set_ylim(0, 105)
     above.set_ylabel("efficiency, %")
-    above.set_title(title(caption, 5), fontsize=9)
+    above.set_title(title(caption, 5))
     below.fill_between(
         ranks, [1e3 * r.best.seconds for r in rows], [1e3 * r.worst.seconds for r in rows],
         alpha=0.2, linewidth=0,
@@ -130,8 +130,8 @@ def plot(
     below.set_xticks(ranks, [f"{count:,}" for count in ranks], size=8, rotation=45, ha="right")
     below.set_xticks([], minor=True)
     below.set_xlabel("ranks")
-    above.legend(frameon=False, fontsize=8, loc="best")
-    below.legend(frameon=False, fontsize=8, loc="best")
+    above.legend()
+    below.legend()
     for axes in (above, below):
         axes.grid(True, alpha=0.3)
     save(figure, file)

@@ -190,7 +190,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.set_ticks([], minor=True)
     axes.set_xlabel("measured step, ms (p10 to p90)")
     axes.set_ylabel("predicted step, ms")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()
     save(figure, file)
 
 

@@ -143,7 +143,7 @@ bench-allreduce: dev-environment ## measure the bandwidth of all-reduces between
 
 predict: dev-environment ## predict the step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
 	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
-	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks "$(NP)") $(ARGS)
+	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks $(NP)) $(ARGS)
 
 bench-step: environment ## time a step of this strategy, DDP and raw loops; ARGS="--models resnet18"
 	@$(PYTHON) -m benchmarks.step --hosts "$(or $(HOSTS),localhost:$(or $(NP),2))" $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)

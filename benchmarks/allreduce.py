@@ -24,14 +24,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.files import RESULTS, measure_alone, slug, unused, write_json, write_text
+from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import ROOT, software, versions
 from benchmarks.launching import Failed, ask
 from benchmarks.load import BUSY_SHARE
-from cluster.hosts import Host, Refusal, add_arguments, chosen, given, ranks
+from cluster.hosts import Host, Refusal, add_arguments, chosen, given, used
 from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
+SIZES = [4 * KIB * 4**n for n in range(11)]  # bytes, to 4 GiB
 
 
 def launched(
@@ -103,16 +104,16 @@ def readable(size: int) -> str:
 
 
 def table(results: dict[str, Any]) -> str:
+    head = ["size", "ms", "p10 - p90", "algorithm MB/s", "bus MB/s"]
     lines = [
-        "| size | ms | p10 - p90 | algorithm MB/s | bus MB/s |",
-        "| ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {readable(row['bytes'])} | {row['seconds'] * 1e3:.3f} | {row['seconds_p10'] * 1e3:.3f} "
-        f"- {row['seconds_p90'] * 1e3:.3f} | {row['algorithm_mb_s']:.1f} | {row['bus_mb_s']:.1f} |"
+        [
+            readable(row["bytes"]), f"{row['seconds'] * 1e3:.3f}",
+            f"{row['seconds_p10'] * 1e3:.3f} - {row['seconds_p90'] * 1e3:.3f}",
+            f"{row['algorithm_mb_s']:.1f}", f"{row['bus_mb_s']:.1f}",
+        ]
         for row in results["sizes"]
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return markdown(head, lines)
 
 
 def head(results: dict[str, Any]) -> str:
@@ -160,9 +161,9 @@ def plot(results: dict[str, Any], file: Path) -> None:
         f"host{'s' if len(results['hosts']) > 1 else ''}, {results['network']}, "
         f"{results['operations']}, {results['device'] or results['cpu']}"
     )
-    axes.set_title(title(caption, 5), fontsize=9)
+    axes.set_title(title(caption, 5))
     axes.grid(True, which="major", alpha=0.3)
-    axes.legend(frameon=False)
+    axes.legend(loc="lower right")
     save(figure, file)
 
 
@@ -187,23 +188,6 @@ def write(results: dict[str, Any], folder: Path) -> Path:
     return file
 
 
-def sizes_between(smallest: int, largest: int, factor: int) -> list[int]:
-    """Bytes, each size `factor` times the one before.
-
-    Raises:
-        Refusal: when the smallest is not a whole number of float32, or there are no such sizes.
-    """
-    if smallest < 4 or smallest % 4 or largest < smallest or factor < 2:
-        raise Refusal(
-            f"sizes from {smallest} to {largest} bytes, each {factor} times the one before: begin "
-            "with a multiple of 4, end with more, and take a factor of 2 or more"
-        )
-    sizes = [smallest]
-    while sizes[-1] * factor <= largest:
-        sizes.append(sizes[-1] * factor)
-    return sizes
-
-
 def facts(hosts: list[Host]) -> dict[str, Any]:
     """What the times depend on: the hardware of the hosts that take part (this one need not be
     among them), their other load, and the software, which is the same on all. "machines" lists the
@@ -226,22 +210,21 @@ def main() -> int:
     )
     add_arguments(parser)
     parser.add_argument("--network", default="", help="what to call it in the results")
-    parser.add_argument("--smallest", type=int, default=4 * KIB, help="bytes (%(default)s)")
     parser.add_argument("--largest", type=int, default=256 * MIB, help="bytes (%(default)s)")
-    parser.add_argument("--factor", type=int, default=4, help="between sizes (%(default)s)")
     parser.add_argument("--repeats", type=int, default=9, help="of each size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     interrupt_at_signals()
     try:
-        hosts = chosen(arguments)
-        members = ranks(hosts, arguments.np)
-        if len(members) < 2:
+        used_hosts = used(chosen(arguments), arguments.np)
+        count = sum(host.slots for host in used_hosts)
+        if count < 2:
             raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
         if arguments.repeats < 1:
             raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
-        sizes = sizes_between(arguments.smallest, arguments.largest, arguments.factor)
-        used_hosts = list(dict.fromkeys(member.host for member in members))
+        sizes = [size for size in SIZES if size <= arguments.largest]
+        if not sizes:
+            raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
         measure_alone(arguments.out)
         host_facts = facts(used_hosts)
         options = {"sizes": sizes, "repeats": arguments.repeats}
@@ -253,14 +236,11 @@ def main() -> int:
         return 130
     seconds = measured.pop("seconds")
     results = {
-        "hosts": [
-            {"name": host.name, "slots": sum(member.host == host for member in members)}
-            for host in used_hosts
-        ],
+        "hosts": [{"name": host.name, "slots": host.slots} for host in used_hosts],
         "network": arguments.network or ("network" if len(used_hosts) > 1 else "loopback"),
         **measured, **host_facts,
         "repeats": arguments.repeats,
-        "sizes": bandwidths(sizes, seconds, len(members)),
+        "sizes": bandwidths(sizes, seconds, count),
     }  # fmt: skip
     file = write(results, arguments.out)
     print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}, .md, .csv, .png, .svg")

@@ -59,7 +59,7 @@ class Row:
     batch: int
     step_ms: list[float]
     samples_per_second: list[float]
-    epoch_seconds: list[float]
+    epoch_seconds: list[float] = field(default_factory=list)
     speedup: list[float] = field(default_factory=list)
     efficiency: list[float] = field(default_factory=list)
     over_alone: list[float] = field(default_factory=list)
@@ -166,7 +166,7 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
         return None
     rates = _rates(results, strategy, np, batch)
     times = [run["step_ms"] for run in runs.values()]
-    row = Row(mode, strategy, np, batch, times, list(rates.values()), [])
+    row = Row(mode, strategy, np, batch, times, list(rates.values()))
     if results["trial"]["train_samples"]:
         row.epoch_seconds = [steps_per_epoch(results, np, batch) * time / 1e3 for time in times]
     for each in results.get("predicted", []):

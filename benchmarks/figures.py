@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-# For print.
-FONTS = {
+# For print. The same results give the same SVG: its identifiers come from a fixed salt.
+plt.rcParams.update({
     "font.size": 9, "axes.titlesize": 9, "legend.fontsize": 8, "axes.spines.top": False,
-    "axes.spines.right": False, "legend.frameon": False,
-}  # fmt: skip
+    "axes.spines.right": False, "legend.frameon": False, "svg.hashsalt": "results",
+})  # fmt: skip
 
 
 def title(text: str, inches: float) -> str:
@@ -25,15 +25,13 @@ def title(text: str, inches: float) -> str:
 
 
 def save(figure: Figure, name: Path) -> None:
-    """As name.png and name.svg. The same results give the same bytes: there is no date or
-    version in them, and identifiers in the SVG come from a fixed salt."""
-    with plt.rc_context({"svg.hashsalt": "results"}):
-        for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-            file = name.with_name(name.name + suffix)
-            try:
-                figure.savefig(file, dpi=200, metadata=metadata)
-            except OSError as error:  # a full disk
-                with contextlib.suppress(OSError):
-                    file.unlink()
-                raise SystemExit(f"error: {file}: {error.strerror}") from None
+    """As name.png and name.svg. The same results give the same bytes: no date, no version."""
+    for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
+        file = name.with_name(name.name + suffix)
+        try:
+            figure.savefig(file, dpi=200, metadata=metadata)
+        except OSError as error:  # a full disk
+            with contextlib.suppress(OSError):
+                file.unlink()
+            raise SystemExit(f"error: {file}: {error.strerror}") from None
     plt.close(figure)

@@ -1,4 +1,5 @@
-"""The files of results: written whole, continued after an interrupt, one measurement at a time."""
+"""The files of results: written whole, continued after an interrupt, one measurement at a time; and
+the tables in them."""
 
 from __future__ import annotations
 
@@ -36,6 +37,13 @@ def write_text(file: Path, text: str) -> None:
         raise SystemExit(
             f"error: {file}: {error.strerror}; what was written of it before is kept"
         ) from None
+
+
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown; columns without any entry are left out."""
+    kept = [index for index in range(len(head)) if any(line[index] for line in lines)]
+    shown = [[line[index] for index in kept] for line in [head, ["---"] * len(head), *lines]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
 
 
 def continued(

@@ -22,9 +22,11 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
+
+from cluster.environment import ROOT
 from cluster.probe import usable_cores
 
-ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ["torch", "torchvision", "pytorch-lightning", "horovod"]
 # Variables that reach all ranks and change how fast they are.
 FASTER = ("HOROVOD_", "NCCL_", "GLOO_", "OMP_", "MKL_", "PRELOAD", "MALLOC_")
@@ -41,11 +43,10 @@ def hardware() -> dict[str, Any]:
 def machine() -> dict[str, Any]:
     """Processor, memory, and the cores and GPUs that this process may use."""
     cpu = re.search(r"model name\s*:\s*(.*)", Path("/proc/cpuinfo").read_text())
-    memory = re.search(r"MemTotal:\s*(\d+)", Path("/proc/meminfo").read_text())
     return {
         "cpu": cpu.group(1) if cpu else platform.machine(),
         "cores": usable_cores(),
-        "memory_gib": round(int(memory.group(1)) / 2**20) if memory else None,
+        "memory_gib": round(psutil.virtual_memory().total / 2**30),
         "gpus": gpus(),
     }
 

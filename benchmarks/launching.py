@@ -23,7 +23,7 @@ from benchmarks import load
 from benchmarks.hardware import ROOT
 from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
-from cluster.hosts import Host, ranks
+from cluster.hosts import Host, used
 
 # What makes a process one of several ranks (cluster/hosts.py, Rank.environment); without these it
 # trains alone.
@@ -40,6 +40,10 @@ MEASURED = [
 
 class Failed(Exception):
     """Why a run gave no result: the last lines of its output, then one with "error: "."""
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -87,7 +91,7 @@ class Launcher:
         Raises:
             Failed: when it did not end well.
         """
-        used_hosts = list(dict.fromkeys(member.host for member in ranks(self.hosts, job.np)))
+        used_hosts = used(self.hosts, job.np)
         before = ask(used_hosts, "benchmarks.load")
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             runs, writers = f"{folder}/runs", used_hosts if job.alone else used_hosts[:1]

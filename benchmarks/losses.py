@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks import losses_report
 from benchmarks.files import RESULTS, continued, slug, write_json
 from benchmarks.hardware import hardware, machine, processors
-from benchmarks.launching import Failed, train
+from benchmarks.launching import Failed, say, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import batch_size_of, configuration, refuse_ours
 from cluster.hosts import Refusal
@@ -117,9 +117,7 @@ def read(metrics: Path) -> dict[int, float]:
     return {int(row["step"]) + 1: float(row["val/loss"]) for row in rows}
 
 
-def measure(
-    job: Job, batch: int, sizes: list[int], steps: int, launch: Measure, say: Callable[[str], None]
-) -> dict[str, Any]:
+def measure(job: Job, batch: int, sizes: list[int], steps: int, launch: Measure) -> dict[str, Any]:
     """All runs of a job; in each precision that of one process comes first."""
     quick = ["test=false", "callbacks=none", "~logger.tensorboard"]
     common = [*job.arguments, *quick, "trainer.enable_checkpointing=false"]
@@ -199,17 +197,13 @@ def main() -> int:
         "benchmark": "losses", **hardware(), "steps": arguments.steps, "sizes": arguments.np,
         "names": [job.name for job in jobs], "jobs": [],
     }  # fmt: skip
-
-    def say(line: str) -> None:
-        print(line, file=sys.stderr, flush=True)
-
     name = f"losses_{slug(processors(results))}"
     try:
         refuse_ours(mine, OURS, "make bench-losses")
         global_batches = batches(jobs, arguments.np)
         file, results = continued(results, arguments.out, name, "jobs")
         for job, batch in list(zip(jobs, global_batches))[len(results["jobs"]) :]:
-            measured = measure(job, batch, arguments.np, arguments.steps, launch, say)
+            measured = measure(job, batch, arguments.np, arguments.steps, launch)
             results["jobs"].append(measured)
             write_json(results, file)
         text = losses_report.report(results, file.with_suffix(""))

@@ -16,10 +16,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from benchmarks.figures import FONTS, plt, save
-from benchmarks.files import write_text
+from benchmarks.figures import plt, save
+from benchmarks.files import markdown, write_text
 from benchmarks.hardware import processors, versions
-from benchmarks.scaling_report import markdown
 
 Results = dict[str, Any]
 EQUAL = 1e-8  # of a loss, in 64 bits: less than 32 bits can represent (2^-24 = 6e-8)
@@ -100,32 +99,32 @@ def description(results: Results) -> str:
 def draw(results: Results, name: Path) -> None:
     """A column of two panels for each job, into name.png and name.svg."""
     jobs = results["jobs"]
-    with plt.rc_context({**FONTS, "legend.fontsize": 7}):
-        figure, grid = plt.subplots(
-            2, len(jobs), squeeze=False, sharex="col", layout="constrained",
-            figsize=(max(5, 0.6 + 2.5 * len(jobs)), 4.6),
-        )  # fmt: skip
-        for job, top, bottom in zip(jobs, *grid):
-            top.set_title(job["name"] if len(jobs) > 1 else "")
-            for run in job["runs"]:
-                _line(job, run, top, bottom)
-            bottom.set_xlabel("step")
-            top.set_ylim(bottom=0)
-            bottom.set_yscale("log")
-            bottom.set_ylim(FLOOR / 3, 1)
-            bottom.set_yticks([FLOOR, *TICKS], ["0", *(f"{tick:.0e}" for tick in TICKS)])
-            bottom.minorticks_off()
-            for panel in (top, bottom):
-                panel.grid(color="0.9", linewidth=0.6)
-                panel.set_axisbelow(True)
-        grid[0][0].set_ylabel("val/loss, 32 bits")
-        grid[1][0].set_ylabel("relative difference")
-        lines, names = grid[0][0].get_legend_handles_labels()
-        lines.append(plt.Line2D([], [], color="0.4", linewidth=1.4))
-        lines.append(plt.Line2D([], [], color="0.4", linewidth=0.6))
-        names += ["32 bits (thick)", "64 bits (thin)"]
-        figure.legend(lines, names, loc="outside lower center", ncols=max(3, len(jobs) + 1))
-        save(figure, name)
+    figure, grid = plt.subplots(
+        2, len(jobs), squeeze=False, sharex="col", layout="constrained",
+        figsize=(max(5, 0.6 + 2.5 * len(jobs)), 4.6),
+    )  # fmt: skip
+    for job, top, bottom in zip(jobs, *grid):
+        top.set_title(job["name"] if len(jobs) > 1 else "")
+        for run in job["runs"]:
+            _line(job, run, top, bottom)
+        bottom.set_xlabel("step")
+        top.set_ylim(bottom=0)
+        bottom.set_yscale("log")
+        bottom.set_ylim(FLOOR / 3, 1)
+        bottom.set_yticks([FLOOR, *TICKS], ["0", *(f"{tick:.0e}" for tick in TICKS)])
+        bottom.minorticks_off()
+        for panel in (top, bottom):
+            panel.grid(color="0.9", linewidth=0.6)
+            panel.set_axisbelow(True)
+    grid[0][0].set_ylabel("val/loss, 32 bits")
+    grid[1][0].set_ylabel("relative difference")
+    lines, names = grid[0][0].get_legend_handles_labels()
+    lines.append(plt.Line2D([], [], color="0.4", linewidth=1.4))
+    lines.append(plt.Line2D([], [], color="0.4", linewidth=0.6))
+    names += ["32 bits (thick)", "64 bits (thin)"]
+    columns = max(3, len(jobs) + 1)
+    figure.legend(lines, names, loc="outside lower center", ncols=columns, fontsize=7)
+    save(figure, name)
 
 
 def _line(job: dict[str, Any], run: dict[str, Any], top: Axes, bottom: Axes) -> None:

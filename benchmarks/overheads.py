@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.files import RESULTS, continued, slug, write_json, write_text
+from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import ROOT, hardware, versions
 from cluster.signals import interrupt_at_signals
 
@@ -122,19 +122,16 @@ def measure(ranks: int) -> dict[str, float | None]:
 
 def table(results: dict[str, Any]) -> str:
     sizes = results["ranks"]
-    lines = [
-        f"| ms, at ranks | {' | '.join(map(str, sizes))} | grows as |",
-        "| --- " * (len(sizes) + 2) + "|",
-    ]
+    lines = []
     for name, what in WHAT.items():
         times = {p: [run[name] for run in results["runs"][str(p)]] for p in sizes}
         medians = {
             p: statistics.median(seconds) for p, seconds in times.items() if None not in seconds
         }
-        cells = " | ".join(f"{1e3 * medians[p]:,.1f}" if p in medians else "not fit" for p in sizes)
+        cells = [f"{1e3 * medians[p]:,.1f}" if p in medians else "not fit" for p in sizes]
         growth = law(list(medians), list(medians.values()))
-        lines.append(f"| {what} | {cells} | {growth} |")
-    return "\n".join(lines)
+        lines.append([what, *cells, growth])
+    return markdown(["ms, at ranks", *map(str, sizes), "grows as"], lines)
 
 
 def main() -> int:

@@ -265,12 +265,11 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     axes.set_xlim(0, (end - begin) / 1e3)
     axes.invert_yaxis()
     axes.set_xlabel("ms")
-    axes.spines[["top", "right"]].set_visible(False)
     absent = {"negotiation": not tensors, "GPU": not gpus}
     names = [name for name in COLOURS if not absent.get(name)]
     axes.legend(
         handles=[Patch(color=COLOURS[name], label=name) for name in names], ncols=len(names),
-        loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=8,
+        loc="lower center", bbox_to_anchor=(0.5, 1.0),
     )  # fmt: skip
     try:
         figure.savefig(file, bbox_inches="tight")

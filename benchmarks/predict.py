@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from typing import Any
 
 from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
-from benchmarks.files import unused, write_text
+from benchmarks.files import markdown, unused, write_text
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Refusal
 
@@ -68,21 +67,22 @@ def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Predic
 
 def table(rows: list[Prediction], measured: dict[int, float]) -> str:
     """A row for each number of ranks; a column of measured steps if there are any."""
+    head = [
+        "ranks", "hosts", "step, ms (at best - at worst)", "efficiency",
+        "of the step: straggler, exposed all-reduce, ms", "measured, ms",
+    ]  # fmt: skip
     lines = [
-        "| ranks | hosts | step, ms (at best - at worst) | efficiency | of the step: straggler, "
-        "exposed all-reduce, ms |" + (" measured, ms |" if measured else ""),
-        "| ---: | ---: | ---: | ---: | ---: |" + (" ---: |" if measured else ""),
-    ]
-    for row in rows:
-        cell = f" {measured[row.ranks] * 1e3:.1f} |" if row.ranks in measured else " |"
-        lines.append(
-            f"| {row.ranks:,} | {row.hosts:,} | {row.step.seconds * 1e3:.1f} "
-            f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f}) | "
-            f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%}) | "
-            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f} |"
-            + (cell if measured else "")
-        )
-    return "\n".join(lines)
+        [
+            f"{row.ranks:,}", f"{row.hosts:,}",
+            f"{row.step.seconds * 1e3:.1f} "
+            f"({row.best.seconds * 1e3:.1f} - {row.worst.seconds * 1e3:.1f})",
+            f"{row.step.efficiency:.1%} ({row.worst.efficiency:.1%} - {row.best.efficiency:.1%})",
+            f"{row.step.straggler * 1e3:.1f}, {row.step.exposed * 1e3:.1f}",
+            f"{measured[row.ranks] * 1e3:.1f}" if row.ranks in measured else "",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, lines)
 
 
 def as_csv(rows: list[Prediction]) -> str:
@@ -110,7 +110,7 @@ def plot(
     above.plot(ranks, [100 * r.step.efficiency for r in rows], "o-", markersize=4, label="likely")
     above.set_ylim(0, 105)
     above.set_ylabel("efficiency, %")
-    above.set_title(title(caption, 5), fontsize=9)
+    above.set_title(title(caption, 5))
     below.fill_between(
         ranks, [1e3 * r.best.seconds for r in rows], [1e3 * r.worst.seconds for r in rows],
         alpha=0.2, linewidth=0,
@@ -130,8 +130,8 @@ def plot(
     below.set_xticks(ranks, [f"{count:,}" for count in ranks], size=8, rotation=45, ha="right")
     below.set_xticks([], minor=True)
     below.set_xlabel("ranks")
-    above.legend(frameon=False, fontsize=8, loc="best")
-    below.legend(frameon=False, fontsize=8, loc="best")
+    above.legend()
+    below.legend()
     for axes in (above, below):
         axes.grid(True, alpha=0.3)
     save(figure, file)
@@ -172,20 +172,6 @@ def disturbed(result: dict[str, Any]) -> str:
     return f", take care: beside other load of {busy:.0%}" if busy > BUSY_SHARE else ""
 
 
-def numbers(text: str) -> list[int]:
-    """The numbers of ranks in a text, in order.
-
-    Raises:
-        Refusal: when it has anything else, or nothing.
-    """
-    if not text.split() or not all(re.fullmatch("[1-9][0-9]{0,4}", word) for word in text.split()):
-        raise Refusal(f'NP={text}: write numbers of ranks, as NP="2 4 8 64"')
-    ranks = sorted({int(word) for word in text.split()})
-    if ranks[-1] > MOST_RANKS:
-        raise Refusal(f"NP={text}: the model is for up to {MOST_RANKS:,} ranks")
-    return ranks
-
-
 def head(
     summary: dict[str, Any], run: Path, job: Job, sources: list[str], used: dict[Path, Any]
 ) -> str:
@@ -214,10 +200,13 @@ def main() -> int:
     parser.add_argument("--run", default="", help="summary.json of a run; by default the newest")
     parser.add_argument("--allreduce", default="", help="results of make bench-allreduce")
     parser.add_argument("--network", default="", help="rate=25gbit latency=20us ...")
-    parser.add_argument("--ranks", default=" ".join(map(str, RANKS)), help="(%(default)s)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="2 4 8 ...")
     arguments = parser.parse_args()
     try:
-        ranks, network = numbers(arguments.ranks), inputs.described(arguments.network)
+        ranks, network = sorted({*arguments.ranks}), inputs.described(arguments.network)
+        if not 1 <= ranks[0] <= ranks[-1] <= MOST_RANKS:
+            wrong = " ".join(map(str, ranks))
+            raise Refusal(f"NP={wrong}: the model is for 1 to {MOST_RANKS:,} ranks")
         run = Path(arguments.run) if arguments.run else inputs.newest_run()
         summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
         if not summary["hosts"]:

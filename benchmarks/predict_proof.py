@@ -26,7 +26,7 @@ from typing import Any
 from benchmarks import published
 from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
-from benchmarks.files import RESULTS, measure_alone, slug, unused, write_json, write_text
+from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import hardware, versions
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
@@ -118,25 +118,25 @@ def compare(measured: list[dict[str, Any]], stub: dict[str, Any]) -> dict[str, A
 
 
 def table(results: dict[str, Any]) -> str:
+    head = [
+        "ranks", "link, Mbit/s", "", "measured, ms (p10 - p90)", "predicted, ms",
+        "of it exposed all-reduce, straggler", "error",
+    ]  # fmt: skip
     lines = [
-        "| ranks | link, Mbit/s | | measured, ms (p10 - p90) | predicted, ms | of it exposed "
-        "all-reduce, straggler | error |",
-        "| ---: | ---: | --- | ---: | ---: | ---: | ---: |",
-    ]
-    for row in results["rows"]:
-        kind = "held out" if row["held_out"] else "fitted"
-        lines.append(
-            f"| {row['ranks']} | {row['rate_mbit'] or 'none'} | {kind} | "
-            f"{row['measured'] * 1e3:.1f} ({row['p10'] * 1e3:.1f} - {row['p90'] * 1e3:.1f}) | "
-            f"{row['predicted'] * 1e3:.1f} | {row['exposed'] * 1e3:.1f}, "
-            f"{row['straggler'] * 1e3:.1f} | {row['error']:+.1%} |"
-        )
-    lines += [
-        "",
-        f"Held out: median error {results['held_out_median_error']:.1%}, largest "
-        f"{results['held_out_largest_error']:.1%} (asked for: at most 10 % and 20 %).",
-    ]
-    return "\n".join(lines)
+        [
+            str(row["ranks"]), str(row["rate_mbit"] or "none"),
+            "held out" if row["held_out"] else "fitted",
+            f"{row['measured'] * 1e3:.1f} ({row['p10'] * 1e3:.1f} - {row['p90'] * 1e3:.1f})",
+            f"{row['predicted'] * 1e3:.1f}",
+            f"{row['exposed'] * 1e3:.1f}, {row['straggler'] * 1e3:.1f}", f"{row['error']:+.1%}",
+        ]
+        for row in results["rows"]
+    ]  # fmt: skip
+    return (
+        f"{markdown(head, lines)}\n\nHeld out: median error "
+        f"{results['held_out_median_error']:.1%}, largest {results['held_out_largest_error']:.1%} "
+        "(asked for: at most 10 % and 20 %)."
+    )
 
 
 def head(results: dict[str, Any]) -> str:
@@ -190,7 +190,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.set_ticks([], minor=True)
     axes.set_xlabel("measured step, ms (p10 to p90)")
     axes.set_ylabel("predicted step, ms")
-    axes.legend(frameon=False, fontsize=8)
+    axes.legend()
     save(figure, file)
 
 

@@ -21,6 +21,7 @@ from functools import cache
 from typing import Any
 
 from benchmarks.cost_model import MIB, Job, Network, predict
+from benchmarks.files import markdown
 
 GBIT = 125e6  # bytes per second
 # At best, most likely, at worst: share of the links' rate, seconds from host to host, and standard
@@ -164,28 +165,25 @@ def rows() -> list[dict[str, Any]]:
 
 
 def table(results: list[dict[str, Any]]) -> str:
+    head = ["source", "model", "ranks", "batch"]
+    head += ["published", "predicted", "worst - best", "points off"]
     lines = [
-        "Back-test on published efficiencies (benchmarks/published.py has sources and assumptions; "
-        "the band is what is not known of them):",
-        "",
-        "| source | model | ranks | batch | published | predicted | worst - best | points off |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
-    lines += [
-        f"| {row['source']} | {row['model']} | {row['ranks']:,} | {row['batch']} | "
-        f"{row['published']:.1%} | {row['predicted']:.1%} | {row['worst']:.1%} - "
-        f"{row['best']:.1%} | {row['off_points']:+.1f} |"
+        [
+            row["source"], row["model"], f"{row['ranks']:,}", str(row["batch"]),
+            f"{row['published']:.1%}", f"{row['predicted']:.1%}",
+            f"{row['worst']:.1%} - {row['best']:.1%}", f"{row['off_points']:+.1f}",
+        ]
         for row in results
-    ]
+    ]  # fmt: skip
     within = sum(row["worst"] <= row["published"] <= row["best"] for row in results)
     largest = max(abs(row["off_points"]) for row in results)
-    lines += [
-        "",
+    return (
+        "Back-test on published efficiencies (benchmarks/published.py has sources and assumptions; "
+        f"the band is what is not known of them):\n\n{markdown(head, lines)}\n\n"
         f"{within} of {len(results)} lie within their band; the most likely value is off by up to "
         f"{largest:.1f} points. The base of the MLPerf rows has 208 images a GPU: that fewer "
-        "images are less efficient on a GPU is not in the model.",
-    ]
-    return "\n".join(lines)
+        "images are less efficient on a GPU is not in the model."
+    )
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from typing import Any
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, Run, runs_of
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
-from benchmarks.launching import Failed, Job
+from benchmarks.launching import Failed, Job, say
 from benchmarks.scaling_plan import accumulated, jobs, length, plan, steps_of, turns, whole_updates
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
@@ -96,10 +96,6 @@ def refuse_other_steps(measured: dict[str, Any], job: Job, steps: int) -> None:
             "something else ends training, or keeps it from ending: look for a callback that sets "
             "should_stop, for trainer.min_steps and min_epochs"
         )
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 # ---------------------------------------------------------------------------- the file

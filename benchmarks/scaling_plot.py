@@ -15,7 +15,7 @@ from typing import Any
 from matplotlib.axes import Axes
 
 from benchmarks.efficiency import Results, Row, batch_of, interval, rows
-from benchmarks.figures import FONTS, plt, save, title
+from benchmarks.figures import plt, save, title
 
 STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
 
@@ -23,15 +23,14 @@ STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
 def draw(results: Results, hardware: str, name: Path) -> None:
     """A row of two panels for each mode, into name.png and name.svg."""
     settings = results["settings"]
-    with plt.rc_context(FONTS):
-        figure, grid = plt.subplots(
-            len(settings["modes"]), 2, squeeze=False, layout="constrained",
-            figsize=(7, 0.3 + 2.6 * len(settings["modes"])),
-        )  # fmt: skip
-        figure.suptitle(title(f"{results['trial']['model']}, {hardware}", 7), fontsize=9)
-        for mode, (left, right) in zip(settings["modes"], grid):
-            _panels(results, mode, left, right)
-        save(figure, name)
+    figure, grid = plt.subplots(
+        len(settings["modes"]), 2, squeeze=False, layout="constrained",
+        figsize=(7, 0.3 + 2.6 * len(settings["modes"])),
+    )  # fmt: skip
+    figure.suptitle(title(f"{results['trial']['model']}, {hardware}", 7), fontsize=9)
+    for mode, (left, right) in zip(settings["modes"], grid):
+        _panels(results, mode, left, right)
+    save(figure, name)
 
 
 def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> None:

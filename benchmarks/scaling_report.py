@@ -22,9 +22,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import scaling_plot
 from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
-from benchmarks.files import RESULTS, write_json, write_text
+from benchmarks.files import RESULTS, markdown, write_json, write_text
 from benchmarks.hardware import ROOT, processors, versions
 from benchmarks.scaling_plan import accumulated
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
@@ -65,13 +66,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "a step with / without communication": lambda row: spread(row.over_alone, 2),
     "take care": lambda row: ", ".join(row.marks),
 }
-
-
-def markdown(head: list[str], lines: list[list[str]]) -> str:
-    """A table; columns without any entry are left out."""
-    kept = [index for index in range(len(head)) if any(line[index] for line in lines)]
-    shown = [[line[index] for index in kept] for line in [head, ["---"] * len(head), *lines]]
-    return "\n".join(f"| {' | '.join(line)} |" for line in shown)
 
 
 def table(results: Results) -> str:
@@ -166,9 +160,6 @@ def write(results: Results, file: Path, predict: bool = True) -> str:
     Args:
         predict: anew, from the newest all-reduces of these hosts; else the results keep theirs.
     """
-    # Imported here: benchmarks that only need `markdown` do without matplotlib.
-    from benchmarks import scaling_plot
-
     all_reduces = list(RESULTS.glob("allreduce_*.json"))
     curve, sources = predicted(results, all_reduces) if predict else ([], [])
     if curve:

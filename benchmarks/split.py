@@ -30,11 +30,18 @@ import torch
 
 from benchmarks import scaling_plan
 from benchmarks.efficiency import spread, spread_in_words
-from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json, write_text
+from benchmarks.files import (
+    RESULTS,
+    continued,
+    markdown,
+    slug,
+    whole_repeats,
+    write_json,
+    write_text,
+)
 from benchmarks.hardware import hardware, versions
 from benchmarks.launching import Failed, Job, Launcher
 from benchmarks.scaling_plan import configuration, refuse_ours, steps_of
-from benchmarks.scaling_report import markdown
 from cluster.hosts import Host, Refusal
 from cluster.signals import interrupt_at_signals
 from models.split import Split

@@ -29,11 +29,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.efficiency import spread, spread_in_words
-from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json, write_text
+from benchmarks.files import (
+    RESULTS,
+    continued,
+    markdown,
+    slug,
+    whole_repeats,
+    write_json,
+    write_text,
+)
 from benchmarks.hardware import ROOT, hardware, versions
 from benchmarks.launching import Failed
 from benchmarks.scaling_plan import refuse_ours
-from benchmarks.scaling_report import markdown
 from cluster.hosts import Refusal
 from cluster.signals import interrupt_at_signals
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import load
+import psutil
+
 from benchmarks.hardware import ROOT
 from cluster.hosts import parse
 
@@ -63,7 +64,7 @@ class Group:
 
     def run(self, steps: int) -> list[float]:
         """Seconds of each of so many steps on all ranks, after one that is left out."""
-        before = load.counters()
+        psutil.cpu_percent()  # the next call counts from here
         try:
             for pid in self.pids:
                 os.kill(pid, signal.SIGCONT)
@@ -73,7 +74,7 @@ class Group:
             raise self.failed() from None
         self.steps += steps + 1
         answers = self.answers()
-        self.idle.append(idle(before, load.counters()))
+        self.idle.append(round(1 - psutil.cpu_percent() / 100, 3))  # of all cores
         return [seconds for answer in answers for seconds in answer["seconds"][1:]]
 
     def failed(self) -> SystemExit:
@@ -87,12 +88,6 @@ class Group:
                 os.kill(pid, signal.SIGKILL)
         self.launcher.terminate()
         self.launcher.wait()
-
-
-def idle(earlier: dict[str, int], later: dict[str, int]) -> float:
-    """The idle share of all cores' time between two readings of load.counters."""
-    total, busy = (later[name] - earlier[name] for name in ("total", "busy"))
-    return round(1 - busy / total, 3) if total > 0 else 0.0
 
 
 def start(

@@ -7,6 +7,7 @@ import statistics
 from typing import Any
 
 from benchmarks import load
+from benchmarks.files import markdown
 from benchmarks.hardware import versions
 
 # Variants that the tables compare with others.
@@ -39,23 +40,21 @@ def ratio(result: dict[str, Any], variant: str, other: str) -> float:
 
 def table(results: dict[str, Any]) -> str:
     """Step times of all models and variants: medians, the range of blocks, ours over each."""
-    lines = [
-        "| model | variant | ms a step | blocks from - to | ours / this | cores idle | peak MiB | "
-        "after steps: MiB |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["model", "variant", "ms a step", "blocks from - to", "ours / this", "cores idle"]
+    lines = []
     for model, result in results["models"].items():
         for variant, measured in result["variants"].items():
             blocks, resident = measured["block_medians_ms"], measured["resident_mib_at_blocks"]
             ours_to = f"{ratio(result, OURS, variant):.3f}" if OURS in result["variants"] else ""
             cores = f"{statistics.median(measured['idle_share_of_cores']):.0%}"
             early_steps = measured["steps"] - len(blocks) * (result["steps_per_block"] + 1)
-            lines.append(
-                f"| {model} | {variant} | {statistics.median(blocks):.2f} | {min(blocks):.2f} - "
-                f"{max(blocks):.2f} | {ours_to} | {cores} | {measured['peak_mib']:.0f} | "
-                f"{early_steps}: {resident[0]:.0f}, {measured['steps']}: {resident[-1]:.0f} |"
-            )
-    return "\n".join(lines)
+            lines.append([
+                model, variant, f"{statistics.median(blocks):.2f}",
+                f"{min(blocks):.2f} - {max(blocks):.2f}", ours_to, cores,
+                f"{measured['peak_mib']:.0f}",
+                f"{early_steps}: {resident[0]:.0f}, {measured['steps']}: {resident[-1]:.0f}",
+            ])  # fmt: skip
+    return markdown([*head, "peak MiB", "after steps: MiB"], lines)
 
 
 def wire(results: dict[str, Any]) -> str:
@@ -70,11 +69,8 @@ def wire(results: dict[str, Any]) -> str:
     if not megabits:
         return ""
     byte_ms = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
-    lines = [
-        "| model | variant | wire alone, ms | what nothing overlaps, ms | least step, ms | "
-        "of the wire |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
+    head = ["model", "variant", "wire alone, ms", "what nothing overlaps, ms", "least step, ms"]
+    lines = []
     for model, result in results["models"].items():
         if not (ALONE in result["variants"] and result["arrivals"]):
             continue
@@ -92,8 +88,8 @@ def wire(results: dict[str, Any]) -> str:
             wire_ms = result["gradient_bytes"] * gradient_byte_ms
             unhidden_ms = sent + after - wire_ms
             wire_share = wire_ms / (statistics.median(measured["block_medians_ms"]) - unhidden_ms)
-            lines.append(
-                f"| {model} | {variant} | {wire_ms:.1f} | {unhidden_ms:.1f} | {sent + after:.1f} | "
-                f"{wire_share:.3f} |"
-            )
-    return "\n\n" + "\n".join(lines) if len(lines) > 2 else ""
+            lines.append([
+                model, variant, f"{wire_ms:.1f}", f"{unhidden_ms:.1f}", f"{sent + after:.1f}",
+                f"{wire_share:.3f}",
+            ])  # fmt: skip
+    return "\n\n" + markdown([*head, "of the wire"], lines) if lines else ""

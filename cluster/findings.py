@@ -11,13 +11,12 @@ import os
 import re
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from cluster.hosts import Host, environment, make
+from cluster.environment import ROOT
+from cluster.hosts import Host, environment_folder, make
 from cluster.probe import CODE
 
-ROOT = Path(__file__).resolve().parent.parent
 # What a host needs.
 FREE_DISK_MIB = 1024
 # A process with torch, Lightning and a small model: 490 MiB (PSS), 120 where ranks share imports.
@@ -81,7 +80,7 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
     mend = make(f"sync ENV=1 {host.given()}")
-    if environment().parent != ROOT:
+    if environment_folder().parent != ROOT:
         mend = f"on {host.name}: make install PYTHON={sys.executable}"
     fail = functools.partial(Finding, "FAIL", "packages", host.name)
     theirs, ours = facts["versions"], here["versions"]

@@ -32,6 +32,8 @@ from typing import Any
 import psutil
 import yaml
 
+from cluster.environment import ROOT
+
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 KINDS: dict[str, Any] = {  # what a host file may say of a host, and of which type
@@ -183,7 +185,7 @@ class Host:
         return [*srun, "--cpu-bind=none", "--unbuffered"]
 
 
-def environment() -> Path:
+def environment_folder() -> Path:
     """The folder of this Python's environment. It may be a link itself; others are resolved."""
     prefix = Path(sys.prefix)
     return prefix.parent.resolve() / prefix.name
@@ -191,7 +193,7 @@ def environment() -> Path:
 
 def make(what: str) -> str:
     """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
-    ours = environment() == Path(__file__).resolve().parent.parent / ".venv"
+    ours = environment_folder() == ROOT / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
 
 
@@ -224,9 +226,20 @@ def parse(text: str) -> list[Host]:
 
 
 class _AsWritten(yaml.SafeLoader):
-    """Keeps each value as the text that was written: "on" and "010", not true and 8."""
+    """Keeps each value as the text that was written: "on" and "010", not true and 8. Refuses equal
+    keys, of which YAML takes the last without a word."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}  # noqa: RUF012
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        before: set[str] = set()
+        for key, _ in node.value:
+            if key.value in before and key.value != "<<":  # of which there may be several
+                problem = f"{key.value} is there twice: write it once"
+                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+            before.add(key.value)
+        return node
 
 
 def read(file: Path) -> list[Host]:
@@ -243,36 +256,17 @@ def read(file: Path) -> list[Host]:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
     except (yaml.YAMLError, ValueError) as error:  # the latter for a date such as 2026-02-30
         mark = getattr(error, "problem_mark", None)
-        line = f" in line {mark.line + 1}" if mark else ""
+        place = f"line {mark.line + 1}" if mark else "no YAML"
         not_text = isinstance(error, UnicodeDecodeError)
         reason = getattr(error, "problem", None) or ("not text" if not_text else error)
-        raise Refusal(f"{where}: no YAML{line}: {reason}") from None
+        raise Refusal(f"{where}: {place}: {reason}") from None
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
     if misplaced := [key for key in content if key in KINDS]:  # other keys may be for YAML's <<
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
-    _refuse_twice(text, where)
     pairs = zip(hosts.values(), written["hosts"].items())
     return [_host(name, values, words, file) for values, (name, words) in pairs]
-
-
-def _refuse_twice(text: str, where: str) -> None:
-    """Refuse equal keys, of which YAML takes the last without a word."""
-    document = yaml.compose(text)
-    for key, value in document.value if isinstance(document, yaml.MappingNode) else []:
-        if key.value == "hosts" and isinstance(value, yaml.MappingNode):
-            if twice := _repeated(value):
-                raise Refusal(f"{where}: {twice} is there twice: add up its slots")
-            for name, node in value.value:
-                if isinstance(node, yaml.MappingNode) and (twice := _repeated(node)):
-                    raise Refusal(f"{where}: {name.value}: {twice} is there twice")
-
-
-def _repeated(mapping: yaml.MappingNode) -> str:
-    """The first key that is there twice; empty if there is none. Several << are allowed."""
-    names = [key.value for key, _ in mapping.value if key.value != "<<"]
-    return next((name for name in names if names.count(name) > 1), "")
 
 
 def _host(name: str, content: Any, words: Any, file: Path) -> Host:

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from cluster.agent import descendants
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, environment
+from cluster.environment import ROOT
+from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, environment_folder
 from cluster.signals import interrupt_at_signals
 from cluster.ssh import diagnose
 
-ROOT = Path(__file__).resolve().parent.parent
 SHOWN = 20  # changes that are listed for a host
 # Says what is at the path: shared (it has the file that we just made), checkout, empty, missing or
 # other.
@@ -197,7 +197,7 @@ def _mark() -> str:
 
 def _environment(host: Host, dry_run: bool) -> list[str]:
     """Copy the environment of this checkout, and try whether it runs there."""
-    folder = environment()
+    folder = environment_folder()
     if ROOT not in folder.parents:
         raise Refusal(
             f"{host.name}: the environment {folder} is outside of {ROOT}: make it there by "

@@ -166,9 +166,8 @@ def build_jobs() -> int:
     return max(1, min(usable_cores(), int(available / 1.5)))
 
 
-def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
-    """Compile Horovod in a throw-away environment that sees the torch of `python`."""
-    folder = wheel_folder(info)
+def check_build(folder: Path, info: dict, mpi: bool) -> None:
+    """Refuse a build that would fail after minutes."""
     check_compilers(info)
     check_disk(folder, 0.1, "the wheel is kept there")
     check_disk(Path(tempfile.gettempdir()), 2, "the build of Horovod takes 1.5 GB while it runs")
@@ -182,6 +181,12 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
             f"{shown(Path(__file__))} are for {' and '.join(CUDA_TOOLS)}: install the torch of "
             "requirements.txt"
         )
+
+
+def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
+    """Compile Horovod in a throw-away environment that sees the torch of `python`."""
+    folder = wheel_folder(info)
+    check_build(folder, info, mpi)
     jobs = build_jobs()
     message = "  another installation builds Horovod; waiting for it"
     temporary_folder = tempfile.TemporaryDirectory(prefix="horovod-")

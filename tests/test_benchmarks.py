@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import figures, files, hardware, launching, step, step_ranks, step_report
+from benchmarks import figures, files, hardware, launching, step, step_report
 from tests.conftest import run, wait_until
 from tests.test_anatomy import Event
 
@@ -88,12 +88,6 @@ def test_the_share_of_the_wire() -> None:
     last = step_report.wire(measured).splitlines()[-2]
     assert last == f"| mlp | {OURS} | 836.5 | 83.3 | 919.7 | 0.884 |"
     assert step_report.wire({**measured, "network": "loopback"}) == ""
-
-
-def test_what_of_the_cores_is_idle() -> None:
-    earlier = {"total": 1000, "busy": 900, "steal": 0}
-    assert step_ranks.idle(earlier, {"total": 1400, "busy": 1200, "steal": 9}) == 0.25
-    assert step_ranks.idle(earlier, earlier) == 0
 
 
 def test_on_a_gpu_steps_are_between_events(monkeypatch: pytest.MonkeyPatch) -> None:

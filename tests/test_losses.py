@@ -34,7 +34,7 @@ class Source:
 
 
 def results(source: Source, job: Job) -> dict[str, Any]:
-    measured = losses.measure(job, 8, [2, 4], STEPS, source, lambda text: None)
+    measured = losses.measure(job, 8, [2, 4], STEPS, source)
     return {
         "cpu": "Test CPU", "cores": 2, "gpus": [], "python": "3.11", "versions": {"torch": "2"},
         "commit": "abc", "date": "2026-01-02T03:04:05", "steps": STEPS, "jobs": [measured],
@@ -66,7 +66,7 @@ def test_samples_that_make_no_batch_are_refused(samples: int | None, told: str) 
     """A stream may not tell how many it has."""
     first = {"train_samples": samples, "model": "toy"}
     with pytest.raises(Refusal, match=f"toy: {told} samples make no batch of 8"):
-        losses.measure(Job("toy"), 8, [2], STEPS, lambda *_: first, lambda text: None)
+        losses.measure(Job("toy"), 8, [2], STEPS, lambda *_: first)
 
 
 def test_all_share_the_global_batch_and_whole_batches_only() -> None:

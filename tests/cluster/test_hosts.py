@@ -24,7 +24,7 @@ from hypothesis import strategies as draw
 from cluster import agent, findings, gpus
 from cluster.doctor import quick
 from cluster.forwarding import addresses, forwarded
-from cluster.hosts import Host, Refusal, entry, environment, make, parse, ranks, read, used
+from cluster.hosts import Host, Refusal, entry, environment_folder, make, parse, ranks, read, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
@@ -105,15 +105,17 @@ class TestFile:
             ("hosts: {node1: {slots: 0}}", "slots=0"),
             ("hosts: {node1: {slots: 99999999999}}", "slots=99999999999"),
             ("hosts: {node1: {slots: 1, gpus: [true]}}", "each once"),
-            ("hosts: {node1: {slots: 1, slots: 2}}", "node1: slots is there twice"),
+            ("hosts: {node1: {slots: 1, slots: 2}}", "line 1: slots is there twice: write it once"),
             ("hosts: {node1: 1}\nenv: {A: b}", "'env' stands beside hosts"),
             ("hosts: {node1: {slots: 1, port: 99999}}", "is no port"),
             ("hosts: {node1: {slots: 1, ssh: [yes]}}", "is no option"),
             ("hosts: {node1: {slots: 1, env: {'a b': 1}}}", "no name of a variable"),
             ("hosts: {node1: {slots: 1, env: {A: [1]}}}", "env: A=[1] is no text"),
             ("hosts: {'-oX': {slots: 1}}", "no name of a host"),
-            ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "node1 is there twice"),
-            ("hosts: {", "no YAML in line"),
+            ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "line 3: node1 is there twice"),
+            ("hosts: {node1: 1}\nhosts: {node2: 1}\n", "line 2: hosts is there twice"),
+            ("hosts: {node1: {slots: 1, env: {A: b, A: c}}}", "line 1: A is there twice"),
+            ("hosts: {", "line 1: "),
             ("hosts: {node1: {slots: 1, env: {A: 2026-02-30}}}", "no YAML: day is out of range"),
             ("nodes: {}", "write 'hosts:'"),
         ],
@@ -478,7 +480,7 @@ def test_a_checkout_may_be_reached_by_a_link(
     """As by a /home that is one, from an environment that was activated there."""
     (tmp_path / "link").symlink_to(ROOT)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "link" / ".venv"))
-    assert environment() == ROOT / ".venv"
+    assert environment_folder() == ROOT / ".venv"
     assert make("doctor") == "make doctor"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
     assert make("doctor") == f"make doctor PYTHON={sys.executable}"

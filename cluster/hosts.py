@@ -233,12 +233,12 @@ class _AsWritten(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        before: set[str] = set()
+        before: list[Any] = []  # a key may be a list or a mapping
         for key, _ in node.value:
             if key.value in before and key.value != "<<":  # of which there may be several
                 problem = f"{key.value} is there twice: write it once"
                 raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            before.add(key.value)
+            before.append(key.value)
         return node
 
 

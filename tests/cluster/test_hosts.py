@@ -115,6 +115,7 @@ class TestFile:
             ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "line 3: node1 is there twice"),
             ("hosts: {node1: 1}\nhosts: {node2: 1}\n", "line 2: hosts is there twice"),
             ("hosts: {node1: {slots: 1, env: {A: b, A: c}}}", "line 1: A is there twice"),
+            ("hosts:\n  {{ node1 }}: {slots: 1}\n", "line 2: found unhashable key"),
             ("hosts: {", "line 1: "),
             ("hosts: {node1: {slots: 1, env: {A: 2026-02-30}}}", "no YAML: day is out of range"),
             ("nodes: {}", "write 'hosts:'"),

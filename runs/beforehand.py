@@ -130,6 +130,11 @@ def classes_of(loader: Any) -> list[str]:
     return [str(names.get(label, label)) for label in range(1 + max(names, default=-1))]
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """What a DataLoader has, be it by a batch_sampler; None where neither says it."""
+    return getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
 def is_sized(loader: Any) -> bool:
     """Whether it is a DataLoader of a data set of known length, not of a stream."""
     dataset = getattr(loader, "dataset", None)  # a stream may tell the length of its own share

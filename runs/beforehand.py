@@ -27,11 +27,18 @@ def refuse_model(
     test: bool,
     choice: str,
 ) -> None:
-    """A test that model or data lack, or checkpoints that could not be read."""
+    """A test that model or data lack, loaders that would be passed over, or checkpoints that could
+    not be read."""
+    hooks = ["train_dataloader", "val_dataloader", *(["test_dataloader"] if test else [])]
+    if own := [hook for hook in hooks if is_overridden(hook, model)]:
+        raise Refusal(
+            f"model={choice} has its own {', '.join(own)}, and Lightning would take only those of "
+            f"{type(data).__name__}: move what it has into a data module, where "
+            "self.trainer.lightning_module is the model"
+        )
     if test and not is_overridden("test_step", model):
         raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
-    loads = any(is_overridden("test_dataloader", each) for each in (data, model))
-    if test and trainer.limit_test_batches and not loads:
+    if test and trainer.limit_test_batches and not is_overridden("test_dataloader", data):
         raise Refusal(f"{type(data).__name__} has no test_dataloader; give it one, or test=false")
     if keeping(trainer):
         _check_hyperparameters(model)

@@ -46,6 +46,7 @@ from runs.report import Report
 from runs.resuming import (
     EndsEpochsOnce,
     EvaluatesAverages,
+    KeepsPatience,
     KeepsUnfrozen,
     StepsPlateausFirst,
     keeping,
@@ -87,7 +88,13 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         predictions = [Predictions()] if config.predict else []
-        resuming = [EvaluatesAverages(), EndsEpochsOnce(), KeepsUnfrozen(), StepsPlateausFirst()]
+        resuming = [
+            EvaluatesAverages(),
+            EndsEpochsOnce(),
+            KeepsPatience(),
+            KeepsUnfrozen(),
+            StepsPlateausFirst(),
+        ]
         self.callbacks = [self.report, *resuming, *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None

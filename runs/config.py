@@ -346,10 +346,13 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
 
 
 def _check_packages(config: DictConfig) -> None:
+    loggers = config.get("logger") or {}
     for name in LOGGERS:
         spec = importlib.util.find_spec(name)
+        # Without a _target_ these are an experiment's settings of a logger that was not chosen.
         # A folder of this name, as W&B leaves them, has a spec too, but no origin.
-        if name in (config.get("logger") or {}) and (spec is None or spec.origin is None):
+        chosen = "_target_" in (loggers.get(name) or {})
+        if chosen and (spec is None or spec.origin is None):
             raise Refusal(
                 f"logger={name}: the package {name} is missing: "
                 f"{sys.executable} -m pip install {name}"

@@ -29,6 +29,7 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from runs.checkpoints import NAMED, unreadable
+from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown
 from runs.mistakes import MISTAKES, ended_by_another, mistake
 from runs.predictions import Predictions
@@ -227,7 +228,10 @@ class Run:
         for name, member in config.items():
             if isinstance(member, DictConfig) and "_target_" in member:
                 members.append(member)
-            # With callbacks=none, as of debug=, an experiment's changes of callbacks are left over.
+            # An experiment's settings are left over of a logger that was not chosen, and of all
+            # callbacks with callbacks=none, as of debug=.
+            elif (CONF / group / f"{name!s}.yaml").is_file():
+                continue
             elif member and self.choices.get(group) != "none":
                 raise Refusal(
                     f"{group}.{name!s}: there is no such member of it, and no _target_ for one"

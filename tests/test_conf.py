@@ -246,6 +246,13 @@ def test_what_is_no_callback_is_refused(choices: dict[str, str]) -> None:
         job("+callbacks.early.patience=3", **choices).instantiate("callbacks")
 
 
+def test_settings_of_a_logger_that_was_not_chosen_are_left_over() -> None:
+    group = {"logger": "default"}
+    assert len(job("+logger.wandb.tags=[a]", "run_dir=x", **group).instantiate("logger")) == 2
+    with pytest.raises(Refusal, match="logger.tensorbord: there is no such member of it"):
+        job("+logger.tensorbord.name=a", "run_dir=x", **group).instantiate("logger")
+
+
 def test_a_callback_that_is_null_is_left_out() -> None:
     mine = job("callbacks.early_stopping=null", "run_dir=x", callbacks="default")
     callbacks = mine.instantiate("callbacks")

@@ -237,6 +237,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "model: {_target_: models.gpt.GPT, layers: 2}",
         "model: {_target_: tests.test_config.TakesAny, anything: 1}",
         "callbacks: {early_stopping: null}",
+        "logger: {wandb: {tags: [mine], group: a}, mlflow: {tags: {a: b}}}",  # once it is chosen
         "callbacks: {best_checkpoint: {monitor: a, mode: max}, mine: {_target_: a.B, monitor: a}}",
         "defaults: [/mine: a, /mine@model.mine: a]\nmine: {b: 2}",
         "",

@@ -54,7 +54,7 @@ from runs.resuming import (
     save_average,
 )
 from runs.stopping import Stopped
-from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
+from runs.targets import OTHER_LIGHTNING, make, misfit, of_other_lightning, with_advice
 
 MADE = {  # the groups of conf/ that make one object each, and its class
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
@@ -205,8 +205,7 @@ class Run:
                     f"{group}.{given[0]}: template.py sets this itself and would ignore yours: "
                     f"leave it out (strategy, logger, callbacks, profiler are groups of conf/)"
                 )
-            # "all": lists arrive as plain lists, which checkpoints can hold
-            instance = instantiate(config, _convert_="all", **arguments) if config else None
+            instance = make(config, **arguments) if config else None
             if of_other_lightning(instance):
                 raise Refusal(f"{type(instance).__name__}: {OTHER_LIGHTNING}")
         except MISTAKES as error:

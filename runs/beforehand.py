@@ -151,14 +151,21 @@ def is_sized(loader: Any) -> bool:
 
 def _check_hyperparameters(holder: Any) -> None:
     """Refuse hyperparameters that no Trainer could load from a checkpoint, such as an optimizer."""
-    for name, value in holder.hparams.items():
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception:  # whatever pickle says of it
-            raise Refusal(
-                f"{type(holder).__name__}: checkpoints would hold {name} ({type(value).__name__}) "
-                f"and not load; keep it out: save_hyperparameters(ignore=[{name!r}])"
-            ) from None
+    names = [str(name) for name, value in holder.hparams.items() if not _loads(value)]
+    if names:
+        raise Refusal(
+            f"{type(holder).__name__}: checkpoints would hold {', '.join(names)} and not load; "
+            f"write save_hyperparameters(ignore={names}), and self.{names[-1]} = {names[-1]} "
+            f"instead of self.hparams.{names[-1]}"
+        )
+
+
+def _loads(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever pickle says of it
+        return False
+    return True

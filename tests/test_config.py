@@ -79,7 +79,12 @@ from tests.conftest import run
             "task='[1",
             r"the value cannot be read; quote it for Hydra and .* make's ARGS=.* as \\\"key=",
         ),
-        ("task=a=b", "the value cannot be read; quote it for Hydra"),
+        (
+            "ckpt_path=/a/b=1.ckpt",
+            "the value cannot be read; quote it for Hydra and the shell, as "
+            r"\"ckpt_path='/a/b=1.ckpt'\", in make's ARGS=.* as \\\"ckpt_path='/a/b=1.ckpt'\\\"$",
+        ),
+        ("task=a=$b", "quote it for Hydra and the shell, as \"key='a value'\", in make's ARGS"),
         ("ckpt_path=", "give a path, last or best; null for none"),
         ("log_dir=", "log_dir=: give a folder, or leave it out"),
         ("~model", "~model: a run needs one; choose another with model="),

@@ -27,11 +27,18 @@ def refuse_model(
     test: bool,
     choice: str,
 ) -> None:
-    """A test that model or data lack, or checkpoints that could not be read."""
+    """A test that model or data lack, loaders that would be passed over, or checkpoints that could
+    not be read."""
+    hooks = ["train_dataloader", "val_dataloader", *(["test_dataloader"] if test else [])]
+    if own := [hook for hook in hooks if is_overridden(hook, model)]:
+        raise Refusal(
+            f"model={choice} has its own {', '.join(own)}, and Lightning would take only those of "
+            f"{type(data).__name__}: move what it has into a data module, where "
+            "self.trainer.lightning_module is the model"
+        )
     if test and not is_overridden("test_step", model):
         raise Refusal(f"model={choice}: it has no test_step; give it one, or test=false")
-    loads = any(is_overridden("test_dataloader", each) for each in (data, model))
-    if test and trainer.limit_test_batches and not loads:
+    if test and trainer.limit_test_batches and not is_overridden("test_dataloader", data):
         raise Refusal(f"{type(data).__name__} has no test_dataloader; give it one, or test=false")
     if keeping(trainer):
         _check_hyperparameters(model)
@@ -130,6 +137,11 @@ def classes_of(loader: Any) -> list[str]:
     return [str(names.get(label, label)) for label in range(1 + max(names, default=-1))]
 
 
+def batch_size_of(loader: Any) -> int | None:
+    """What a DataLoader has, be it by a batch_sampler; None where neither says it."""
+    return getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+
+
 def is_sized(loader: Any) -> bool:
     """Whether it is a DataLoader of a data set of known length, not of a stream."""
     dataset = getattr(loader, "dataset", None)  # a stream may tell the length of its own share
@@ -139,14 +151,21 @@ def is_sized(loader: Any) -> bool:
 
 def _check_hyperparameters(holder: Any) -> None:
     """Refuse hyperparameters that no Trainer could load from a checkpoint, such as an optimizer."""
-    for name, value in holder.hparams.items():
-        file = io.BytesIO()
-        try:
-            torch.save(value, file)
-            file.seek(0)
-            torch.load(file, weights_only=True)
-        except Exception:  # whatever pickle says of it
-            raise Refusal(
-                f"{type(holder).__name__}: checkpoints would hold {name} ({type(value).__name__}) "
-                f"and not load; keep it out: save_hyperparameters(ignore=[{name!r}])"
-            ) from None
+    names = [str(name) for name, value in holder.hparams.items() if not _loads(value)]
+    if names:
+        raise Refusal(
+            f"{type(holder).__name__}: checkpoints would hold {', '.join(names)} and not load; "
+            f"write save_hyperparameters(ignore={names}), and self.{names[-1]} = {names[-1]} "
+            f"instead of self.hparams.{names[-1]}"
+        )
+
+
+def _loads(value: Any) -> bool:
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except Exception:  # whatever pickle says of it
+        return False
+    return True

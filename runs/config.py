@@ -124,8 +124,11 @@ def _undecodable() -> str:
     return ""
 
 
-# Quoted once for Hydra, once for the shell; make's ARGS is read by one more shell.
-QUOTED = 'as "key=\'a value\'", in make\'s ARGS="..." as \\"key=\'a value\'\\"'
+def _how_to_quote(key: str = "key", value: Any = "a value") -> str:
+    """Once for Hydra, once for the shell; make's ARGS is read by one more shell."""
+    if value == "" or re.search(r"""['"$`\\!]""", str(value)):  # these take more than quotes
+        key, value = "key", "a value"
+    return f'as "{key}=\'{value}\'", in make\'s ARGS="..." as \\"{key}=\'{value}\'\\"'
 
 
 def parse(argument: str) -> Override:
@@ -133,7 +136,7 @@ def parse(argument: str) -> Override:
     if "=" not in argument and not argument.startswith("~"):
         raise Refusal(
             f"{argument}: a change has the form key=value, like data.batch_size=64; a value with "
-            f"blanks is quoted, {QUOTED}"
+            f"blanks is quoted, {_how_to_quote()}"
         )
     try:
         return OverridesParser.create().parse_override(argument)
@@ -142,7 +145,8 @@ def parse(argument: str) -> Override:
         if any(unquoted.count(left) != unquoted.count(right) for left, right in ("[]", "{}", "()")):
             why = ": its brackets do not balance"
         else:
-            why = f"; quote it for Hydra and the shell, {QUOTED}"
+            key, _, value = argument.partition("=")
+            why = f"; quote it for Hydra and the shell, {_how_to_quote(key, value)}"
         raise Refusal(f"{argument}: the value cannot be read{why}") from None
 
 
@@ -339,17 +343,20 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
     if _is_number(value) and isinstance(node, str) and type_hint(target, last) is str:
         raise Refusal(
             f"{key}={value}: a text is expected there{f', like {node}' if node else ''}; a number "
-            f"as text is quoted {QUOTED.replace('a value', str(value)).replace('key', key)}"
+            f"as text is quoted {_how_to_quote(key, value)}"
         )
     if node is None and not takes(target, last, value):
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
 
 
 def _check_packages(config: DictConfig) -> None:
+    loggers = config.get("logger") or {}
     for name in LOGGERS:
         spec = importlib.util.find_spec(name)
+        # Without a _target_ these are an experiment's settings of a logger that was not chosen.
         # A folder of this name, as W&B leaves them, has a spec too, but no origin.
-        if name in (config.get("logger") or {}) and (spec is None or spec.origin is None):
+        chosen = "_target_" in (loggers.get(name) or {})
+        if chosen and (spec is None or spec.origin is None):
             raise Refusal(
                 f"logger={name}: the package {name} is missing: "
                 f"{sys.executable} -m pip install {name}"

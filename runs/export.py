@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
@@ -43,6 +42,7 @@ from runs.checkpoints import UNREADABLE
 from runs.folders import whole
 from runs.mistakes import MISTAKES
 from runs.refusal import Refusal, refuse
+from runs.targets import make
 
 FORMATS = {"pt2": [], "onnx": ["onnx", "onnxscript", "onnxruntime"]}  # and what they need
 TOLERANCE = 1e-4  # of an output, or absolute: other kernels round otherwise
@@ -66,13 +66,13 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
     hint = ""
     try:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
-        model: LightningModule = instantiate(config.model, _convert_="all")
+        model: LightningModule = make(config.model)
         model.configure_model()
         model.load_state_dict(weights, strict=model.strict_loading)
         example = model.example_input_array
         if example is None:
             hint = "; with self.example_input_array in the model no data are needed"
-            data = instantiate(config.data, _convert_="all")
+            data = make(config.data)
             data.prepare_data()
             data.setup("fit")
             loader = CombinedLoader(data.val_dataloader()).flattened[0]  # there may be several

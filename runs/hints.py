@@ -36,6 +36,16 @@ def missing_metrics(trainer: pl.Trainer, callbacks: Any) -> list[str]:
     return [no_metric(metric, logged, callbacks) for metric in missing]
 
 
+def divided_batches(asked: int | None, batch_size: int | None, ranks: int) -> str:
+    """Whether the data module divides data.batch_size by the ranks, as many do."""
+    if not asked or ranks == 1 or batch_size != asked // ranks:
+        return ""
+    return (
+        f"data.batch_size={asked}, but the loader's batches have {batch_size}: data.batch_size is "
+        "per process here; do not divide it by the ranks"
+    )
+
+
 def same_batches(trainer: pl.Trainer, batch: Any) -> str:
     """Whether all ranks begin with the same batch: Lightning splits data sets over ranks, but no
     streams, and no samplers of one's own with use_distributed_sampler=false. All ranks must call

@@ -20,6 +20,10 @@ NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with tho
     r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
     r".*?: (.*?)(?:\. HINT|$)"
 )
+# Of self.hparams["NAME"], and of self.hparams.NAME, which is looked up a frame further in.
+NO_HYPERPARAMETER = re.compile(
+    r"(?:KeyError: |AttributeError: 'AttributeDict' object has no attribute )'(\w+)'"
+)
 ALONE = "each of which would train alone"  # HorovodStrategy's, of other launchers
 # What an error says, and what to tell the user instead; {} is what the brackets match.
 ADVICE = {
@@ -84,11 +88,15 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
             "rank gets its share by itself, or give it num_replicas=trainer.world_size and "
             "rank=trainer.global_rank"
         )
-    if isinstance(error, KeyError) and frames and "self.hparams[" in (frames[-1].line or ""):
-        return (
-            f"{frames[-1].filename}, line {frames[-1].lineno}: the hyperparameters have no {error}:"
-            " call self.save_hyperparameters() in __init__, which takes it"
-        )
+    if match := NO_HYPERPARAMETER.match(f"{type(error).__name__}: {error}"):
+        by_key = isinstance(error, KeyError)
+        for frame in frames[-1:] if by_key else frames[-2:-1]:
+            if ("self.hparams[" if by_key else f"self.hparams.{match[1]}") in (frame.line or ""):
+                return (
+                    f"{frame.filename}, line {frame.lineno}: the hyperparameters have no "
+                    f"{match[1]!r}: call self.save_hyperparameters() in __init__, which takes it; "
+                    f"where that ignores it, write self.{match[1]}"
+                )
     if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
         error = type(error)(str(error).strip().splitlines()[-1])
     if ALONE in str(error) and (tasks := slurm_tasks()):

@@ -41,6 +41,7 @@ class Report(pl.Callback):
     Attributes:
         started: whether a batch was trained or evaluated, be it in the sanity check.
         trained: whether a batch was trained.
+        batch_size: of a process: the loader's, else data.batch_size.
         samples: trained in this run, by this rank; when training has ended, by all.
         seconds: that their training took, without evaluations.
         epochs, steps: of the training so far, with those before a resume.
@@ -54,6 +55,7 @@ class Report(pl.Callback):
         self.metrics: dict[str, float] = {}
         self.samples = self.batches = self.epochs = self.steps = 0
         self.seconds = 0.0
+        self.batch_size: int | None = None
         self.train_samples: int | None = None
         self.classes: list[str] = []
         self.drop_last = False
@@ -82,6 +84,7 @@ class Report(pl.Callback):
         loader = data.train_dataloader()
         beforehand.refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
         beforehand.refuse_batch_sampler(trainer, loader, self.choices["data"])
+        self.batch_size = beforehand.batch_size_of(loader)
         self.classes = beforehand.classes_of(loader)
         beforehand.refuse_classes(pl_module, self.classes, self.choices["data"])
         if beforehand.is_sized(loader):
@@ -101,11 +104,12 @@ class Report(pl.Callback):
             return  # already, before training
         self._lr, self._asked = _lr(pl_module), settings(trainer)
         self.hosts = dict(Counter(gather_texts(trainer.strategy, socket.gethostname())))
+        asked, ranks = self.config.data.get("batch_size"), trainer.world_size
+        self.batch_size = self.batch_size or asked
         if not trainer.is_global_zero:
             return
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
-        ranks = trainer.world_size
         hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         operations = getattr(trainer.strategy, "operations", None)
         over = f" over {operations}" if operations and ranks > 1 else ""
@@ -119,6 +123,7 @@ class Report(pl.Callback):
                 "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}{over}",
                 "device": f"{gpu or device}, precision {trainer.precision}",
                 "batch": self._global_batch(trainer),
+                "warning": hints.divided_batches(asked, self.batch_size, ranks),
                 "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
                 "run": shown(Path(self.config.run_dir)),
                 "look": _look(Path(self.config.run_dir)) if self.config.train and curves else "",
@@ -135,7 +140,7 @@ class Report(pl.Callback):
         return f", {self.train_samples:,} samples{of} to train"
 
     def _global_batch(self, trainer: pl.Trainer) -> str:
-        batch, ranks = self.config.data.get("batch_size"), trainer.world_size
+        batch, ranks = self.batch_size, trainer.world_size
         if not batch:
             return ""
         windows = trainer.accumulate_grad_batches
@@ -296,7 +301,7 @@ class Report(pl.Callback):
         predictions: Path | None,
     ) -> dict[str, Any]:  # fmt: skip
         """What summary.json holds."""
-        batch, windows = self.config.data.get("batch_size"), trainer.accumulate_grad_batches
+        batch, windows = self.batch_size, trainer.accumulate_grad_batches
         return {
             "world_size": trainer.world_size,
             "hosts": self.hosts,

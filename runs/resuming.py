@@ -1,8 +1,8 @@
 """What a run resumed from a checkpoint needs beyond Lightning: it has a folder and settings of its
 own, and goes on as the run before would have; and what a test of averaged weights (EMA, SWA) needs.
 
-ModelCheckpoint and EarlyStopping have the names of Lightning's: checkpoints keep the state of
-callbacks by name, so a Trainer without this package can take it, and the other way round.
+ModelCheckpoint has the name of Lightning's: checkpoints keep the state of callbacks by name, so a
+Trainer without this package can take it, and the other way round.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ NO_SETTINGS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "
 class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Remembers what was best before the resume. Lightning's forgets it in another folder, and
     takes the best of the epochs since then, which may be worse."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        # One that a module's configure_callbacks returns for the same, which comes later, replaces
+        # this, as checkpoints keep one state of a key; not the one that a resume needs.
+        alike = [c for c in trainer.checkpoint_callbacks if c.state_key == self.state_key]
+        if self.monitor and alike[-1] is not self:
+            all_ = trainer.callbacks  # type: ignore[attr-defined]
+            trainer.callbacks = [c for c in all_ if c is not self]  # type: ignore[attr-defined]
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -59,19 +68,27 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             state[key] = places.get(state[key], state[key])
 
 
-class EarlyStopping(callbacks.EarlyStopping):
-    """Has the patience that it is given now, where Lightning's takes that of the checkpoint; and
-    warns when there is no validation that it could stop after."""
+class KeepsPatience(callbacks.Callback):
+    """An EarlyStopping has the patience that it is given now, where Lightning takes that of the
+    checkpoint; and it is told when there is no validation that it could stop after.
+
+    No subclass of EarlyStopping: one in a module's configure_callbacks would not replace it.
+    """
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self._check_on_train_epoch_end and not trainer.enable_validation:
-            rank_zero_warn(
-                f"nothing is validated, so {self.monitor} stops nothing: ~callbacks.early_stopping "
-                "leaves it out"
-            )
+        for stop in trainer.early_stopping_callbacks:
+            if not stop._check_on_train_epoch_end and not trainer.enable_validation:
+                rank_zero_warn(
+                    f"nothing is validated, so {stop.monitor} stops nothing: "
+                    "~callbacks.early_stopping leaves it out"
+                )
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict({**state_dict, "patience": self.patience})
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        for stop in trainer.early_stopping_callbacks:
+            if state := checkpoint["callbacks"].get(stop.state_key):
+                state["patience"] = stop.patience
 
 
 class EvaluatesAverages(callbacks.Callback):
@@ -178,10 +195,10 @@ class StepsPlateaus(callbacks.Checkpoint):
 
 
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
-    """The first callback that keeps checkpoints. Trainer.checkpoint_callback is the first
-    Checkpoint, which may be one of ours that only want a turn after all others."""
+    """The first callback that keeps the best, else the first that keeps checkpoints.
+    Trainer.checkpoint_callback may be one of ours that only want a turn after all others."""
     keepers = (c for c in trainer.checkpoint_callbacks if isinstance(c, callbacks.ModelCheckpoint))
-    return next(keepers, None)
+    return min(keepers, key=lambda keeper: keeper.monitor is None, default=None)
 
 
 def save_average(trainer: pl.Trainer) -> str | None:

@@ -29,6 +29,7 @@ from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from runs.checkpoints import NAMED, unreadable
+from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown
 from runs.mistakes import MISTAKES, ended_by_another, mistake
 from runs.predictions import Predictions
@@ -46,13 +47,14 @@ from runs.report import Report
 from runs.resuming import (
     EndsEpochsOnce,
     EvaluatesAverages,
+    KeepsPatience,
     KeepsUnfrozen,
     StepsPlateausFirst,
     keeping,
     save_average,
 )
 from runs.stopping import Stopped
-from runs.targets import OTHER_LIGHTNING, misfit, of_other_lightning, with_advice
+from runs.targets import OTHER_LIGHTNING, make, misfit, of_other_lightning, with_advice
 
 MADE = {  # the groups of conf/ that make one object each, and its class
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
@@ -87,7 +89,13 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         predictions = [Predictions()] if config.predict else []
-        resuming = [EvaluatesAverages(), EndsEpochsOnce(), KeepsUnfrozen(), StepsPlateausFirst()]
+        resuming = [
+            EvaluatesAverages(),
+            EndsEpochsOnce(),
+            KeepsPatience(),
+            KeepsUnfrozen(),
+            StepsPlateausFirst(),
+        ]
         self.callbacks = [self.report, *resuming, *predictions]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
@@ -197,8 +205,7 @@ class Run:
                     f"{group}.{given[0]}: template.py sets this itself and would ignore yours: "
                     f"leave it out (strategy, logger, callbacks, profiler are groups of conf/)"
                 )
-            # "all": lists arrive as plain lists, which checkpoints can hold
-            instance = instantiate(config, _convert_="all", **arguments) if config else None
+            instance = make(config, **arguments) if config else None
             if of_other_lightning(instance):
                 raise Refusal(f"{type(instance).__name__}: {OTHER_LIGHTNING}")
         except MISTAKES as error:
@@ -220,7 +227,10 @@ class Run:
         for name, member in config.items():
             if isinstance(member, DictConfig) and "_target_" in member:
                 members.append(member)
-            # With callbacks=none, as of debug=, an experiment's changes of callbacks are left over.
+            # An experiment's settings are left over of a logger that was not chosen, and of all
+            # callbacks with callbacks=none, as of debug=.
+            elif (CONF / group / f"{name!s}.yaml").is_file():
+                continue
             elif member and self.choices.get(group) != "none":
                 raise Refusal(
                     f"{group}.{name!s}: there is no such member of it, and no _target_ for one"

@@ -1,4 +1,4 @@
-"""What a `_target_` of the configuration takes, by its signature.
+"""Makes what a `_target_` of the configuration names, and says what it takes, by its signature.
 
 This imports the target, and torch with it, which takes seconds.
 """
@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any
 
-from hydra.utils import get_object
+from hydra.utils import get_object, instantiate
 from omegaconf import DictConfig, OmegaConf
 
 from runs.folders import ROOT
@@ -27,6 +27,12 @@ OTHER_LIGHTNING = (
     "here Lightning is the package pytorch_lightning, and its classes do not mix with those of the "
     "package lightning: write import pytorch_lightning as pl"
 )
+
+
+def make(config: DictConfig, **arguments: Any) -> Any:
+    """What `_target_` names. Without a `_convert_`, dicts and lists arrive as plain ones, which
+    checkpoints can hold."""
+    return instantiate(config, _convert_=config.get("_convert_", "all"), **arguments)
 
 
 def of_other_lightning(instance: object) -> bool:

@@ -685,7 +685,7 @@ MUTATIONS = [
     ),
     Mutation(
         "data without a test are found out after training", "beforehand.py",
-        "if test and trainer.limit_test_batches and not loads:", "if False:",
+        "if test and trainer.limit_test_batches and", "if False and",
         "without_a_loader", "runs/test_beforehand", "runs",
     ),
     Mutation(

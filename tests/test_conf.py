@@ -10,13 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 from pytorch_lightning import (
     Callback,
@@ -244,6 +245,32 @@ def test_another_argument_of_the_trainer_is_taken() -> None:
 def test_what_is_no_callback_is_refused(choices: dict[str, str]) -> None:
     with pytest.raises(Refusal, match="callbacks.early: there is no such member of it"):
         job("+callbacks.early.patience=3", **choices).instantiate("callbacks")
+
+
+class HasSettings(LightningModule):
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+
+@pytest.mark.parametrize(
+    ("written", "kinds"), [({}, (dict, list)), ({"_convert_": "none"}, (DictConfig, ListConfig))]
+)
+def test_nested_settings_arrive_as_the_file_asks(
+    written: dict[str, Any], kinds: tuple[type, type]
+) -> None:
+    mine = job(model="mine")
+    target = {"_target_": f"{__name__}.HasSettings", "network": {"widths": [1, 2]}}
+    mine.config.model = OmegaConf.create({**target, **written})
+    network = mine.instantiate("model").network
+    assert (type(network), type(network["widths"])) == kinds
+
+
+def test_settings_of_a_logger_that_was_not_chosen_are_left_over() -> None:
+    group = {"logger": "default"}
+    assert len(job("+logger.wandb.tags=[a]", "run_dir=x", **group).instantiate("logger")) == 2
+    with pytest.raises(Refusal, match="logger.tensorbord: there is no such member of it"):
+        job("+logger.tensorbord.name=a", "run_dir=x", **group).instantiate("logger")
 
 
 def test_a_callback_that_is_null_is_left_out() -> None:

@@ -79,7 +79,12 @@ from tests.conftest import run
             "task='[1",
             r"the value cannot be read; quote it for Hydra and .* make's ARGS=.* as \\\"key=",
         ),
-        ("task=a=b", "the value cannot be read; quote it for Hydra"),
+        (
+            "ckpt_path=/a/b=1.ckpt",
+            "the value cannot be read; quote it for Hydra and the shell, as "
+            r"\"ckpt_path='/a/b=1.ckpt'\", in make's ARGS=.* as \\\"ckpt_path='/a/b=1.ckpt'\\\"$",
+        ),
+        ("task=a=$b", "quote it for Hydra and the shell, as \"key='a value'\", in make's ARGS"),
         ("ckpt_path=", "give a path, last or best; null for none"),
         ("log_dir=", "log_dir=: give a folder, or leave it out"),
         ("~model", "~model: a run needs one; choose another with model="),
@@ -237,6 +242,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "model: {_target_: models.gpt.GPT, layers: 2}",
         "model: {_target_: tests.test_config.TakesAny, anything: 1}",
         "callbacks: {early_stopping: null}",
+        "logger: {wandb: {tags: [mine], group: a}, mlflow: {tags: {a: b}}}",  # once it is chosen
         "callbacks: {best_checkpoint: {monitor: a, mode: max}, mine: {_target_: a.B, monitor: a}}",
         "defaults: [/mine: a, /mine@model.mine: a]\nmine: {b: 2}",
         "",

@@ -394,7 +394,7 @@ class TestMistakes:
             ([*pictures, "model.classes=2"], "classes=2: data=folder has 3 classes; give model"),
             ([FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),
             (["data._target_=tests.test_template.PlainBatches"], "data=digits: Lightning would m"),
-            ([FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer (partial) and not load"),
+            ([FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer and not load"),
         ]
         if not torch.cuda.is_available():
             mistakes.append((["trainer.accelerator=gpu"], "trainer=default: "))

@@ -89,18 +89,17 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize("whose", ["model", "data"])
 def test_objects_that_no_checkpoint_gives_back_are_refused(whose: str) -> None:
     parts: dict[str, Any] = {"model": LightningModule(), "data": LightningDataModule()}
-    parts[whose].save_hyperparameters({"transform": partial(torch.add, 1)})
+    objects = {"transform": partial(torch.add, 1), "width": 3, "net": torch.nn.Identity()}
+    parts[whose].save_hyperparameters(objects)
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[])
     refuse_model(trainer, **parts, test=False, choice="own")  # keeps none
     trainer.checkpoint_callbacks = [ModelCheckpoint()]
-    held = f"{type(parts[whose]).__name__}: .* hold transform \\(partial\\) and"
-    with pytest.raises(Refusal, match=held):
+    held = (
+        r" would hold transform, net and not load; write save_hyperparameters\(ignore="
+        r"\['transform', 'net'\]\), and self.net = net instead of self.hparams.net"
+    )
+    with pytest.raises(Refusal, match=f"^{type(parts[whose]).__name__}: checkpoints{held}"):
         refuse_model(trainer, **parts, test=False, choice="own")
-
-
-class LoadsItsTest(Fails):
-    def test_dataloader(self) -> DataLoader:
-        return DataLoader(range(1))
 
 
 def test_a_test_without_a_loader_is_refused() -> None:
@@ -111,7 +110,6 @@ def test_a_test_without_a_loader_is_refused() -> None:
         refuse_model(trainer, Fails("test"), LightningDataModule(), test=True, choice="own")
     refuse_model(trainer, Fails("test"), LightningDataModule(), test=False, choice="own")
     refuse_model(trainer, Fails("test"), NothingHeldOut(), test=True, choice="own")
-    refuse_model(trainer, LoadsItsTest("test"), LightningDataModule(), test=True, choice="own")
     trainer.limit_test_batches = 0
     refuse_model(trainer, Fails("test"), LightningDataModule(), test=True, choice="own")
 
@@ -146,6 +144,23 @@ def test_what_loggers_would_refuse_is_refused_before(
             refuse(trainer)
             outcomes.append("nothing")
     assert outcomes == ([] if refused else ["nothing"] * 2)
+
+
+class HasLoaders(Fails):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(range(1))
+
+    test_dataloader = train_dataloader
+
+
+def test_loaders_of_a_model_that_lightning_would_not_take_are_refused() -> None:
+    trainer: Any = SimpleNamespace(checkpoint_callbacks=[], limit_test_batches=1.0)
+    for data in (LightningDataModule(), NothingHeldOut()):
+        instead = f"and Lightning would take only those of {type(data).__name__}: move"
+        for test, more in ((True, ", test_dataloader"), (False, "")):
+            told = f"^model=own has its own train_dataloader{more}, {instead}"
+            with pytest.raises(Refusal, match=told):
+                refuse_model(trainer, HasLoaders("test"), data, test=test, choice="own")
 
 
 class NothingHeldOut(LightningDataModule):

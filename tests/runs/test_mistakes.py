@@ -84,16 +84,21 @@ class ForgetsItsHyperparameters(LightningModule):
     def __init__(self, lr: float) -> None:
         super().__init__()
 
+    def forward(self) -> Any:
+        return self.hparams.lr
+
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
 
 
 def test_what_one_forgets_in_a_module_is_told() -> None:
-    with pytest.raises(KeyError) as caught:
-        ForgetsItsHyperparameters(0.1).configure_optimizers()
-    told = mistake(caught.value, started=False)
-    assert told and told.startswith(f"{__file__}, line ")
-    assert "the hyperparameters have no 'lr': call self.save_hyperparameters()" in told
+    model = ForgetsItsHyperparameters(0.1)
+    for call in (model.configure_optimizers, model.forward):
+        with pytest.raises((KeyError, AttributeError)) as caught:
+            call()
+        told = mistake(caught.value, started=False)
+        assert told and told.startswith(f"{__file__}, line ")
+        assert "the hyperparameters have no 'lr': call self.save_hyperparameters()" in told
     with pytest.raises(KeyError) as other:
         {}["lr"]
     assert mistake(other.value, started=True) is None

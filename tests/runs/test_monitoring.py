@@ -94,9 +94,9 @@ def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) ->
 
 
 def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:
-    stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    stop = EarlyStopping("val/loss", check_on_train_epoch_end=False)
     with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing"):
-        train(tmp_path, stop)
+        train(tmp_path, stop, resuming.KeepsPatience())
 
 
 @pytest.mark.parametrize("first", ["early_stopping", "best_checkpoint"])
@@ -104,7 +104,7 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
     first: str, tmp_path: Path
 ) -> None:
     """Else each would end a run of its own, an epoch later."""
-    stop = resuming.EarlyStopping("val/los", check_on_train_epoch_end=False)
+    stop = EarlyStopping("val/los", check_on_train_epoch_end=False)
     best = resuming.ModelCheckpoint(tmp_path, monitor="val/los")
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -123,11 +123,11 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
 
 @pytest.mark.filterwarnings("error:nothing is validated")
 def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path) -> None:
-    stop = resuming.EarlyStopping("val/loss", check_on_train_epoch_end=False)
+    stop = EarlyStopping("val/loss", check_on_train_epoch_end=False)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, enable_checkpointing=False, callbacks=[stop], max_epochs=2,
-        check_val_every_n_epoch=2,
+        enable_model_summary=False, enable_checkpointing=False, max_epochs=2,
+        callbacks=[stop, resuming.KeepsPatience()], check_val_every_n_epoch=2,
     )  # fmt: skip
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(2, 1), ones, ones)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
 import re
@@ -17,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard import default, program
@@ -213,6 +215,53 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+class Samples(LightningDataModule):
+    """80 samples; with `divides`, the batch size is shared among the ranks."""
+
+    def __init__(self, batch_size: int, divides: bool, batches: bool) -> None:
+        super().__init__()
+        self.batch_size, self.divides, self.batches = batch_size, divides, batches
+
+    def train_dataloader(self) -> DataLoader:
+        size = self.batch_size // (self.trainer.world_size if self.divides else 1)
+        data = matrix.samples(80)
+        if self.batches:
+            return DataLoader(data, batch_sampler=OwnBatches(range(80), size, drop_last=False))
+        return DataLoader(data, batch_size=size)
+
+
+class OwnBatches(BatchSampler):
+    pass
+
+
+def batches_told() -> list[tuple[str, int]]:
+    told = []
+    config = {"data": {"batch_size": 8}, "ckpt_path": None, "run_dir": "x", "train": True}
+    for divides, batches in ((False, False), (True, False), (True, True)):
+        report = Report(
+            OmegaConf.create(config | {"test": False}),
+            {"model": "m", "data": "d", "strategy": "horovod"},
+        )
+        trainer = matrix.trainer("horovod", max_epochs=1, callbacks=[report])
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            trainer.fit(matrix.Net(), datamodule=Samples(8, divides, batches))
+        lines = [line for line in output.getvalue().splitlines() if re.match("batch|warn", line)]
+        summary = report._summary(trainer, None, None, None)
+        told.append(("\n".join(lines), summary["global_batch_size"]))
+    return told
+
+
+def test_the_batch_that_is_told_is_the_loaders(launch: Callable) -> None:
+    """Also where a data module divides data.batch_size by the ranks."""
+    divided = (
+        "batch   4 a process x 2 ranks = 8 global\nwarning data.batch_size=8, but the loader's "
+        "batches have 4: data.batch_size is per process here; do not divide it by the ranks"
+    )
+    told, others = launch(batches_told, 2)
+    assert told == [("batch   8 a process x 2 ranks = 16 global", 16), *[(divided, 8)] * 2]
+    assert others == [("", 16), ("", 8), ("", 8)]
 
 
 class TakesTime(Times):

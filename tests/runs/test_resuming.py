@@ -10,12 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
+from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import BaseFinetuning, ModelCheckpoint
+from pytorch_lightning.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runs import resuming
+from runs.config import CONF
 from runs.refusal import Refusal
 from runs.resuming import KeepsUnfrozen
 from tests.runs.trainings import Loses, Times
@@ -162,10 +165,11 @@ def train_to_the_best(
 ) -> tuple[Path, int]:
     """The file of the best, and how many epochs there were; leaves last.ckpt."""
     best = resuming.ModelCheckpoint(folder, "{epoch}", monitor="val/loss")
-    stop = resuming.EarlyStopping("val/loss", patience=patience)
+    stop = EarlyStopping("val/loss", patience=patience)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, callbacks=[stop, best], max_epochs=len(losses),
+        enable_model_summary=False, callbacks=[stop, best, resuming.KeepsPatience()],
+        max_epochs=len(losses),
     )  # fmt: skip
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(*losses), ones, ones, ckpt_path=ckpt_path)
@@ -194,6 +198,34 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+class HasCallbacks(Loses):
+    """Of its own, for what conf/ has callbacks for."""
+
+    def configure_callbacks(self) -> Any:
+        keeps = ModelCheckpoint(monitor="val/loss"), ModelCheckpoint(save_top_k=-1)
+        return [EarlyStopping("val/loss", patience=50), *keeps]
+
+
+def test_a_modules_own_callbacks_replace_those_of_conf(tmp_path: Path) -> None:
+    """All but the one that keeps last.ckpt."""
+    conf: Any = OmegaConf.load(CONF / "callbacks" / "default.yaml")
+    conf.run_dir = str(tmp_path)
+    names = ("early_stopping", "best_checkpoint", "last_checkpoint")
+    of_conf = [instantiate(conf[name]) for name in names]
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, callbacks=of_conf, max_epochs=8, default_root_dir=tmp_path,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))
+    trainer.fit(HasCallbacks(*range(8)), ones, ones)
+    assert [stop.patience for stop in trainer.early_stopping_callbacks] == [50]
+    assert trainer.current_epoch == 8
+    assert [each in trainer.callbacks for each in of_conf] == [False, False, True]
+    best = resuming.keeping(trainer)
+    assert best is not None and Path(best.best_model_path).name == "epoch=0-step=2.ckpt"
+    assert best not in of_conf and (tmp_path / "checkpoints" / "last.ckpt").is_file()
 
 
 class Unfreezes(BaseFinetuning):

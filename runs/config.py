@@ -23,6 +23,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+import models  # noqa: F401  where resolvers and structured configs of one's own are registered
 from runs import recipes
 from runs.folders import ROOT
 from runs.refusal import Refusal, guess, launched_rank, refuse
@@ -72,7 +73,9 @@ def check(arguments: list[str]) -> None:
     except (HydraException, OmegaConfBaseException) as error:
         if match := re.search("An item is already at '(.+)'", str(error)):
             raise Refusal(f"+{match[1]}: conf/ has it; write {match[1]}=... without +") from None
-        raise Refusal(str(error).strip().splitlines()[0]) from None
+        first, *more = str(error).strip().splitlines()
+        cause = f" {more[0]}" if first.endswith(":") and more else ""
+        raise Refusal(first + cause) from None
 
 
 def _check(arguments: list[str]) -> None:

@@ -55,6 +55,12 @@ ADVICE = {
     ),
     # torch, of an object in a checkpoint
     OBJECT: f"the checkpoint cannot be loaded: {HELD}",
+    # torch, of the optimizers in a checkpoint
+    r"state dict (?:has a different number of|contains a) parameter group": (
+        "the checkpoint's optimizers have other parameters than the model's: ckpt_path= goes on "
+        "with the same model and optimizers; to take its weights alone, load them in the model's "
+        "__init__: torch.load(FILE)['state_dict']"
+    ),
     # HorovodStrategy
     rf"^torchrun.*{ALONE}": (
         "torchrun is for strategy=ddp, with trainer.devices= its processes a host; for "

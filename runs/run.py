@@ -22,7 +22,6 @@ from typing import Any
 import torch
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import Strategy
@@ -197,7 +196,7 @@ class Run:
         config = self.config.get(group)
         try:
             if config and "_target_" not in config and group not in MADE:
-                return [instantiate(member) for member in self._members(group, config)]
+                return [make(member) for member in self._members(group, config)]
             if config and group in MADE and (problem := misfit(config)):
                 raise Refusal(problem)
             if given := [name for name in arguments if config and name in config]:

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
-from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 from pytorch_lightning import (
@@ -38,7 +37,7 @@ from runs.config import CONF, LOGGERS
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.run import Run
-from runs.targets import with_advice
+from runs.targets import make, with_advice
 from tests.conftest import ROOT, make_train, run
 from tests.pictures import write_all
 
@@ -98,7 +97,7 @@ def fits(model: str, data: str, folder: Path) -> Exception | None:
     )  # fmt: skip
     try:
         config = compose("config", [*groups, *small(compose("config", groups), folder)])
-        module, dataset = instantiate(config.model), instantiate(config.data)
+        module, dataset = make(config.model), make(config.data)
         trainer.fit(module, dataset)
         if is_overridden("test_step", module) and is_overridden("test_dataloader", dataset):
             trainer.test(module, dataset, verbose=False)
@@ -112,7 +111,7 @@ def datamodule(data: str, folder: Path) -> LightningDataModule:
     for groups in [[f"data={data}"], *([f"data={data}", f"model={m}"] for m in names("model"))]:
         with contextlib.suppress(InterpolationResolutionError):
             config = compose("config", [*groups, *small(compose("config", groups), folder)])
-            return instantiate(config.data)
+            return make(config.data)
     raise AssertionError(f"data={data}: no model has what it refers to")
 
 
@@ -183,7 +182,7 @@ def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("data", ["folder", "shards"])
 def test_imagenet_is_augmented(data: str) -> None:
     config = compose("config", ["experiment=imagenet_resnet50", f"data={data}"])
-    assert instantiate(config.data).hparams["augment"]
+    assert make(config.data).hparams["augment"]
 
 
 @pytest.mark.parametrize(
@@ -208,14 +207,14 @@ def debug(name: str, folder: Path, *overrides: str) -> tuple[Trainer, dict[str, 
     arguments = [f"debug={name}", f"run_dir={folder}", "trainer.accelerator=cpu", *overrides]
     config = compose("config", arguments)
     seed_everything(0, verbose=False)
-    callbacks = [instantiate(part) for part in config.callbacks.values()]
-    loggers = [instantiate(part) for part in config.logger.values()]
-    profiler = instantiate(config.profiler) if config.profiler else None
-    trainer = instantiate(
+    callbacks = [make(part) for part in config.callbacks.values()]
+    loggers = [make(part) for part in config.logger.values()]
+    profiler = make(config.profiler) if config.profiler else None
+    trainer = make(
         config.trainer, callbacks=callbacks, logger=loggers, profiler=profiler,
         default_root_dir=folder,
     )  # fmt: skip
-    trainer.fit(instantiate(config.model), instantiate(config.data))
+    trainer.fit(make(config.model), make(config.data))
     return trainer, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
@@ -237,8 +236,8 @@ def test_another_argument_of_the_trainer_is_taken() -> None:
     """The one that its file names, beside the callbacks of a run."""
     (example,) = re.findall(r"`(\+trainer[^`]+)`", (CONF / "trainer" / "default.yaml").read_text())
     config = compose("config", [example, "run_dir=x", "trainer.accelerator=cpu"])
-    callbacks = [instantiate(part) for part in config.callbacks.values()]
-    assert isinstance(instantiate(config.trainer, callbacks=callbacks), Trainer)
+    callbacks = [make(part) for part in config.callbacks.values()]
+    assert isinstance(make(config.trainer, callbacks=callbacks), Trainer)
 
 
 @pytest.mark.parametrize("choices", [{"callbacks": "default"}, {}])  # Hydra keeps no list of them
@@ -264,6 +263,19 @@ def test_nested_settings_arrive_as_the_file_asks(
     mine.config.model = OmegaConf.create({**target, **written})
     network = mine.instantiate("model").network
     assert (type(network), type(network["widths"])) == kinds
+
+
+class HasState(Callback):
+    def __init__(self, every: list[int], options: dict[str, int]) -> None:
+        self.every, self.options = every, options
+
+
+def test_callbacks_get_plain_lists_which_checkpoints_can_hold() -> None:
+    mine = job(callbacks="mine")
+    target = {"_target_": f"{__name__}.HasState", "every": [1, 2], "options": {"a": 1}}
+    mine.config.callbacks = OmegaConf.create({"own": target})
+    (own,) = mine.instantiate("callbacks")
+    assert (type(own.every), type(own.options)) == (list, dict)
 
 
 def test_settings_of_a_logger_that_was_not_chosen_are_left_over() -> None:
@@ -451,9 +463,9 @@ def test_the_other_groups_can_be_made(group: str, tmp_path: Path) -> None:
         member = config[group]
         with open_dict(config):
             if "_target_" in member:
-                instantiate(member)
+                make(member)
             else:
-                assert all(instantiate(part) is not None for part in member.values())
+                assert all(make(part) is not None for part in member.values())
 
 
 def test_the_database_of_mlflow_is_for_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:

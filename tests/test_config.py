@@ -398,3 +398,9 @@ def test_what_fits_the_hint_of_an_argument(argument: str, value: Any, fits: bool
     for unknown in (False, True):
         result = takes(f"{__name__}.Hinted", argument, value, unknown)
         assert result == (unknown if fits is None else fits)
+
+
+def test_what_is_registered_in_models_is_there_for_all_commands() -> None:
+    """Resolvers and structured configs; without torch, whose import takes seconds."""
+    code = "import sys, runs.config; assert 'models' in sys.modules and 'torch' not in sys.modules"
+    assert run([sys.executable, "-c", code]).returncode == 0

@@ -217,3 +217,15 @@ def test_a_batch_sampler_that_lightning_cannot_split_is_told() -> None:
         _get_dataloader_init_args_and_kwargs(loader, SequentialSampler(range(4)))
     message = mistake(caught.value, started=False)
     assert message and message.startswith("a batch_sampler is split over the ranks only if it is a")
+
+
+def test_other_optimizers_than_those_of_a_checkpoint() -> None:
+    def adam(*sizes: int) -> torch.optim.Adam:
+        return torch.optim.Adam([{"params": [torch.zeros(size)]} for size in sizes])
+
+    two = torch.optim.Adam([torch.zeros(1), torch.zeros(2)])
+    for other in (adam(1, 2), two):
+        with pytest.raises(ValueError, match="parameter group") as caught:
+            adam(1).load_state_dict(other.state_dict())
+        told = mistake(caught.value, started=False)
+        assert told and "ckpt_path= goes on with the same model and optimizers" in told

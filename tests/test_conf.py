@@ -385,7 +385,7 @@ def test_classes_of_the_other_lightning_are_refused() -> None:
     other = type("Theirs", (LightningModule,), {"__module__": "lightning.pytorch.core.module"})
     mine = type("Mine", (other,), {})
     theirs = job(model="mine", callbacks="mine")
-    with mock.patch("runs.run.instantiate", lambda *_, **__: mine()):
+    with mock.patch("runs.run.make", lambda *_, **__: mine()):
         with pytest.raises(Refusal, match="^model=mine: Mine: .*write import pytorch_lightning as"):
             theirs.instantiate("model")
         assert theirs.instantiate("callbacks")

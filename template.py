@@ -25,7 +25,7 @@ from runs.config import check
 from runs.refusal import Refusal, refuse
 from runs.run import Run
 
-# preload: only imports above: the ranks of a host share them, and each runs these lines again.
+# preload: above this line only imports, which the ranks of a host share; each runs them again.
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="config")

@@ -216,7 +216,8 @@ def main() -> int:
     arguments = parser.parse_args()
     interrupt_at_signals()
     try:
-        used_hosts = used(chosen(arguments), arguments.np)
+        hosts = chosen(arguments)
+        used_hosts = used(hosts, arguments.np)
         count = sum(host.slots for host in used_hosts)
         if count < 2:
             raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
@@ -226,7 +227,7 @@ def main() -> int:
         if not sizes:
             raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
         measure_alone(arguments.out)
-        host_facts = facts(used_hosts)
+        host_facts = facts(hosts[: len(used_hosts)])  # with all their slots, as a job's
         options = {"sizes": sizes, "repeats": arguments.repeats}
         measured = launched("benchmarks.allreduce_worker", options, given(arguments))
     except (Refusal, Failed, OSError) as error:

@@ -23,7 +23,7 @@ from benchmarks import load
 from benchmarks.hardware import ROOT
 from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
-from cluster.hosts import Host, used
+from cluster.hosts import Host, ranks
 
 # What makes a process one of several ranks (cluster/hosts.py, Rank.environment); without these it
 # trains alone.
@@ -91,7 +91,8 @@ class Launcher:
         Raises:
             Failed: when it did not end well.
         """
-        used_hosts = used(self.hosts, job.np)
+        # With all their slots, as Slurm is asked for what these need.
+        used_hosts = list(dict.fromkeys(member.host for member in ranks(self.hosts, job.np)))
         before = ask(used_hosts, "benchmarks.load")
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             runs, writers = f"{folder}/runs", used_hosts if job.alone else used_hosts[:1]

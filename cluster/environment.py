@@ -1,6 +1,6 @@
-"""Make, inspect and check a Python environment, and run commands with their output in a log.
+"""Where this checkout is; make, inspect and check a Python environment, run commands with a log.
 
-For cluster/install.py and cluster/wheel.py; standard library only.
+Standard library only, as cluster/install.py runs before there is anything else.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Anatomy(Callback):
 
     def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
         self.warmup, self.share, self.batches = warmup, share, batches
-        self._timed = False  # is this step
+        self._timed = False  # whether this step is
         self.found: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -102,7 +102,7 @@ class Anatomy(Callback):
         self._hosts = [host for host, _ in ranks]
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
-        self._timed, self._drawn = True, 1.0  # and what share of the steps is
+        self._timed, self._drawn = True, 1.0  # this step, and the share of all that are timed
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._began = 0.0  # what `waited` was when this step began
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any], float]] = deque()

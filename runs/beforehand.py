@@ -155,8 +155,8 @@ def _check_hyperparameters(holder: Any) -> None:
     if names:
         raise Refusal(
             f"{type(holder).__name__}: checkpoints would hold {', '.join(names)} and not load; "
-            f"write save_hyperparameters(ignore={names}), and self.{names[-1]} = {names[-1]} "
-            f"instead of self.hparams.{names[-1]}"
+            f"write save_hyperparameters(ignore={names}), and, as they are not in self.hparams "
+            f"then, {'; '.join(f'self.{name} = {name}' for name in names)}"
         )
 
 

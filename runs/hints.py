@@ -41,8 +41,8 @@ def divided_batches(asked: int | None, batch_size: int | None, ranks: int) -> st
     if not asked or ranks == 1 or batch_size != asked // ranks:
         return ""
     return (
-        f"data.batch_size={asked}, but the loader's batches have {batch_size}: data.batch_size is "
-        "per process here; do not divide it by the ranks"
+        f"data.batch_size={asked}, but the loader's batches have {batch_size}: if the data module "
+        "divides it by the ranks, let it not, as data.batch_size is per process here"
     )
 
 

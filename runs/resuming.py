@@ -70,7 +70,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
 class KeepsPatience(callbacks.Callback):
     """An EarlyStopping has the patience that it is given now, where Lightning takes that of the
-    checkpoint; and it is told when there is no validation that it could stop after.
+    checkpoint. Warns when there is no validation after which one could stop.
 
     No subclass of EarlyStopping: one in a module's configure_callbacks would not replace it.
     """

@@ -228,7 +228,7 @@ class Run:
                 members.append(member)
             # An experiment's settings are left over of a logger that was not chosen, and of all
             # callbacks with callbacks=none, as of debug=.
-            elif (CONF / group / f"{name!s}.yaml").is_file():
+            elif group == "logger" and (CONF / group / f"{name!s}.yaml").is_file():
                 continue
             elif member and self.choices.get(group) != "none":
                 raise Refusal(

@@ -139,7 +139,7 @@ class HorovodStrategy(ParallelStrategy):
                 f"op=adasum pairs ranks: it needs a power of two of them, not {self.world.size}"
             )
         rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
-        if self.world.size > 1:  # webdataset's split_by_node and others look here for their share
+        if self.world.size > 1:  # webdataset's split_by_node looks here for its share
             os.environ.update(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
         super().__init__(cluster_environment=HorovodEnvironment(self.world))
         self.bucket_mib = bucket_mib
@@ -479,10 +479,6 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def on_test_end(self) -> None:
         self.on_validation_end()
-
-    @override
-    def on_predict_end(self) -> None:
-        compute_the_rest(self._module, self.world)
 
     @property
     def _has_trained(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -73,18 +72,22 @@ def compute_the_rest(module: nn.Module, world: World) -> None:
     a program may ask for it, and gets the value of all ranks, which torchmetrics keeps."""
     if world.size == 1:
         return
-    collections = [part for part in module.modules() if isinstance(part, MetricCollection)]
-    inside = {id(metric) for collection in collections for metric in metrics_of(collection)}
-    alone = [metric for metric in metrics_of(module) if id(metric) not in inside]
-    left = [
-        any(m.update_called and m._computed is None for m in metrics_of(each))
-        for each in (*collections, *alone)
-    ]
-    # Metrics that only some ranks have updated are computed by all.
-    for each, *ranks in zip((*collections, *alone), *world.gather_objects(left)):
-        if any(ranks):
-            with suppress(Exception):  # too few values, say: nobody has asked for it yet
-                each.compute()
+    for part in module.modules():
+        if isinstance(part, MetricCollection):
+            part.values(copy_state=False)  # gives those that share states what one has updated
+    metrics = [m for m in metrics_of(module) if m.dist_sync_fn == world.gather]
+    left = [(type(m).__name__, m.update_called and m._computed is None) for m in metrics]
+    ranks = world.gather_objects(left)
+    if len({tuple(name for name, _ in rank) for rank in ranks}) > 1:
+        return  # some are there on some ranks only
+    for metric, *of_ranks in zip(metrics, *ranks):
+        # One that only some ranks have updated is computed by all.
+        if any(is_left for _, is_left in of_ranks):
+            try:
+                metric.compute()
+            except Exception:  # too few values, say: nobody has asked for it yet
+                if metric._is_synced:
+                    metric.unsync()
 
 
 def sync(metric: Metric, world: World, _: Any = None, process_group: Any = None) -> None:

@@ -141,7 +141,8 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics that nobody has computed stay a rank's own", "metrics.py",
-        "        if any(ranks):", "        if False:", "nobody_has_computed", "test_strategy",
+        "        if any(is_left for _, is_left in of_ranks):", "        if False:",
+        "nobody_has_computed", "test_strategy",
     ),
     Mutation(
         "values of a training epoch are not compared", "metrics.py",

@@ -159,7 +159,7 @@ def test_overrides_that_it_names_exist() -> None:
     spans = {
         span for span in re.findall(r"`([^`\n]+)`", text) if all(map(key.fullmatch, span.split()))
     }
-    python = {"grad=None", "sync_dist=True"}
+    python = {"grad=None", "sync_dist=True", "on_epoch=True", "gather_distributed=True"}
     assert len(spans) > 30 and any(span.startswith("+") for span in spans)
     for span in spans - {"key=value"} - python:
         check(span.split())

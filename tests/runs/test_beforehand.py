@@ -96,7 +96,8 @@ def test_objects_that_no_checkpoint_gives_back_are_refused(whose: str) -> None:
     trainer.checkpoint_callbacks = [ModelCheckpoint()]
     held = (
         r" would hold transform, net and not load; write save_hyperparameters\(ignore="
-        r"\['transform', 'net'\]\), and self.net = net instead of self.hparams.net"
+        r"\['transform', 'net'\]\), and, as they are not in self.hparams then, "
+        "self.transform = transform; self.net = net"
     )
     with pytest.raises(Refusal, match=f"^{type(parts[whose]).__name__}: checkpoints{held}"):
         refuse_model(trainer, **parts, test=False, choice="own")

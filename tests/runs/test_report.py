@@ -257,7 +257,8 @@ def test_the_batch_that_is_told_is_the_loaders(launch: Callable) -> None:
     """Also where a data module divides data.batch_size by the ranks."""
     divided = (
         "batch   4 a process x 2 ranks = 8 global\nwarning data.batch_size=8, but the loader's "
-        "batches have 4: data.batch_size is per process here; do not divide it by the ranks"
+        "batches have 4: if the data module divides it by the ranks, let it not, as "
+        "data.batch_size is per process here"
     )
     told, others = launch(batches_told, 2)
     assert told == [("batch   8 a process x 2 ranks = 16 global", 16), *[(divided, 8)] * 2]

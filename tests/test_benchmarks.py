@@ -21,7 +21,7 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import figures, files, hardware, launching, step, step_report
+from benchmarks import figures, files, hardware, launching, step, step_ranks, step_report
 from tests.conftest import run, wait_until
 from tests.test_anatomy import Event
 
@@ -100,6 +100,18 @@ def test_on_a_gpu_steps_are_between_events(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(4):
         pace.note()
     assert pace.seconds() == [0.001] * 3
+
+
+def test_the_idle_share_is_that_of_a_groups_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """psutil counts from one call to the next."""
+    calls: list[str] = []
+    told = SimpleNamespace(cpu_percent=lambda: calls.append("cores") or 75.0)
+    monkeypatch.setattr(step_ranks, "psutil", told)
+    monkeypatch.setattr(step_ranks.Group, "answers", lambda _: calls.append("steps") or [])
+    nobody: Any = None
+    group = step_ranks.Group("ours", nobody, Path())
+    assert group.run(1) == [] and calls == ["cores", "steps", "cores"]
+    assert group.idle == [0.25]
 
 
 @pytest.mark.slow

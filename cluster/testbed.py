@@ -3,9 +3,10 @@
     sudo python3 cluster/testbed.py --hosts 2 --rate 500mbit -- COMMAND ...
 
 runs COMMAND on node1, from where `ssh node2` works; --rate limits the link of each host. The hosts
-are network namespaces joined by a bridge in another one, and share this machine's files. All of it
-is removed when the command ends or is interrupted. Under sudo, what is root's in this checkout then
-becomes its owner's. Needs root, and Debian's iproute2, openssh-server and util-linux.
+are network namespaces joined by a bridge in another one, and share this machine's files and cores:
+unless OMP_NUM_THREADS is set, it tells a process its host's part of them. All of it is removed when
+the command ends or is interrupted. Under sudo, what is root's in this checkout then becomes its
+owner's. Needs root, and Debian's iproute2, openssh-server and util-linux.
 """
 
 from __future__ import annotations
@@ -48,17 +49,19 @@ def missing() -> str | None:
 
 @dataclass
 class Host:
-    """A test host; `sshd` is a process in its namespaces."""
+    """A test host; `sshd` is a process in its namespaces, `cores` its part of this machine's."""
 
     name: str
     address: str
     namespace: str
     sshd: subprocess.Popen
+    cores: int
 
     def command(self, *command: str) -> list[str]:
         """The command line that runs `command` on this host."""
         where = ["-t", str(self.sshd.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
-        return ["nsenter", *where, *command]
+        threads = os.environ.get("OMP_NUM_THREADS", self.cores)
+        return ["nsenter", *where, "env", f"OMP_NUM_THREADS={threads}", *command]
 
     def shows(self, source: Path, target: Path) -> None:
         """Mount `source` over `target`, on this host only."""
@@ -165,7 +168,8 @@ class Testbed:
                  script, "sh", *sshd],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-        return Host(name, address, namespace, process)
+        cores = max(1, len(os.sched_getaffinity(0)) // len(self.names))
+        return Host(name, address, namespace, process, cores)
 
     def _remove(self) -> None:
         # A second Ctrl-C would leave the rest.

@@ -130,14 +130,15 @@ def make_train(ranks: int, *command: str) -> list[str]:
 
 
 class Ranks:
-    """Processes of one horovodrun that call what they are told to, one function after another."""
+    """Processes of one launcher that call what they are told to, one function after another."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, launcher: Callable[..., list[str]]) -> None:
         self.folder, self.ranks = folder, ranks
         self._orders = 0
-        prefix = AS_HOSTS if ranks_share_a_gpu() else []
         worker = [sys.executable, str(ROOT / "tests" / "worker.py"), str(folder)]
-        command = horovodrun(ranks, *prefix, *worker)
+        if ranks_share_a_gpu():
+            launcher, worker = horovodrun, [*AS_HOSTS, *worker]
+        command = launcher(ranks, *worker)
         with (folder / "output").open("w") as output:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=output, start_new_session=True
@@ -192,7 +193,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
 
     def launch(function: Callable, ranks: int, **arguments: Any) -> list[Any]:
         if ranks not in living:
-            living[ranks] = Ranks(tmp_path_factory.mktemp("ranks"), ranks)
+            living[ranks] = Ranks(tmp_path_factory.mktemp("ranks"), ranks, horovodrun)
         try:
             return living[ranks].call(function, **arguments)
         except BaseException:
@@ -207,10 +208,14 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
 
 @pytest.fixture(scope="module")
 def launch_anew(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[Any]]:
-    """As `launch`, in processes that have done nothing else and end after it."""
+    """As `launch`, in processes of our launcher that have done nothing else and end after it.
+
+    They share their imports. It is also for functions that fail, for which `launch` would have to
+    begin anew.
+    """
 
     def launch(function: Callable, count: int, **arguments: Any) -> list[Any]:
-        ranks = Ranks(tmp_path_factory.mktemp("ranks"), count)
+        ranks = Ranks(tmp_path_factory.mktemp("ranks"), count, make_train)
         try:
             result = ranks.call(function, **arguments)
         except BaseException:

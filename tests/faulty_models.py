@@ -9,7 +9,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from horovod.common.exceptions import HorovodInternalError
 from pytorch_lightning import LightningModule
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -73,11 +72,6 @@ class AsksForAnotherSum(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hvd.allreduce(torch.zeros(2 + self.global_rank), name="mine")
         return super().training_step(batch, batch_idx)
-
-
-class IsFailedByHorovod(Classifier):
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        raise HorovodInternalError(os.environ["WHY"])
 
 
 class Vanishes(Classifier):

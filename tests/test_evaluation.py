@@ -280,11 +280,13 @@ def test_collectives_in_hooks_of_batches_that_all_ranks_have(launch: Callable) -
         evaluate_a_part_of_single_samples,
     ],
 )
-def test_a_collective_that_some_ranks_would_not_join(launch: Callable, evaluate: Callable) -> None:
+def test_a_collective_that_some_ranks_would_not_join(
+    launch_anew: Callable, evaluate: Callable
+) -> None:
     batch = 2 if evaluate is evaluate_a_part_of_single_samples else 1
     told = f"batch {batch} of the .*tion is there on some ranks only"
     with pytest.raises(AssertionError, match=told):
-        launch(evaluate, 2)
+        launch_anew(evaluate, 2)
 
 
 class Sees(Net):

@@ -1,11 +1,12 @@
 """Each case of matrix/ under Horovod with 1, 2, 4 ranks and under DDP with 2, 4: as one process.
 
 Where a number deviates, it shows on which side. All cases of a strategy run in one launch.
+`make test` has them all on two ranks, and on four those in which it matters how many there are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,11 +15,24 @@ from torch import Tensor
 
 from tests.matrix.cases import CASES, TOLERANCES, WITHOUT_DDP, run_cases
 
-LAUNCHES = [
-    pytest.param("horovod", 1, marks=pytest.mark.slow), ("horovod", 2), ("horovod", 4),
-    ("ddp", 2), pytest.param("ddp", 4, marks=pytest.mark.slow),
-]  # fmt: skip
+LAUNCHES = [("horovod", 1), ("horovod", 2), ("horovod", 4), ("ddp", 2), ("ddp", 4)]
+OF_HOW_MANY = {  # what is divided, gathered or paired by the number of ranks, or unlike on some
+    "accumulation", "adasum_of_equal_gradients", "adversaries", "clip_by_norm", "compression_bf16",
+    "gradient_predivide", "many_buckets", "metrics_of_9_samples", "metrics_of_one_sample_a_rank",
+    "metrics_of_51_samples", "metrics_of_a_sampler_of_ones_own", "parameters_that_some_ranks_use",
+    "plain", "resume_within_an_epoch", "second_derivatives_through_all_gather", "sparse_gradients",
+    "sum_of_gradients", "sync_batchnorm", "validation_while_training",
+}  # fmt: skip
 CLASS = {"horovod": "HorovodStrategy", "ddp": "HorovodrunDDP", "single": "SingleDeviceStrategy"}
+
+
+def parameters() -> Iterator[Any]:
+    assert set(CASES) >= OF_HOW_MANY
+    for case in CASES:
+        for strategy, ranks in LAUNCHES:
+            fast = ranks == 2 or (strategy == "horovod" and ranks == 4 and case in OF_HOW_MANY)
+            marks = [] if fast else [pytest.mark.slow]
+            yield pytest.param(case, strategy, ranks, marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -26,14 +40,20 @@ def results(
     launch: Callable, launch_anew: Callable, request: pytest.FixtureRequest
 ) -> Callable[[str, int], list[dict[str, Any]]]:
     """The results of all ranks of a launch, which is made when it is first asked for."""
-    selected = [getattr(item, "callspec", None) for item in request.session.items]
-    asked = {call.params.get("case") for call in selected if call}
-    names = [name for name in CASES if name in asked]
+    calls = [getattr(item, "callspec", None) for item in request.session.items]
+    asked = [call.params for call in calls if call and {"case", "strategy"} <= call.params.keys()]
     cache: dict[tuple[str, int], list[dict[str, Any]]] = {}
 
     def results(strategy: str, ranks: int) -> list[dict[str, Any]]:
         if (strategy, ranks) not in cache:
             cache[strategy, ranks] = []  # a launch that fails is not repeated for each case
+            wanted = {
+                params["case"]
+                for params in asked
+                if strategy == "single"
+                or (params["strategy"], params["ranks"]) == (strategy, ranks)
+            }
+            names = [name for name in CASES if name in wanted]
             start = launch_anew if strategy == "ddp" else launch
             cache[strategy, ranks] = start(run_cases, ranks, strategy=strategy, names=names)
         if not cache[strategy, ranks]:
@@ -62,8 +82,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float, where: str = "") -
         assert actual == expected, where
 
 
-@pytest.mark.parametrize("strategy,ranks", LAUNCHES, ids=lambda value: str(value))
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "strategy", "ranks"), list(parameters()))
 def test_numbers_are_those_of_one_process(
     results: Callable, case: str, strategy: str, ranks: int
 ) -> None:

@@ -370,10 +370,12 @@ def explode(folder: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["training", "validation"])
-def test_an_exception_on_one_rank_ends_all(launch: Callable, tmp_path: Path, where: str) -> None:
+def test_an_exception_on_one_rank_ends_all(
+    launch_anew: Callable, tmp_path: Path, where: str
+) -> None:
     """Also where it saves checkpoints, for which ranks wait for each other."""
     with pytest.raises(AssertionError, match="boom on rank 1"):
-        launch(explode, 2, folder=str(tmp_path), where=where)
+        launch_anew(explode, 2, folder=str(tmp_path), where=where)
 
 
 def train_without_a_batch() -> None:
@@ -385,10 +387,10 @@ def train_without_a_batch() -> None:
     trainer("horovod").fit(Net(), DataLoader(samples(), batch_size=4, collate_fn=collate))
 
 
-def test_a_rank_without_a_batch_is_named(launch: Callable) -> None:
+def test_a_rank_without_a_batch_is_named(launch_anew: Callable) -> None:
     """Lightning would leave out its step, for which the other rank waits."""
     with pytest.raises(AssertionError, match="the training loader gives rank 1 on .* None for a"):
-        launch(train_without_a_batch, 2)
+        launch_anew(train_without_a_batch, 2)
 
 
 class TestDevices:

@@ -18,7 +18,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import horovod.torch as hvd
+import pytorch_lightning  # noqa: F401  by most functions
 import torch
+
+# preload: above this line only imports, which ranks that our launcher starts share.
 
 
 def main() -> None:

@@ -189,6 +189,8 @@ def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed() -> None:
     gloo = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:43750"
     for error, status in (
         (HorovodInternalError("peer closed"), os.EX_TEMPFAIL),
+        (HorovodInternalError("ncclAllReduce failed: remote process exited"), os.EX_TEMPFAIL),
+        (HorovodInternalError("ncclCommInitRank failed: unhandled system error"), None),
         (HorovodInternalError("CUDA out of memory"), None),
         (RuntimeError(gloo), os.EX_TEMPFAIL),
         (RuntimeError("mine"), None),

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from models.classifier import Classifier
+from runs import refusal
 
 
 class Warns(Classifier):
@@ -52,12 +53,17 @@ class Breaks(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class BreaksEverywhere(Classifier):
+class BreaksOnAllRanks(Classifier):
+    def on_fit_start(self) -> None:
+        refusal.TELL_SECONDS = 60  # rank 0 takes its time to end where others have the cores
+
+
+class BreaksEverywhere(BreaksOnAllRanks):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         raise RuntimeError("broken on all ranks")
 
 
-class BreaksInValidation(Classifier):
+class BreaksInValidation(BreaksOnAllRanks):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         raise RuntimeError("broken in validation")
 
@@ -68,7 +74,7 @@ class IsToldToEnd(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-class AsksForAnotherSum(Classifier):
+class AsksForAnotherSum(BreaksOnAllRanks):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hvd.allreduce(torch.zeros(2 + self.global_rank), name="mine")
         return super().training_step(batch, batch_idx)

@@ -67,7 +67,9 @@ def trained(command: list[str], folder: Path, *files: str) -> list[dict[str, Any
     return [json.loads((folder / file).read_text()) for file in files]
 
 
-@pytest.mark.parametrize("name", ["pytorch_lightning", "lightning"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("pytorch_lightning", marks=pytest.mark.slow), "lightning"]
+)
 def test_trains_in_another_project(name: str, tmp_path: Path) -> None:
     own, source = name == "lightning", TRAIN
     if not own:  # within a package of theirs

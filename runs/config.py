@@ -113,7 +113,7 @@ def _check(arguments: list[str]) -> None:
         _check_modes(changed, overrides, config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
-        _check_packages(config)
+        _check_loggers(overrides, config)
         _check_monitors(overrides)
 
 
@@ -352,13 +352,17 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
         raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
 
 
-def _check_packages(config: DictConfig) -> None:
+def _check_loggers(overrides: list[Override], config: DictConfig) -> None:
+    """Packages that are missing, and settings typed for a logger that was not chosen, which in an
+    experiment are left over."""
     loggers = config.get("logger") or {}
     for name in LOGGERS:
-        spec = importlib.util.find_spec(name)
-        # Without a _target_ these are an experiment's settings of a logger that was not chosen.
-        # A folder of this name, as W&B leaves them, has a spec too, but no origin.
+        typed = [o for o in overrides if o.key_or_group.startswith(f"logger.{name}.")]
         chosen = "_target_" in (loggers.get(name) or {})
+        if typed and not chosen:
+            raise Refusal(f"{typed[0].input_line}: give logger={name} with it")
+        spec = importlib.util.find_spec(name)
+        # A folder of this name, as W&B leaves them, has a spec too, but no origin.
         if chosen and (spec is None or spec.origin is None):
             raise Refusal(
                 f"logger={name}: the package {name} is missing: "
@@ -371,7 +375,8 @@ def _check_monitors(overrides: list[Override]) -> None:
     keys = {override.key_or_group for override in overrides}
     for override in overrides:
         name, _, last = override.key_or_group.rpartition(".")
-        if name.startswith("callbacks.") and last == "monitor" and f"{name}.mode" not in keys:
+        watches = name.startswith("callbacks.") and last == "monitor" and override.value()
+        if watches and f"{name}.mode" not in keys:
             raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
 
 

@@ -128,6 +128,8 @@ def _advice(error: str, config: DictConfig) -> str:
         return "; an __init__ has to begin with super().__init__()"
     if "enable_progress_bar=False" in error:
         return "; ~callbacks.progress leaves the progress out"
+    if "more than one stateful callback of type" in error:
+        return " Two save by the same rule: leave one out, as ~callbacks.best_checkpoint"
     if "enable_checkpointing=False" in error:
         return "; callbacks=none leaves those that save out"
     return ""

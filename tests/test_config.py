@@ -56,6 +56,7 @@ from tests.conftest import run
         ("trainer.accumulate_grad_batches=0", "at least 1 is needed"),
         ("trainer.gradient_clip_val=-1", "at least 0 is needed"),
         ("data=null", "data=null: Hydra takes no null for a group; leave it out"),
+        ("+logger.wandb.tags=[a]", r"^\+logger.wandb.tags=\[a\]: give logger=wandb with it"),
         ("logger=null", "logger=null: Hydra takes no null for a group; write logger=none"),
         ("model=[gpt,dcgan]", "give one of them"),
         ("experiment=[dcgan]", "give one of them"),
@@ -314,6 +315,7 @@ def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
         ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
         ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
+        ["callbacks.best_checkpoint.monitor=null"],
         # Of any type for Lightning; without a hint; text that a number follows from.
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],
         ["model=gpt", "model.decay_steps=100", "callbacks.last_checkpoint.filename=3"],
@@ -344,7 +346,7 @@ def test_a_logger_whose_package_is_missing(
 def test_a_logger_whose_package_is_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = importlib.machinery.ModuleSpec(name, None, origin="somewhere")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    check([f"logger={name}", f"logger.{name}.log_model=true"])
+    check([f"logger={name}", f"logger.{name}.log_model=true", f"+logger.{name}.tags=null"])
 
 
 class Hinted:

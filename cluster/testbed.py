@@ -4,8 +4,8 @@
 
 runs COMMAND on node1, from where `ssh node2` works; --rate limits the link of each host. The hosts
 are network namespaces joined by a bridge in another one, and share this machine's files and cores:
-unless OMP_NUM_THREADS is set, it tells a process its host's part of them. All of it is removed when
-the command ends or is interrupted. Under sudo, what is root's in this checkout then becomes its
+where that leaves one to each, OMP_NUM_THREADS=1 unless it is set. All of it is removed when the
+command ends or is interrupted. Under sudo, what is root's in this checkout then becomes its
 owner's. Needs root, and Debian's iproute2, openssh-server and util-linux.
 """
 
@@ -60,8 +60,8 @@ class Host:
     def command(self, *command: str) -> list[str]:
         """The command line that runs `command` on this host."""
         where = ["-t", str(self.sshd.pid), "--net", "--uts", "--mount", f"--wd={os.getcwd()}"]
-        threads = os.environ.get("OMP_NUM_THREADS", self.cores)
-        return ["nsenter", *where, "env", f"OMP_NUM_THREADS={threads}", *command]
+        one = self.cores == 1 and "OMP_NUM_THREADS" not in os.environ
+        return ["nsenter", *where, *(["env", "OMP_NUM_THREADS=1"] if one else []), *command]
 
     def shows(self, source: Path, target: Path) -> None:
         """Mount `source` over `target`, on this host only."""

@@ -52,6 +52,20 @@ class TestHosts:
                 done = run(here.command("ssh", there.name, "hostname"))
                 assert (done.returncode, done.stdout.strip()) == (0, there.name)
 
+    def test_share_the_cores(
+        self, hosts: list[testbed.Host], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Ranks of both have as many threads as a host has cores, where that is one."""
+        tell = [PYTHON, "-m", "cluster.horovodrun", "-H", "node1:1,node2:1", "sh", "-c"]
+        tell.append("echo threads $OMP_NUM_THREADS.")
+        for cores, given, threads in ((1, None, "1"), (8, None, ""), (1, "3", "3")):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if given:
+                monkeypatch.setenv("OMP_NUM_THREADS", given)
+            monkeypatch.setattr(hosts[0], "cores", cores)
+            done = run(hosts[0].command(*tell))
+            assert done.stdout.count(f"threads {threads}.") == 2, done.stdout
+
     def test_know_themselves(self, hosts: list[testbed.Host]) -> None:
         """Also by a second address, and where the kernel lets everyone bind to any."""
         names = ["localhost", "node1", "10.77.0.9", "node2"]

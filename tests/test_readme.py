@@ -132,9 +132,9 @@ def test_its_model_learns_a_batch_of_its_data_by_heart() -> None:
 def test_the_new_files_are_found_by_the_tests(copy: Path) -> None:
     done = run([".venv/bin/python", "-m", "pytest", "tests/test_conf.py", "-k", "each"], cwd=copy)
     assert done.returncode == 0, done.stdout
-    files = list(copy.glob("conf/data/*.yaml"))
-    assert "spirals" in [file.stem for file in files]
-    assert f"{len(files) + 1} passed" in done.stdout, done.stdout  # and one for all models
+    files = [*copy.glob("conf/data/*.yaml"), *copy.glob("conf/model/*.yaml")]
+    assert {"spirals", "perceptron"} <= {file.stem for file in files}
+    assert f"{len(files)} passed" in done.stdout, done.stdout
 
 
 def test_tensorboard_answers(copy: Path) -> None:

@@ -694,6 +694,11 @@ MUTATIONS = [
         "if asked and inherits and", "if False and", "say_what_is_better", "test_config", "runs",
     ),
     Mutation(
+        "settings of a logger that nobody chose are passed over", "config.py",
+        "if typed and not chosen:", "if False:",
+        "refused_in_a_line and wandb", "test_config", "runs",
+    ),
+    Mutation(
         "what was best before a resume is forgotten", "resuming.py",
         'state["dirpath"] = self.dirpath', "pass", "best_of_before", "runs/test_resuming", "runs",
     ),

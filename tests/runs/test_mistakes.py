@@ -182,7 +182,9 @@ def test_the_traceback_of_a_mistake_can_be_asked_for(
     assert not capsys.readouterr().err
 
 
-def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed() -> None:
+def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(
+    capsys: pytest.CaptureFixture,
+) -> None:
     run = Run.__new__(Run)
     run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
     run.report = Report(run.config, {})
@@ -201,6 +203,8 @@ def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed() -> None:
         except SystemExit as end:
             code = end.code
         assert code == status
+        told = f"another rank ended ({error})" in capsys.readouterr().err
+        assert told == (status is not None)  # else the traceback follows
 
 
 class Pairs(Sampler):

@@ -328,7 +328,8 @@ class GradientBuckets:
             value_handle = hvd.allgather_async(scaled, f"values.{name}", **options)
             rows, values = wait(row_handle), wait(value_handle).to(parameter.dtype)
         if len(rows) or gradient is not None:
-            whole = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
+            with torch.sparse.check_sparse_tensor_invariants(enable=False):  # else torch warns
+                whole = torch.sparse_coo_tensor(rows.unsqueeze(0), values, parameter.shape)
             parameter.grad = whole.to_dense() if dense else whole
         self._reduced.add(parameter)
 

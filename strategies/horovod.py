@@ -224,7 +224,7 @@ class HorovodStrategy(ParallelStrategy):
         self.model_to_device()
         if several:
             self._share_model(sent=set())
-            synchronize_metrics(module, self.world)
+            self._share_metrics()
             self._draws = OwnDraws(self.world.rank, self.root_device)
         if fitting:
             sent = {*module.parameters(), *module.buffers()}
@@ -301,6 +301,7 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._share_metrics()
         loop = self._trainer.fit_loop
         if isinstance(self._draws, OwnDraws):
             self._draws.seed(self._trainer.global_step)
@@ -444,12 +445,26 @@ class HorovodStrategy(ParallelStrategy):
 
     @override
     def on_validation_start(self) -> None:
+        self._share_metrics()
         if self._buckets is None:
             return
         if not self._drift_checked and self._has_trained:
             self._drift_checked = True
             self._check_drift()
         self._evaluation.before_validation(self._trainer)
+
+    @override
+    def on_test_start(self) -> None:
+        self._share_metrics()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._share_metrics()
+
+    def _share_metrics(self) -> None:
+        """Also those that the module has made in its own on_*_start hooks, which come first."""
+        if self.world.size > 1:
+            synchronize_metrics(self._module, self.world)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -543,8 +558,9 @@ class HorovodStrategy(ParallelStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: _PATH, storage_options: Any | None = None
     ) -> None:
-        size = global_batch_size(self._trainer.fit_loop, self.world.size)
-        checkpoint[SAVED] = {"global_batch_size": size}
+        if (trainer := self._module._trainer) is not None:  # None: after strategy.connect alone
+            size = global_batch_size(trainer.fit_loop, self.world.size)
+            checkpoint[SAVED] = {"global_batch_size": size}
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override

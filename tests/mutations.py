@@ -87,7 +87,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a resume counts in the batches of the first epoch", "horovod.py",
-        "size = global_batch_size(self._trainer.fit_loop, self.world.size)",
+        "size = global_batch_size(trainer.fit_loop, self.world.size)",
         "size = 2 * self.world.size",
         "counts_in_the_batches", "test_resuming",
     ),
@@ -138,6 +138,11 @@ MUTATIONS = [
     Mutation(
         "a progress bar reads metrics on one rank", "horovod.py",
         "                read_by_all(trainer, self.world)\n", "", "horovod-2 and progress_bar",
+    ),
+    Mutation(
+        "metrics that a hook has made stay a rank's own", "horovod.py",
+        "        self._share_metrics()\n        if self._buckets", "        if self._buckets",
+        "made_in_hooks and horovod-2",
     ),
     Mutation(
         "metrics that nobody has computed stay a rank's own", "metrics.py",
@@ -341,7 +346,8 @@ MUTATIONS = [
     ),
     Mutation(
         "torchmetrics sees one rank", "horovod.py",
-        "            synchronize_metrics(module, self.world)\n", "", "horovod-2 and even_shares",
+        "            synchronize_metrics(self._module, self.world)", "            pass",
+        "horovod-2 and even_shares",
     ),
     Mutation(
         "sync_dist reduces nothing", "horovod.py",

@@ -590,6 +590,14 @@ class TestOneProcess:
         assert mine.grad is not None and mine.grad.eq(1).all()
         assert not HorovodStrategy().all_gather(mine).requires_grad
 
+    def test_saves_what_is_only_connected(self, tmp_path: Path) -> None:
+        """As is done to make a checkpoint of given weights."""
+        run, module = trainer("horovod"), Net()
+        run.strategy.connect(module)
+        run.save_checkpoint(tmp_path / "a.ckpt")
+        saved = torch.load(tmp_path / "a.ckpt", weights_only=True)["state_dict"]
+        assert saved.keys() == module.state_dict().keys()
+
     def test_trains_alone(self) -> None:
         run = trainer("horovod", max_epochs=1)
         run.fit(Net(), loader(16))
@@ -672,7 +680,11 @@ class TiedWords(Words):
 
 def train_tied() -> Tensor:
     model = TiedWords()
-    trainer("horovod").fit(model, loader())
+    torch.set_warn_always(True)  # else once a process
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Sparse invariant checks")  # of what we make, not the user
+        trainer("horovod").fit(model, loader())
+    torch.set_warn_always(False)
     return model.words.weight.detach()
 
 

@@ -107,3 +107,46 @@ def validation_while_training(strategy: str) -> dict[str, Any]:
     run, model = trainer(strategy), Measured()
     run.fit(model, loader(), DataLoader(samples(32), batch_size=GLOBAL_BATCH // SIZE))
     return results(run, model)
+
+
+class MakesMetrics(Net):
+    """In the hooks in which Lightning says that a stage starts."""
+
+    def on_fit_start(self) -> None:
+        self.first = MeanMetric()
+
+    def on_validation_start(self) -> None:
+        self.second = MeanMetric()
+
+    def on_test_start(self) -> None:
+        self.third = MeanMetric()
+
+    def on_predict_start(self) -> None:
+        self.fourth = MeanMetric()
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for name in ("first", "second"):
+            metric = getattr(self, name)
+            metric.update(batch[0])
+            self.log(name, metric, metric_attribute=name)
+
+    def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.third.update(batch[0])
+        self.log("third", self.third, metric_attribute="third")
+
+    def predict_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        self.fourth.update(batch[0])
+
+    def on_predict_epoch_end(self) -> None:
+        self.predicted = float(self.fourth.compute())
+
+
+@case()
+def metrics_made_in_hooks(strategy: str) -> dict[str, Any]:
+    run, model = trainer(strategy), MakesMetrics()
+    batches = DataLoader(samples(32), batch_size=GLOBAL_BATCH // SIZE)
+    run.fit(model, loader(), batches)
+    values = {name: float(value) for name, value in run.callback_metrics.items()}
+    tested = run.test(model, batches, verbose=False)[0]
+    run.predict(model, batches, return_predictions=False)
+    return {"validated": values, "tested": tested, "predicted": model.predicted}

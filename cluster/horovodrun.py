@@ -172,11 +172,13 @@ class Job:
         return ours if host.is_here else forwarded(dict(os.environ)) | ours
 
     def _typed(self) -> list[str]:
-        """The command line for a user to type again: ours, without what cluster/jobs.py adds."""
+        """The command line for a user to type again: ours, or that of `make launch`."""
         typed = list(sys.orig_argv)
         if "--record" in typed[: len(typed) - len(self.command)]:
-            index = typed.index("--record")
-            del typed[index : index + 2]
+            index = typed.index(
+                "--record"
+            )  # behind -m cluster.horovodrun, as cluster/jobs.py has it
+            typed[index - 1 : index + 2] = ["cluster.jobs", "launch"]
         return typed
 
     def _wait_for_turn(self) -> bool:

@@ -115,9 +115,13 @@ def verdict(found: dict[str, Any], precision: str, hidden: bool, late: str) -> s
     waits = [rank["waits_for_core"] for rank in found["ranks"]]
     slow, crowd, keeps_up = found["straggler"], found["crowded"], found["gpu_keeps_up"] or 0.0
     share = found["shares"] | {"cores": max(waits)}
-    costly = {phase: share[phase] for phase, limit in BOTTLENECK.items() if share[phase] >= limit}
+    cost = dict(share)
+    if slow and len(waits) > 1:
+        # The mean of its phase has an n-th of a slow rank's excess; the others wait for the rest.
+        cost[slow["phase"]] -= share["straggler"] / (len(waits) - 1)
+    costly = {phase: cost[phase] for phase, limit in BOTTLENECK.items() if cost[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
-    part = f"{costly.get(name, share['forward'] + share['backward']):.0%} of the step"
+    part = f"{share.get(name, share['forward'] + share['backward']):.0%} of the step"
     if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
         return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
     if name == "compute" and keeps_up >= STARVED:

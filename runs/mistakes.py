@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
@@ -13,6 +14,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from runs.checkpoints import HELD, OBJECT
 from runs.config import LOGGERS
+from runs.folders import ROOT, shown
 from runs.refusal import Refusal, guess, of_srun, slurm_tasks
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
@@ -96,8 +98,10 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         )
     if match := NO_HYPERPARAMETER.match(f"{type(error).__name__}: {error}"):
         by_key = isinstance(error, KeyError)
+        # Not TABLE[self.hparams["column"]], where it is TABLE that lacks something.
+        asked = rf"\[['\"]{match[1]}['\"]\]" if by_key else rf"\.{match[1]}\b"
         for frame in frames[-1:] if by_key else frames[-2:-1]:
-            if ("self.hparams[" if by_key else f"self.hparams.{match[1]}") in (frame.line or ""):
+            if re.search(rf"self\.hparams{asked}", frame.line or ""):
                 return (
                     f"{frame.filename}, line {frame.lineno}: the hyperparameters have no "
                     f"{match[1]!r}: call self.save_hyperparameters() in __init__, which takes it; "
@@ -116,12 +120,32 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
         return None
     if (package := type(error).__module__.split(".")[0]) in LOGGERS:  # no account, no connection
         return f"logger={package}: {' '.join(str(error).split())}"
-    if isinstance(error, RuntimeError) and "loading state_dict" in str(error):
+    restored = any(frame.name == "load_model_state_dict" for frame in frames)  # by the strategy
+    if restored and "loading state_dict" in str(error):
         lines = str(error).splitlines()
         return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"
     if isinstance(error, (ValueError, OSError)):
-        return f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+        where = f"{place}; " if (place := place_of(error)) else ""
+        return f"{error} ({where}HYDRA_FULL_ERROR=1 shows where)"
     return None
+
+
+def place_of(error: BaseException) -> str:
+    """The last line of this repository that it came through; "" if there is none."""
+    frames = [
+        frame
+        for frame in extract_tb(error.__traceback__)
+        if frame.filename.startswith(f"{ROOT}/") and "/site-packages/" not in frame.filename
+    ]
+    return f"{shown(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else ""
+
+
+def of_constructor(error: BaseException) -> str:
+    """What it says; with its kind and place where that alone would say little, as "'relu'" does."""
+    place = place_of(error)
+    if not place or (str(error) and isinstance(error, (*MISTAKES, ValueError, OSError))):
+        return str(error)
+    return f"{place}: {type(error).__name__}: {error}".removesuffix(": ")
 
 
 def ended_by_another(error: BaseException) -> bool:

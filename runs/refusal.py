@@ -20,8 +20,9 @@ class Refusal(Exception):
 
 def guess(word: Any, known: Iterable[str]) -> str:
     """What was meant, to put behind a message; empty if no known word is close."""
-    close = difflib.get_close_matches(str(word), list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    names = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(str(word).lower(), list(names), n=1)
+    return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
 def launched_rank() -> int:

@@ -8,6 +8,7 @@ import shlex
 import socket
 import time
 from collections import Counter
+from collections.abc import Sized
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +179,7 @@ class Report(pl.Callback):
     ) -> None:
         self.batches += 1
         self._has_loss |= isinstance(outputs, Tensor) or bool(outputs)
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
-        self.samples += len(tensors[0]) if tensors else 0
+        self.samples += _samples(trainer.train_dataloader, batch, index)
         if not self.trained:
             self.trained = True
             if (problem := hints.same_batches(trainer, batch)) and trainer.is_global_zero:
@@ -327,6 +327,17 @@ class Report(pl.Callback):
             "versions": versions(),
             "git": commit(),
         }
+
+
+def _samples(loader: Any, batch: Any, index: int) -> int:
+    """How many this rank's batch has, by its loader; where that cannot say, by the first tensor,
+    whose length is that of the batch unless it holds tokens, or an image of a list."""
+    size, batches = beforehand.batch_size_of(loader), getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    if size and beforehand.is_sized(loader) and isinstance(sampler, Sized):
+        return min(size, max(0, len(sampler) - index * size))
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    return len(tensors[0]) if tensors else 0
 
 
 def _tell(lines: dict[str, str]) -> None:

@@ -30,7 +30,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from runs.checkpoints import NAMED, unreadable
 from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown
-from runs.mistakes import MISTAKES, ended_by_another, mistake
+from runs.mistakes import MISTAKES, ended_by_another, mistake, of_constructor
 from runs.predictions import Predictions
 from runs.ranks import gather_texts
 from runs.refusal import (
@@ -209,7 +209,7 @@ class Run:
                 raise Refusal(f"{type(instance).__name__}: {OTHER_LIGHTNING}")
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
-            what = with_advice(str(cause or error), config)
+            what = with_advice(of_constructor(cause or error), config)
             raise Refusal(f"{group}={self.choices.get(group, '')}: {what}") from error
         if not isinstance(instance, MADE.get(group, object)):
             if (choice := self.choices.get(group)) is None:

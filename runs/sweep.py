@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
 
 from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown, whole
@@ -80,20 +81,23 @@ class Sweep:
         command: the training, to which each trial adds its changes.
         arguments: the changes with several values.
         count: how many trials to draw; None: all combinations.
-        metric, mode: what trials are compared by, and whether min or max of it is best.
+        metric, mode: what trials are compared by, and whether min or max of it is best; "": as the
+            best checkpoint is chosen.
     """
 
     def __init__(
         self, command: list[str], arguments: list[str], count: int | None, metric: str, mode: str
     ) -> None:
         self.space = Space(arguments, count)
-        self.command, self.metric, self.mode = command, metric, mode
+        config = _composed([values[0] for values in self.space.values.values()])
+        self.command = command
+        self.metric, self.mode = _judged_by(metric, mode, config)
         self.count = count or len(self.space.grid())
         self.drawn = count is not None
         # What makes two sweeps the same. METRIC may differ: it is read when a trial has ended. So
         # may TRIALS of those that draw: a sweep of its own would draw the same trials again.
         self._key = {"command": command, "arguments": arguments, "drawn": self.drawn}
-        sweeps = _sweeps_folder([values[0] for values in self.space.values.values()])
+        sweeps = _sweeps_folder(config)
         self.trials: list[Trial] = []
         self.resumed = self._find(sweeps)
         self.count = max(self.count, len(self.trials))
@@ -258,9 +262,23 @@ def _words(arguments: str) -> list[str]:
         raise Refusal(f"ARGS={arguments}: {error}") from None
 
 
-def _sweeps_folder(changes: list[str]) -> Path:
+def _composed(changes: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", changes, return_hydra_config=True)
+        return compose("config", changes, return_hydra_config=True)
+
+
+def _judged_by(metric: str, mode: str, config: DictConfig) -> tuple[str, str]:
+    kept = OmegaConf.select(config, "callbacks.best_checkpoint") or {}
+    metric = metric or kept.get("monitor") or "val/loss"
+    if not mode and metric == kept.get("monitor"):
+        mode = kept.get("mode", "min")  # as ModelCheckpoint has it
+    mode = mode or ("min" if metric.endswith("loss") else "")
+    if mode not in ("min", "max"):
+        raise Refusal(f"METRIC={metric}: say what is best of it, MODE=max or MODE=min")
+    return metric, mode
+
+
+def _sweeps_folder(config: DictConfig) -> Path:
     task = config.task or config.hydra.runtime.choices["model"]
     return ROOT / Path(config.log_dir).expanduser() / str(task) / "sweeps"
 
@@ -270,19 +288,18 @@ def main() -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--arguments", default="", help="changes, some with several values")
     parser.add_argument("--trials", help="how many to draw; without it all combinations are run")
-    parser.add_argument("--metric", default="", help="what trials are compared by (val/loss)")
+    parser.add_argument(
+        "--metric", default="", help="what trials are compared by (that of the best checkpoint)"
+    )
     parser.add_argument("--mode", default="", help="min or max")
     parser.add_argument("command", nargs="+", help="the command of a training, behind --")
     flags = parser.parse_args()
     try:
         if flags.trials and not (flags.trials.isdecimal() and int(flags.trials)):
             raise Refusal(f"TRIALS={flags.trials}: write how many, as TRIALS=20")
-        metric = flags.metric or "val/loss"
-        mode = flags.mode or ("min" if metric.endswith("loss") else "")
-        if mode not in ("min", "max"):
-            raise Refusal(f"METRIC={metric}: say what is best of it, MODE=max or MODE=min")
         count = int(flags.trials) if flags.trials else None
-        return Sweep(flags.command, _words(flags.arguments), count, metric, mode).run(Launcher())
+        judged_by = flags.metric, flags.mode
+        return Sweep(flags.command, _words(flags.arguments), count, *judged_by).run(Launcher())
     except Refusal as refusal:
         refuse(str(refusal), a_rank=False)
     except OSError as error:

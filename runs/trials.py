@@ -77,7 +77,9 @@ def judge(trial: Trial, metric: str, mode: str) -> bool:
     trial.reason = "" if finite else f"{metric} was never a finite number"
     if metric not in values:
         names = sorted(values.keys() - {"epoch", "step"})
-        trial.reason = f"no {metric}; it has {', '.join(names)}{guess(metric, names)}"
+        # No loss of training for one of validation.
+        alike = [name for name in names if name.startswith("val") or not metric.startswith("val")]
+        trial.reason = f"no {metric}; it has {', '.join(names)}{guess(metric, alike)}"
     return metric in values
 
 

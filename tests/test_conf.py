@@ -28,7 +28,7 @@ from pytorch_lightning import (
 from pytorch_lightning.callbacks import EarlyStopping
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.nn import Linear
+from torch.nn import Linear, ReLU
 from torch.utils._pytree import tree_leaves
 
 from models.classifier import Classifier
@@ -74,7 +74,9 @@ def small(config: DictConfig, folder: Path) -> list[str]:
     """The overrides that make a configuration small, and the files that it reads."""
     if not (folder / "data").exists():
         write_all(folder / "data")
-    keys = [key for key in SMALL if OmegaConf.select(config, key, default=False) is not False]
+    values = {key: OmegaConf.select(config, key, default=False) for key in SMALL}
+    # What a fork calls so may be a list, say of widths, or a word: it stays.
+    keys = [key for key in SMALL if type(values[key]) in (int, float, type(None))]
     if "data.size" not in keys and "model.size" in keys:  # of pictures that are as they are
         keys.remove("model.size")
     if "ResNet" in str(config.model.get("_target_")):  # which has 18 layers or more
@@ -336,6 +338,16 @@ class ForgetsSuper(LightningModule):
         self.network = Linear(1, 1)
 
 
+LOOKS_UP = [f"model._target_={__name__}.LooksUp"]
+
+
+class LooksUp(LightningModule):
+    def __init__(self, name: str, **_: object) -> None:
+        super().__init__()
+        assert name, self.hparams
+        self.activation = {"relu": ReLU()}[name]
+
+
 class Adam:
     def __init__(self, lr: float) -> None: ...
 
@@ -347,6 +359,13 @@ class Adam:
         ("model", ["model._target_=models.clasifier.Classifier"], r"\(did you mean classifier\?\)"),
         ("model", ["+model.widht=8"], r"'widht'; it takes: .*width.*\(did you mean width\?\)"),
         ("model", ["+model.o={_target_: tests.test_conf.Adam, rl: 1}"], "argument 'rl'$"),
+        ("model", ["model._target_=models.gpt.Gpt"], r"\(did you mean GPT\?\)"),
+        (
+            "model",
+            [*LOOKS_UP, "+model.name=rleu"],
+            r"tests/test_conf.py, line \d+: KeyError: 'rleu'",
+        ),
+        ("model", [*LOOKS_UP, "+model.name=''"], r"tests/test_conf.py, line \d+: AssertionError"),
         ("model", [f"model._target_={__name__}.ForgetsSuper"], r"begin with super\(\).__init__"),
         ("trainer", ["+trainer.enable_progress_bar=false"], "; ~callbacks.progress leaves the"),
         ("trainer", ["+trainer.callbacks=[]"], "trainer.callbacks: template.py sets this itself"),

@@ -272,6 +272,16 @@ class TestWhatIsKept:
         assert [trial.value is None for trial in again.trials] == [True, True, False, False]
         assert again.trials[0].tests == {}
 
+    def test_trials_are_judged_as_the_best_checkpoint_is(self, tmp_path: Path) -> None:
+        kept = ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"]
+        by_accuracy = sweep(tmp_path, *GRID, *kept, metric="", mode="")
+        assert (by_accuracy.metric, by_accuracy.mode) == ("val/acc", "max")
+        os.close(by_accuracy.held)
+        by_loss = sweep(tmp_path, *GRID, *kept, metric="test/loss", mode="")
+        assert (by_loss.metric, by_loss.mode) == ("test/loss", "min")
+        with pytest.raises(Refusal, match="METRIC=test/acc: say what is best of it"):
+            sweep(tmp_path, *GRID, *kept, metric="test/acc", mode="")
+
     def test_a_misspelt_metric_ends_it_and_can_be_mended(self, tmp_path: Path) -> None:
         launch = Fake()
         wrong = sweep(tmp_path, metric="test/ac", mode="max")

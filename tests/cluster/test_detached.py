@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -92,6 +93,9 @@ def test_stop_leaves_a_checkpoint(
     assert stopped.returncode == 0, stopped.stdout
     assert state_of(on, hosts[0], project, run_id)["state"] == "stopped"
     (checkpoint,) = tmp_path.glob("*/runs/*/checkpoints/stopped.ckpt")
+    on_hosts = "-H node1:1,node2:1"
+    to_type = rf"to go on: \S+ -m cluster.jobs launch .*{on_hosts} .*template.py .*ckpt_path="
+    assert re.search(to_type, logs().stdout)  # detached again
     again = [PYTHON, "template.py", f"ckpt_path={checkpoint}", "trainer.max_epochs=10"]
     done = run(["env", "-C", str(project), *again, f"log_dir={tmp_path / 'again'}"])
     assert done.returncode == 0, done.stdout

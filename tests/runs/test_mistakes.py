@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -90,6 +91,10 @@ class ForgetsItsHyperparameters(LightningModule):
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=self.hparams["lr"])
 
+    def read(self, row: dict[str, float]) -> float:
+        self.hparams["column"] = "height"
+        return row[self.hparams["column"]]
+
 
 def test_what_one_forgets_in_a_module_is_told() -> None:
     model = ForgetsItsHyperparameters(0.1)
@@ -102,6 +107,9 @@ def test_what_one_forgets_in_a_module_is_told() -> None:
     with pytest.raises(KeyError) as other:
         {}["lr"]
     assert mistake(other.value, started=True) is None
+    with pytest.raises(KeyError) as column:
+        model.read({})
+    assert mistake(column.value, started=False) is None  # the hyperparameter is there
     with pytest.raises(RuntimeError) as cut:
         torch.ones(1).sum().backward()
     told = mistake(cut.value, started=True)
@@ -158,6 +166,16 @@ def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
     for error in (ValueError("batch sizes differ"), FileNotFoundError("no such picture")):
         assert mistake(error, started=True) is None  # its traceback says where
         assert mistake(error, started=False) == f"{error} (HYDRA_FULL_ERROR=1 shows where)"
+    with pytest.raises(OSError) as missing:
+        Path("no such picture").read_text()
+    place = r"\(tests/runs/test_mistakes.py, line \d+; HYDRA_FULL_ERROR=1 shows where\)"
+    assert re.search(place, str(mistake(missing.value, started=False)))
+
+
+def test_weights_that_a_module_loads_by_itself_are_not_those_of_ckpt_path() -> None:
+    with pytest.raises(RuntimeError, match="loading state_dict") as caught:
+        torch.nn.Linear(1, 1).load_state_dict({})
+    assert mistake(caught.value, started=False) is None
 
 
 def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:

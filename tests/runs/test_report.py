@@ -217,6 +217,25 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     assert float(rate) == pytest.approx(report.samples / report.seconds)
 
 
+def tokens(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """As EmbeddingBag takes them: all tokens of a batch, and where each text begins."""
+    lengths = torch.tensor([0, *map(len, texts[:-1])])
+    return torch.cat(texts), lengths.cumsum(0)
+
+
+class TakesFirst(Times):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch[0], batch_idx)
+
+
+@pytest.mark.parametrize("collate", [tokens, list])
+def test_samples_are_counted_whatever_a_batch_looks_like(collate: Callable, tmp_path: Path) -> None:
+    texts: Any = [torch.ones(3, 2)] * 7
+    loader = DataLoader(texts, batch_size=2, collate_fn=collate)
+    report = train(tmp_path, model=TakesFirst, loader=loader)
+    assert report.samples == 7
+
+
 class Samples(LightningDataModule):
     """80 samples; with `divides`, the batch size is shared among the ranks."""
 

@@ -119,6 +119,7 @@ class Fails(TrainsAndPredicts):
 def train(
     folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1,
     log_every_n_steps: int = 1, fast_dev_run: bool = False, model: type[Times] = Times,
+    loader: DataLoader | None = None,
 ) -> Report:  # fmt: skip
     config = OmegaConf.create(
         {"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x", "train": True}
@@ -130,7 +131,7 @@ def train(
         enable_model_summary=False, max_epochs=max_epochs, fast_dev_run=fast_dev_run,
     )  # fmt: skip
     twenty, one = DataLoader(torch.ones(20), batch_size=2), DataLoader(torch.ones(1))
-    trainer.fit(model(), twenty, one, ckpt_path=ckpt_path)
+    trainer.fit(model(), loader or twenty, one, ckpt_path=ckpt_path)
     return report
 
 

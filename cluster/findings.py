@@ -172,6 +172,10 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
             text = f"{mib:,} MiB free in {path}; {FREE_DISK_MIB:,} are wanted"
             mend = f"ssh {host.destination} du -xh -d1 {path} | sort -h"
             findings.append(Finding("FAIL", "disk", host.name, text, mend))
+    if path := facts["readonly"]:
+        text = f"{path} cannot be written, as rank 0 has to, on the first host of a job"
+        mend = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
+        findings.append(Finding("warn", "disk", host.name, text, mend))
     if not findings:
         summary = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
         findings.append(Finding("ok", "disk", host.name, summary))

@@ -233,6 +233,8 @@ def facts(request: dict) -> dict:
     checkout = os.path.isfile(os.path.join(root, "template.py"))
     if os.path.isdir(root):
         os.chdir(root)
+    logs = os.path.join(root, "logs")
+    written = logs if os.path.isdir(logs) else root
     addresses, own = interfaces(), ""
     with contextlib.suppress(OSError):  # no route: "towards" is None
         own = own_address(request["launcher"])
@@ -248,6 +250,7 @@ def facts(request: dict) -> dict:
         "cores": usable_cores(),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
+        "readonly": "" if os.access(written, os.W_OK) or not os.path.isdir(root) else written,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # jobs raise theirs to it
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
         "infiniband": infiniband(),

@@ -261,6 +261,8 @@ def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None
         put = ["nsenter", "-t", str(hosts[4].sshd.pid), "--mount", "cp", "-a"]
         shutil.copytree(project, tmp_path / "copy")
         subprocess.run([*put, tmp_path / "copy", project], check=True)
+        mount = ["nsenter", "-t", str(hosts[5].sshd.pid), "--mount", "mount", "--bind"]
+        subprocess.run([*mount, "-o", "ro", project, project], check=True)
         status, findings = examined(on, hosts[0], project, """
             hosts:
               node1: {slots: 9999}
@@ -291,6 +293,7 @@ def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None
         ("FAIL", "GPUs", "node3", "sees none of them", "update the driver"),
         ("FAIL", "GPUs", "node4", "Driver/library version mismatch", "ssh node4 nvidia-smi"),
         ("FAIL", "disk", "node5", "MiB free in", "ssh node5 du"),
+        ("warn", "disk", "node6", f"{project} cannot be written, as rank 0", "log_dir="),
         ("FAIL", "GPUs", "node6", "GPU 3 of the host file is not there; there is none", "mend"),
     ):
         assert any(
@@ -364,7 +367,7 @@ def test_infiniband_that_may_not_lock_its_memory(
     infiniband: bool, memlock: int, level: str
 ) -> None:
     facts = {"disk": {str(ROOT): 1 << 20}, "memory": 1 << 20, "gpus": {"devices": []}, "cores": 9}
-    facts |= {"files": 1 << 20, "infiniband": infiniband, "memlock": memlock}
+    facts |= {"files": 1 << 20, "infiniband": infiniband, "memlock": memlock, "readonly": ""}
     finding = findings.room(Host("node1", 1), facts, 1)[-1]
     told = (finding.level, "memlock is 64 KiB; InfiniBand wants it" in finding.text)
     assert told == (level, level == "warn"), finding
@@ -383,7 +386,7 @@ def test_cores_and_files_that_a_job_of_300_ranks_takes(
     gpus: int, cores: int, files: int, told: tuple[str, str]
 ) -> None:
     facts = {"disk": {str(ROOT): 1 << 20}, "memory": 1 << 20, "gpus": {"devices": [{}] * gpus}}
-    facts |= {"cores": cores, "files": files, "infiniband": False, "memlock": -1}
+    facts |= {"cores": cores, "files": files, "infiniband": False, "memlock": -1, "readonly": ""}
     found = findings.room(Host("node1", 2), facts, 300)
     level, text = told
     assert any(finding.level == level and text in finding.text for finding in found), found
@@ -423,7 +426,7 @@ def test_gpus_that_a_host_lends(
 )
 def test_disk_and_memory_that_two_ranks_take(disk: int, memory: int, told: list[str]) -> None:
     facts = {"disk": {str(ROOT): disk}, "memory": memory, "gpus": {"devices": []}}
-    facts |= {"cores": 2, "files": 9999, "infiniband": False, "memlock": -1}
+    facts |= {"cores": 2, "files": 9999, "infiniband": False, "memlock": -1, "readonly": ""}
     found = findings.room(Host("node1", 2), facts, 2)
     assert [(finding.check, finding.level) for finding in found[:2]] == [
         ("disk", told[0]), ("memory", told[1]),

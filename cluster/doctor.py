@@ -41,6 +41,7 @@ from cluster.findings import (
     joined,
     packages,
     room,
+    writable,
 )
 from cluster.forwarding import addresses
 from cluster.hosts import (
@@ -196,6 +197,7 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
                 findings += gpus(host, facts) + interface(host, facts, alone=len(answers) == 1)
                 if not quick:
                     findings += room(host, facts, ranks) + clock(host, clocks[host])
+                    findings += writable(host, facts) if host == hosts[0] else []
             if not quick and not any(f.level == "FAIL" for f in findings):
                 findings += _connections(probes, pool)
         finally:

@@ -172,10 +172,6 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
             text = f"{mib:,} MiB free in {path}; {FREE_DISK_MIB:,} are wanted"
             mend = f"ssh {host.destination} du -xh -d1 {path} | sort -h"
             findings.append(Finding("FAIL", "disk", host.name, text, mend))
-    if path := facts["readonly"]:
-        text = f"{path} cannot be written, as rank 0 has to, on the first host of a job"
-        mend = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
-        findings.append(Finding("warn", "disk", host.name, text, mend))
     if not findings:
         summary = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
         findings.append(Finding("ok", "disk", host.name, summary))
@@ -208,6 +204,15 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     else:
         findings.append(Finding("ok", "limits", host.name, f"{facts['files']:,} open files"))
     return findings
+
+
+def writable(host: Host, facts: dict[str, Any]) -> list[Finding]:
+    """Of the first host, whose rank 0 writes the run's folder."""
+    if not (path := facts["readonly"]):
+        return []
+    text = f"{path} cannot be written; rank 0, which runs here, writes there"
+    mend = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
+    return [Finding("warn", "disk", host.name, text, mend)]
 
 
 def clock(host: Host, ahead: float) -> list[Finding]:

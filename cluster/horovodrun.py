@@ -175,9 +175,8 @@ class Job:
         """The command line for a user to type again: ours, or that of `make launch`."""
         typed = list(sys.orig_argv)
         if "--record" in typed[: len(typed) - len(self.command)]:
-            index = typed.index(
-                "--record"
-            )  # behind -m cluster.horovodrun, as cluster/jobs.py has it
+            # It follows -m cluster.horovodrun, as cluster/jobs.py starts it.
+            index = typed.index("--record")
             typed[index - 1 : index + 2] = ["cluster.jobs", "launch"]
         return typed
 

@@ -116,7 +116,7 @@ def verdict(found: dict[str, Any], precision: str, hidden: bool, late: str) -> s
     slow, crowd, keeps_up = found["straggler"], found["crowded"], found["gpu_keeps_up"] or 0.0
     share = found["shares"] | {"cores": max(waits)}
     cost = dict(share)
-    if slow and len(waits) > 1:
+    if slow and len(waits) > 1 and share["straggler"] >= BOTTLENECK["straggler"]:
         # The mean of its phase has an n-th of a slow rank's excess; the others wait for the rest.
         cost[slow["phase"]] -= share["straggler"] / (len(waits) - 1)
     costly = {phase: cost[phase] for phase, limit in BOTTLENECK.items() if cost[phase] >= limit}

@@ -76,6 +76,7 @@ PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read er
 # Horovod: a HorovodInternalError that begins so was caused on this rank, not by another's end.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 
+RUNS_THEM = ("template.py", "runs", "strategies", "cluster")
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 
 
@@ -131,20 +132,24 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of this repository that it came through; "" if there is none."""
-    frames = [
-        frame
-        for frame in extract_tb(error.__traceback__)
-        if frame.filename.startswith(f"{ROOT}/") and "/site-packages/" not in frame.filename
-    ]
-    return f"{shown(Path(frames[-1].filename))}, line {frames[-1].lineno}" if frames else ""
+    """The last line of this repository that it came through, "" if that is none of a model, data
+    and the like, but of what runs them."""
+    place = ""
+    for frame in extract_tb(error.__traceback__):
+        path = Path(frame.filename).resolve()
+        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+            runs_them = path.relative_to(ROOT).parts[0] in RUNS_THEM
+            place = "" if runs_them else f"{shown(path)}, line {frame.lineno}"
+    return place
 
 
 def of_constructor(error: BaseException) -> str:
-    """What it says; with its kind and place where that alone would say little, as "'relu'" does."""
+    """What it says, where, and of which kind, as "'relu'" alone would say little."""
     place = place_of(error)
-    if not place or (str(error) and isinstance(error, (*MISTAKES, ValueError, OSError))):
+    if not place or isinstance(error, MISTAKES):
         return str(error)
+    if str(error) and isinstance(error, (ValueError, OSError)):
+        return f"{error} ({place})"
     return f"{place}: {type(error).__name__}: {error}".removesuffix(": ")
 
 

@@ -18,6 +18,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import BatchSampler
 
 from runs import beforehand, hints
 from runs.anatomy import Anatomy
@@ -330,11 +331,14 @@ class Report(pl.Callback):
 
 
 def _samples(loader: Any, batch: Any, index: int) -> int:
-    """How many this rank's batch has, by its loader; where that cannot say, by the first tensor,
-    whose length is that of the batch unless it holds tokens, or an image of a list."""
-    size, batches = beforehand.batch_size_of(loader), getattr(loader, "batch_sampler", None)
-    sampler = getattr(batches, "sampler", None)
-    if size and beforehand.is_sized(loader) and isinstance(sampler, Sized):
+    """How many this rank's batch has, by the sampler of a DataLoader that makes batches as torch
+    does; else by the first tensor, which is wrong where that holds tokens, or an image of a list.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    batches = getattr(batches, "batches", batches)  # of a resumed epoch
+    size, sampler = getattr(batches, "batch_size", None), getattr(batches, "sampler", None)
+    plain = getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
+    if plain and isinstance(size, int) and isinstance(sampler, Sized):
         return min(size, max(0, len(sampler) - index * size))
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return len(tensors[0]) if tensors else 0

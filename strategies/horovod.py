@@ -328,7 +328,9 @@ class HorovodStrategy(ParallelStrategy):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self._buckets is None:
             return
-        if batch_idx == 0:  # before the epoch; infinitely many where the number is not known
+        if batch_idx == 0:
+            self._share_metrics()
+            # Before the epoch; infinitely many where the number is not known.
             refuse_unequal(self._trainer.num_training_batches, self.optimizers, self.world)
             for optimizer in self.optimizers:
                 refuse_strangers(optimizer, self._buckets.known)
@@ -462,7 +464,7 @@ class HorovodStrategy(ParallelStrategy):
         self._share_metrics()
 
     def _share_metrics(self) -> None:
-        """Also those that the module has made in its own on_*_start hooks, which come first."""
+        """Also those that the module has made in its on_*_start hooks, which come before ours."""
         if self.world.size > 1:
             synchronize_metrics(self._module, self.world)
 

@@ -140,7 +140,17 @@ MUTATIONS = [
         "                read_by_all(trainer, self.world)\n", "", "horovod-2 and progress_bar",
     ),
     Mutation(
-        "metrics that a hook has made stay a rank's own", "horovod.py",
+        "metrics made when training starts stay a rank's own", "horovod.py",
+        "        self._share_metrics()\n        loop", "        loop",
+        "made_in_hooks and horovod-2",
+    ),
+    Mutation(
+        "metrics made when an epoch starts stay a rank's own", "horovod.py",
+        "            self._share_metrics()\n            # Before", "            # Before",
+        "made_in_hooks and horovod-2",
+    ),
+    Mutation(
+        "metrics made when a validation starts stay a rank's own", "horovod.py",
         "        self._share_metrics()\n        if self._buckets", "        if self._buckets",
         "made_in_hooks and horovod-2",
     ),

@@ -119,7 +119,9 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
     for phase in ("data", "optimizer", "rest"):  # of 2 ranks, one of which takes 8 more in it
         seconds = {phase: 4.1, "straggler": 4.0, "forward": 2}
         assert said(slow={**SLOW, "phase": phase}, **seconds).startswith("straggler: rank 1 on b")
-    assert said(slow={**SLOW, "phase": "data"}, data=8, straggler=2).startswith("data: 80%")
+    of_data = {**SLOW, "phase": "data"}
+    assert said(slow=of_data, data=8, straggler=2).startswith("data: 80%")
+    assert said(slow=of_data, data=1.7, straggler=1.4, forward=6.9).startswith("data: 17%")
     uneven = said(forward=6, straggler=2, late="forward")
     assert uneven.startswith("uneven: ranks wait 25%") and "mostly in its forward: look" in uneven
     assert "mostly in its data: try more data.num_workers" in said(straggler=1, late="data")

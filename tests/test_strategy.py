@@ -681,10 +681,12 @@ class TiedWords(Words):
 def train_tied() -> Tensor:
     model = TiedWords()
     torch.set_warn_always(True)  # else once a process
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Sparse invariant checks")  # of what we make, not the user
-        trainer("horovod").fit(model, loader())
-    torch.set_warn_always(False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Sparse invariant checks")  # of tensors that we make
+            trainer("horovod").fit(model, loader())
+    finally:
+        torch.set_warn_always(False)
     return model.words.weight.detach()
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from runs.refusal import Refusal
 from runs.space import Space
-from runs.sweep import Launcher, Sweep, _sweeps_folder, main
+from runs.sweep import Launcher, Sweep, _composed, _sweeps_folder, main
 from runs.trials import Trial, best_of, reason, write_results
 from tests.conftest import ROOT, run, wait_for_words, wait_until
 
@@ -446,7 +446,7 @@ def test_the_table_has_the_best_first_and_those_without_a_value_last(tmp_path: P
 
 
 def test_a_folder_of_logs_may_be_that_of_home() -> None:
-    folder = _sweeps_folder(["log_dir='~/logs'"])
+    folder = _sweeps_folder(_composed(["log_dir='~/logs'"]))
     assert folder == Path.home() / "logs" / "classifier" / "sweeps"
 
 

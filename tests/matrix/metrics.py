@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Callback
 from torch import Tensor
 from torch.utils.data import DataLoader
-from torchmetrics import MeanMetric
+from torchmetrics import MeanMetric, SumMetric
 
 from tests.matrix.cases import case
 from tests.matrix.trainings import (
@@ -110,43 +110,54 @@ def validation_while_training(strategy: str) -> dict[str, Any]:
 
 
 class MakesMetrics(Net):
-    """In the hooks in which Lightning says that a stage starts."""
+    """In the hooks in which Lightning says that a stage or an epoch starts."""
 
-    def on_fit_start(self) -> None:
-        self.first = MeanMetric()
+    def on_train_start(self) -> None:
+        self.read: list[float] = []
+        self.started = SumMetric()
+
+    def on_train_epoch_start(self) -> None:
+        self.started.update(1 / SIZE)
+        self.read.append(float(self.started.compute()))
+        self.epoch = MeanMetric()
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        self.epoch.update(batch[0])
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_end(self) -> None:
+        self.read.append(float(self.epoch.compute()))
 
     def on_validation_start(self) -> None:
-        self.second = MeanMetric()
-
-    def on_test_start(self) -> None:
-        self.third = MeanMetric()
-
-    def on_predict_start(self) -> None:
-        self.fourth = MeanMetric()
+        self.validated = MeanMetric()
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        for name in ("first", "second"):
-            metric = getattr(self, name)
-            metric.update(batch[0])
-            self.log(name, metric, metric_attribute=name)
+        self.validated.update(batch[0])
+        self.log("validated", self.validated)
+
+    def on_test_start(self) -> None:
+        self.tested = MeanMetric()
 
     def test_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.third.update(batch[0])
-        self.log("third", self.third, metric_attribute="third")
+        self.tested.update(batch[0])
+        self.log("tested", self.tested)
+
+    def on_predict_start(self) -> None:
+        self.predicted = MeanMetric()
 
     def predict_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        self.fourth.update(batch[0])
+        self.predicted.update(batch[0])
 
     def on_predict_epoch_end(self) -> None:
-        self.predicted = float(self.fourth.compute())
+        self.read.append(float(self.predicted.compute()))
 
 
 @case()
 def metrics_made_in_hooks(strategy: str) -> dict[str, Any]:
     run, model = trainer(strategy), MakesMetrics()
     batches = DataLoader(samples(32), batch_size=GLOBAL_BATCH // SIZE)
-    run.fit(model, loader(), batches)
-    values = {name: float(value) for name, value in run.callback_metrics.items()}
+    run.fit(model, loader())
+    validated = run.validate(model, batches, verbose=False)[0]
     tested = run.test(model, batches, verbose=False)[0]
     run.predict(model, batches, return_predictions=False)
-    return {"validated": values, "tested": tested, "predicted": model.predicted}
+    return {"validated": validated, "tested": tested, "read": model.read}

@@ -136,8 +136,8 @@ def place_of(error: BaseException) -> str:
     and the like, but of what runs them."""
     place = ""
     for frame in extract_tb(error.__traceback__):
-        path = Path(frame.filename).resolve()
-        if path.is_relative_to(ROOT) and "site-packages" not in path.parts:
+        path = Path(frame.filename).resolve()  # or <string>, as of a dataclass, which is no file
+        if path.is_file() and path.is_relative_to(ROOT) and "site-packages" not in path.parts:
             runs_them = path.relative_to(ROOT).parts[0] in RUNS_THEM
             place = "" if runs_them else f"{shown(path)}, line {frame.lineno}"
     return place

@@ -170,6 +170,9 @@ def test_an_error_in_training_is_no_mistake_to_tell_in_one_line() -> None:
         Path("no such picture").read_text()
     place = r"\(tests/runs/test_mistakes.py, line \d+; HYDRA_FULL_ERROR=1 shows where\)"
     assert re.search(place, str(mistake(missing.value, started=False)))
+    with pytest.raises(ValueError, match="literal") as made:
+        exec("int('x')")  # in a frame that has no file
+    assert re.search(place, str(mistake(made.value, started=False)))
 
 
 def test_weights_that_a_module_loads_by_itself_are_not_those_of_ckpt_path() -> None:

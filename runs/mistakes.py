@@ -76,6 +76,7 @@ PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read er
 # Horovod: a HorovodInternalError that begins so was caused on this rank, not by another's end.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 
+# Where an error comes through, but is seldom to be mended.
 RUNS_THEM = ("template.py", "runs", "strategies", "cluster")
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 

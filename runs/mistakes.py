@@ -15,7 +15,7 @@ from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from runs.checkpoints import HELD, OBJECT
 from runs.config import LOGGERS
 from runs.folders import ROOT, shown
-from runs.refusal import Refusal, guess, of_srun, slurm_tasks
+from runs.refusal import Refusal, guess_metric, of_srun, slurm_tasks
 
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
@@ -171,9 +171,7 @@ def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:
     ]
     names = [name for name in dict.fromkeys(logged) if name not in ("epoch", "step")]  # Lightning's
     of_loader = f"{metric}/dataloader_idx_0"  # several loaders have a metric each
-    # The loss of training is no replacement to keep the best by.
-    alike = [name for name in names if name.startswith("val") or not metric.startswith("val")]
-    close = f" (did you mean {of_loader}?)" if of_loader in names else guess(metric, alike)
+    close = f" (did you mean {of_loader}?)" if of_loader in names else guess_metric(metric, names)
     if not close and metric.startswith("val"):
         close = f'; self.log("{metric}", ..., sync_dist=True) in validation_step does'
     return (

@@ -25,6 +25,11 @@ def guess(word: Any, known: Iterable[str]) -> str:
     return f" (did you mean {names[close[0]]}?)" if close else ""
 
 
+def guess_metric(metric: str, known: Iterable[str]) -> str:
+    """The same of a metric: a loss of training is no replacement for one of validation."""
+    return guess(metric, [n for n in known if n.startswith("val") or not metric.startswith("val")])
+
+
 def launched_rank() -> int:
     """The rank that a launcher gave this process; 0 without one. It is known from the start."""
     names = [*RANK_VARIABLES, "SLURM_PROCID"] if slurm_tasks() else RANK_VARIABLES

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from runs.folders import shown
-from runs.refusal import Refusal, guess
+from runs.refusal import Refusal, guess_metric
 
 LINE_OF_A_RANK = re.compile(r"^\[\d+\]<\w+>:")
 
@@ -77,9 +77,7 @@ def judge(trial: Trial, metric: str, mode: str) -> bool:
     trial.reason = "" if finite else f"{metric} was never a finite number"
     if metric not in values:
         names = sorted(values.keys() - {"epoch", "step"})
-        # No loss of training for one of validation.
-        alike = [name for name in names if name.startswith("val") or not metric.startswith("val")]
-        trial.reason = f"no {metric}; it has {', '.join(names)}{guess(metric, alike)}"
+        trial.reason = f"no {metric}; it has {', '.join(names)}{guess_metric(metric, names)}"
     return metric in values
 
 

@@ -21,7 +21,7 @@ import pytest
 from runs.refusal import Refusal
 from runs.space import Space
 from runs.sweep import Launcher, Sweep, _composed, _sweeps_folder, main
-from runs.trials import Trial, best_of, reason, write_results
+from runs.trials import Trial, best_of, judge, reason, write_results
 from tests.conftest import ROOT, run, wait_for_words, wait_until
 
 GRID = ["model.lr=0.1,0.01", "seed=1", "data.batch_size=32,64"]
@@ -443,6 +443,13 @@ def test_the_table_has_the_best_first_and_those_without_a_value_last(tmp_path: P
     table = (tmp_path / "results.md").read_text().splitlines()[4:]
     assert [row.split(" | ")[0] for row in table] == ["| 3", "| 2", "| 1"]
     assert table[2] == "| 1 | failed | 1 |  |  | exit 1: a / b |"
+
+
+def test_a_loss_of_training_is_no_guess_for_one_of_validation(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text(json.dumps({"metrics": {"train/loss": 1.0}}))
+    trial = Trial(1, [], "done", str(tmp_path))
+    assert not judge(trial, "val/loss", "min") and trial.reason == "no val/loss; it has train/loss"
+    assert not judge(trial, "train/los", "min") and "(did you mean train/loss?)" in trial.reason
 
 
 def test_a_folder_of_logs_may_be_that_of_home() -> None:

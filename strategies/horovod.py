@@ -489,7 +489,6 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def on_validation_end(self) -> None:
         warn_of_own_values(self._trainer, self.world)
-
         if self._trainer.state.fn != TrainerFn.FITTING:
             compute_the_rest(self._module, self.world)
 

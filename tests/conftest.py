@@ -158,9 +158,12 @@ class Ranks:
         assert [rank["size"] for rank in saved] == [self.ranks] * self.ranks
         return [rank["result"] for rank in saved]
 
+    def tell_to_end(self) -> None:
+        self._order(None)
+
     def close(self) -> None:
         """End them; AssertionError where they do not end well."""
-        self._order(None)
+        self.tell_to_end()
         try:
             assert self._process.wait(timeout=60) == 0, self._output()
         finally:
@@ -203,6 +206,7 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
     yield launch
     with contextlib.ExitStack() as ends:  # of all, also where one fails
         for ranks in living.values():
+            ranks.tell_to_end()
             ends.callback(ranks.close)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import textwrap
 from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
+
+from benchmarks.files import whole
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -27,11 +28,6 @@ def title(text: str, inches: float) -> str:
 def save(figure: Figure, name: Path) -> None:
     """As name.png and name.svg. The same results give the same bytes: no date, no version."""
     for suffix, metadata in ((".png", {"Software": None}), (".svg", {"Date": None})):
-        file = name.with_name(name.name + suffix)
-        try:
-            figure.savefig(file, dpi=200, metadata=metadata)
-        except OSError as error:  # a full disk
-            with contextlib.suppress(OSError):
-                file.unlink()
-            raise SystemExit(f"error: {file}: {error.strerror}") from None
+        with whole(name.with_name(name.name + suffix)) as unfinished:
+            figure.savefig(unfinished, dpi=200, metadata=metadata)
     plt.close(figure)

@@ -11,6 +11,7 @@ import re
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +26,29 @@ def write_json(results: dict[str, Any], file: Path) -> None:
 
 
 def write_text(file: Path, text: str) -> None:
-    """All or nothing, even if interrupted: who reads the file meanwhile sees the old or the new."""
-    unfinished = file.with_suffix(".part")
+    with whole(file) as unfinished:
+        unfinished.write_text(text)
+
+
+@contextlib.contextmanager
+def whole(file: Path) -> Iterator[Path]:
+    """Where to write a file, all or nothing: who reads it meanwhile sees the old or the new.
+
+    Raises:
+        SystemExit: when it cannot be written, as on a full disk.
+    """
+    unfinished = file.with_name(f".{file.name}")  # the suffix stays: it tells a plot its format
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished.write_text(text)
+        yield unfinished
         unfinished.replace(file)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            unfinished.unlink()
         raise SystemExit(
             f"error: {file}: {error.strerror}; what was written of it before is kept"
         ) from None
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
 
 
 def markdown(head: list[str], lines: list[list[str]]) -> str:

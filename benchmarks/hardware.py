@@ -69,11 +69,13 @@ def software() -> dict[str, Any]:
     for package in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             installed[package] = version(package)
+    commit = _git("describe", "--always", "--exclude=*").strip()
+    changes = _changes()
     return {
         "python": platform.python_version(),
         "versions": installed,
-        "commit": _commit(),
-        "changes": _changes(),
+        "commit": commit + ("-dirty" if changes else "") or None,  # None outside a repository
+        "changes": changes,
         "environment": {k: v for k, v in sorted(os.environ.items()) if k.startswith(FASTER)},
         "date": datetime.datetime.now().isoformat(timespec="seconds"),
     }
@@ -82,12 +84,6 @@ def software() -> dict[str, Any]:
 def versions(results: dict[str, Any]) -> str:
     """Those of the packages that results were measured with, in words."""
     return ", ".join(f"{name} {number}" for name, number in results["versions"].items())
-
-
-def _commit() -> str | None:
-    """Followed by -dirty where code differs from it; None outside a repository."""
-    commit = _git("describe", "--always", "--exclude=*").strip()
-    return commit + ("-dirty" if _git("diff", "HEAD", "--", *CODE) else "") or None
 
 
 def _changes() -> str | None:

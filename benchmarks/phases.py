@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import whole
 from benchmarks.traces import Event, Timeline, Trace, place
 
 PHASES = {
@@ -271,9 +272,6 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
         handles=[Patch(color=COLOURS[name], label=name) for name in names], ncols=len(names),
         loc="lower center", bbox_to_anchor=(0.5, 1.0),
     )  # fmt: skip
-    try:
-        figure.savefig(file, bbox_inches="tight")
-    except OSError:  # a full disk
-        file.unlink(missing_ok=True)
-        raise
+    with whole(file) as unfinished:
+        figure.savefig(unfinished, bbox_inches="tight")
     plt.close(figure)

@@ -23,6 +23,7 @@ import sys
 from pathlib import Path
 
 from benchmarks import phases, traces
+from benchmarks.files import whole
 from benchmarks.scaling_plan import refuse_ours
 from cluster.doctor import quick
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
@@ -71,6 +72,8 @@ def train(arguments: argparse.Namespace) -> Path:
     command += [sys.executable, "template.py", *overrides]
     print(shlex.join(command), flush=True)
     environment = {**os.environ, "HOROVOD_TIMELINE": "DYNAMIC"}
+    taken = (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)
+    handlers = {number: signal.getsignal(number) for number in taken}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         # From a terminal these reach the job too, which ends and says so.
         for number in (signal.SIGINT, signal.SIGHUP):
@@ -86,8 +89,8 @@ def train(arguments: argparse.Namespace) -> Path:
         except BaseException:  # nobody reads our output any more: make profile | head -1
             process.terminate()
             raise
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     if process.returncode:
         raise Refusal(
             f"nothing to show: the job ended with {process.returncode}; its last lines tell why"
@@ -115,14 +118,8 @@ def fetch(folder: Path, members: list[Rank]) -> int:
         path = shlex.quote(str(file.absolute()))
         done = subprocess.run(host.command(f"cat {path}"), capture_output=True)
         if done.returncode == 0:
-            folder.mkdir(parents=True, exist_ok=True)
-            staged = file.with_name(f".{name}")
-            try:
-                staged.write_bytes(done.stdout)
-                staged.replace(file)
-            except OSError:  # a full disk
-                staged.unlink(missing_ok=True)
-                raise
+            with whole(file) as unfinished:
+                unfinished.write_bytes(done.stdout)
             count += 1
         elif needed:
             reason = diagnose(host, done.returncode, done.stderr.decode(errors="replace"))
@@ -157,9 +154,6 @@ def main() -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
         print("error: who reads this went away: the job was ended", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {folder or 'make profile'}: {error.strerror}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

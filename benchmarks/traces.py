@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.files import whole
+
 Event = dict[str, Any]
 STEP = "ProfilerStep#"  # torch's name for the range of a step
 ROWS = 1000  # process ids of the merged trace: (rank + 1) x ROWS + a running number
@@ -189,12 +191,5 @@ def _process(number: int, name: str) -> list[Event]:
 
 
 def write(events: list[Event], file: Path) -> None:
-    """Others never see the file half written."""
-    staged = file.with_name(f".{file.name}")
-    try:
-        with gzip.open(staged, "wt", compresslevel=6) as packed:
-            json.dump({"displayTimeUnit": "ms", "traceEvents": events}, packed)
-        staged.replace(file)
-    except OSError:  # a full disk
-        staged.unlink(missing_ok=True)
-        raise
+    with whole(file) as unfinished, gzip.open(unfinished, "wt", compresslevel=6) as packed:
+        json.dump({"displayTimeUnit": "ms", "traceEvents": events}, packed)

@@ -399,7 +399,7 @@ def test_a_plot_on_a_full_disk_leaves_no_part_of_it(tmp_path: Path, monkeypatch:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(figures.Figure, "savefig", full)
-    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/x.png: No space left on device$"):
+    with pytest.raises(SystemExit, match=f"^error: {tmp_path}/x.png: No space left on device;"):
         figures.save(figures.Figure(), tmp_path / "x")
     assert not list(tmp_path.iterdir())
 

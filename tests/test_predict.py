@@ -677,7 +677,7 @@ def test_a_run_that_takes_no_files_is_predicted_all_the_same(
 ) -> None:
     files["run"].with_name("prediction.png").mkdir()
     options = ["--run", str(files["run"]), "--allreduce", str(files["one"])]
-    with pytest.raises(SystemExit, match="^error: .*prediction.png: Is a directory$"):
+    with pytest.raises(SystemExit, match="^error: .*prediction.png: Is a directory;"):
         said(monkeypatch, *options)
     printed = capsys.readouterr().out
     assert "| 4,096 | " in printed and "written to" not in printed

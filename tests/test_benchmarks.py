@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +22,20 @@ import psutil
 import pytest
 import torch
 
-from benchmarks import figures, files, hardware, launching, step, step_ranks, step_report
+from benchmarks import (
+    allreduce,
+    figures,
+    files,
+    hardware,
+    launching,
+    predict_proof,
+    scaling,
+    step,
+    step_ranks,
+    step_report,
+)
 from tests.conftest import run, wait_until
+from tests.scaling_source import results
 from tests.test_anatomy import Event
 
 OURS = "Lightning + HorovodStrategy"
@@ -161,12 +174,13 @@ def test_a_stopped_rank_ends_with_what_has_started_it(tmp_path: Path) -> None:
                     rank.kill()
 
 
-def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "benchmarks.step", "--device", "cpu", "--models", "mlp"]
+def test_a_host_that_is_not_there_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["step", "--device", "cpu", "--models", "mlp", "--hosts", "no-such-host:2"]
     command += ["--variants", OURS]  # all may be more than memory holds
-    done = run([*command, "--hosts", "no-such-host:2", "--out", str(tmp_path)])
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1].startswith("error: ")
+    monkeypatch.setattr(sys, "argv", [*command, "--out", str(tmp_path)])
+    monkeypatch.setattr(step.load, "before", lambda: {"busy": 0.02, "gpu_busy": None})
+    with pytest.raises(SystemExit, match="^error: --hosts no-such-host:2: no-such-host: "):
+        step.main()
     assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
@@ -181,10 +195,15 @@ def test_a_variant_that_does_not_start_is_told(tmp_path: Path) -> None:
         (["--hosts", "localhost:x"], "error: HOSTS=localhost:x: 'localhost:x' is no host"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(wrong: list[str], told: str) -> None:
-    done = run([sys.executable, "-m", "benchmarks.step", *wrong])
-    assert done.returncode == 2
-    assert told in done.stdout
+def test_what_cannot_be_timed_is_refused(
+    wrong: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["step", *wrong])
+    monkeypatch.setattr(step.load, "before", lambda: pytest.fail("refused too late"))
+    with pytest.raises(SystemExit) as end:
+        sys.exit(step.main())
+    assert end.value.code == 2
+    assert told in capsys.readouterr().err
 
 
 def test_interfaces_of_containers_are_none_of_the_machine(
@@ -337,47 +356,60 @@ def test_the_lock_of_a_folder_may_be_another_users(
     os.close(files._LOCKED.pop(tmp_path))
 
 
-def test_two_measurements_do_not_write_to_one_folder(tmp_path: Path) -> None:
-    code = "import pathlib, sys; from benchmarks.files import continued; "
-    code += "continued({'date': '2026-01-02'}, pathlib.Path(sys.argv[1]), 'x'); print('goes on')"
-    command = [sys.executable, "-c", code, str(tmp_path)]
+def test_two_measurements_do_not_write_to_one_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock is of the open file, not of the process: who does not know of it is as another one."""
+
+    def another(measure: Callable[[], object]) -> None:
+        monkeypatch.setattr(files, "_LOCKED", {})
+        try:
+            measure()
+        finally:
+            os.close(files._LOCKED.pop(tmp_path))
+
+    def goes_on() -> None:
+        files.continued({"date": "2026-01-02"}, tmp_path, "x")
+
+    monkeypatch.setattr(files, "_LOCKED", {})
     files.continued({"date": "2026-01-02"}, tmp_path, "y")
-    done = run(command)
-    assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes to")
-    # As if this were root, and the measurement short.
-    proof = "import sys; from benchmarks import predict_proof as proof; proof.missing = str; "
-    proof += "proof.experiment = lambda *_: sys.exit('measures'); proof.main()"
-    allreduce = ["-m", "benchmarks.allreduce", "-np", "2", "-H", "localhost:2", "--repeats", "1"]
-    for other in ([*allreduce, "--largest", "4096"], ["-c", proof]):
-        done = run([sys.executable, *other, "--out", str(tmp_path)])
-        assert done.returncode == 1 and done.stdout.startswith("error: another measurement writes")
-    held = files._LOCKED.pop(tmp_path)
+    held = files._LOCKED[tmp_path]
+    # As if this were root.
+    monkeypatch.setattr(predict_proof, "missing", str)
+    monkeypatch.setattr(predict_proof, "experiment", lambda *_: pytest.fail("measures"))
+    monkeypatch.setattr(allreduce, "facts", lambda _: pytest.fail("measures"))
+    for measure, line in (
+        (goes_on, ""), (predict_proof.main, ""), (allreduce.main, "-np 2 -H localhost:2")
+    ):  # fmt: skip
+        monkeypatch.setattr(sys, "argv", ["", *line.split(), "--out", str(tmp_path)])
+        with pytest.raises(SystemExit, match="^error: another measurement writes to"):
+            another(measure)
     # NFS locks no folder, and alone nothing that is only read.
     assert fcntl.fcntl(held, fcntl.F_GETFL) & os.O_ACCMODE == os.O_WRONLY
     assert Path(os.readlink(f"/proc/self/fd/{held}")).name == ".lock"
     ignored = ["git", "-C", str(hardware.ROOT), "check-ignore", "-q", str(files.RESULTS / ".lock")]
     assert not (hardware.ROOT / ".git").exists() or run(ignored).returncode == 0
     os.close(held)
-    assert run(command).stdout == "goes on\n"
+    another(goes_on)
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        "scaling --np 1 --out",
-        "step --models resnet50 --out",
-        "allreduce -np 2 -H localhost:2 --out",
-    ],
-)
 def test_a_folder_that_takes_no_results_is_told_before_anything_is_measured(
-    tmp_path: Path, line: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()
-    module, *arguments = line.split()
-    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
-    done = run([*command, str(tmp_path / "file" / "results")])
-    assert done.returncode == 1 and "Traceback" not in done.stdout
-    assert done.stdout.startswith(f"error: {tmp_path}/file/results: Not a directory: results")
+    monkeypatch.setattr(scaling, "plan", lambda _: (results(), None))
+    monkeypatch.setattr(step.load, "before", lambda: {"busy": 0.02, "gpu_busy": None})
+    for module, measure in ((scaling, "run"), (step, "measure"), (allreduce, "facts")):
+        monkeypatch.setattr(module, measure, lambda *_: pytest.fail("measures"))
+    for module, line in (
+        (scaling, ""),
+        (step, "--device cpu --models resnet50"),
+        (allreduce, "-np 2 -H localhost:2"),
+    ):
+        monkeypatch.setattr(sys, "argv", ["", *line.split(), "--out", f"{tmp_path}/file/results"])
+        told = f"^error: {tmp_path}/file/results: Not a directory: results"
+        with pytest.raises(SystemExit, match=told):
+            module.main()
 
 
 def test_a_full_disk_keeps_what_was_measured(tmp_path: Path, monkeypatch: Any) -> None:
@@ -407,10 +439,16 @@ def test_a_plot_on_a_full_disk_leaves_no_part_of_it(tmp_path: Path, monkeypatch:
 @pytest.mark.parametrize(
     "module, override",
     [
-        ("split", "strategy=ddp"), ("start", "trainer.max_steps=7"), ("start", "run_dir=mine"),
+        ("start", "trainer.max_steps=7"), ("start", "run_dir=mine"),
         ("losses", "trainer.precision=bf16-mixed"), ("losses", "run_dir=mine"),
     ],
 )  # fmt: skip
-def test_what_a_benchmark_sets_itself_is_refused(module: str, override: str) -> None:
-    done = run([sys.executable, "-m", f"benchmarks.{module}", "--", override])
-    assert done.returncode == 2 and f"{override}: make bench-{module} sets" in done.stdout
+def test_what_a_benchmark_sets_itself_is_refused(
+    module: str, override: str, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", [module, "--", override])
+    benchmark = importlib.import_module(f"benchmarks.{module}")
+    monkeypatch.setattr(benchmark, "continued", lambda *_: pytest.fail("refused too late"))
+    assert benchmark.main() == 2
+    assert f"{override}: make bench-{module} sets" in capsys.readouterr().err

@@ -49,7 +49,7 @@ from benchmarks.predict_inputs import TCP, described, networks
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
 from strategies.environment import initialize
-from tests.conftest import ROOT, run
+from tests.conftest import run
 
 TRUTH = Network(latency=5e-5, bandwidth=3e9, fixed=1e-3)
 JOB = Job(0.1, 0.2, 0.01, (2e6, 8e6, 8e6, 8e6), deviation=0.004)
@@ -382,8 +382,10 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return paths
 
 
-def said(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def said(monkeypatch: pytest.MonkeyPatch, *arguments: str, plots: bool = False) -> int:
     monkeypatch.setattr(sys, "argv", ["predict", *arguments])
+    if not plots:  # as each takes a second
+        monkeypatch.setattr(command, "plot", lambda *_: None)
     return command.main()
 
 
@@ -502,7 +504,7 @@ def test_predict_writes_a_table_and_a_plot(
     files: dict[str, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     options = ["--run", str(files["run"]), "--allreduce", f"{files['one']} {files['two']}"]
-    assert said(monkeypatch, *options, "--ranks", "8", "4096") == 0
+    assert said(monkeypatch, *options, "--ranks", "8", "4096", plots=True) == 0
     printed = capsys.readouterr().out
     assert "between hosts: fitted: 3,000 MB/s" in printed and "NOT MEASURED" not in printed
     rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
@@ -512,7 +514,7 @@ def test_predict_writes_a_table_and_a_plot(
         assert files["run"].with_name(name).stat().st_size > 0
     # A network in words is another one: the run's own time does not belong beside it.
     words = "rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
-    assert said(monkeypatch, *options, "--ranks", "16", "--network", words) == 0
+    assert said(monkeypatch, *options, "--ranks", "16", "--network", words, plots=True) == 0
     printed = capsys.readouterr().out
     assert "operations nccl" in printed and "125.0" not in printed
     # Beside the first, not in its place.
@@ -678,7 +680,7 @@ def test_a_run_that_takes_no_files_is_predicted_all_the_same(
     files["run"].with_name("prediction.png").mkdir()
     options = ["--run", str(files["run"]), "--allreduce", str(files["one"])]
     with pytest.raises(SystemExit, match="^error: .*prediction.png: Is a directory;"):
-        said(monkeypatch, *options)
+        said(monkeypatch, *options, plots=True)
     printed = capsys.readouterr().out
     assert "| 4,096 | " in printed and "written to" not in printed
 
@@ -851,8 +853,12 @@ def test_numbers_that_memory_cannot_hold_are_refused(monkeypatch: pytest.MonkeyP
         (["-H", "no-such-host:2"], "no-such-host: no such host"),
     ],
 )
-def test_what_cannot_be_timed_is_refused(arguments: list[str], told: str) -> None:
-    done = run([sys.executable, "-m", "benchmarks.allreduce", *arguments], cwd=ROOT)
-    assert done.returncode == 2
-    (line,) = done.stdout.splitlines()
+def test_what_cannot_be_timed_is_refused(
+    arguments: list[str], told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "argv", ["allreduce", *arguments, "--out", str(tmp_path)])
+    monkeypatch.setattr(allreduce, "launched", lambda *_: pytest.fail("refused too late"))
+    assert allreduce.main() == 2
+    (line,) = "".join(capsys.readouterr()).splitlines()
     assert line.startswith("error: ") and told in line

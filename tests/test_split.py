@@ -65,7 +65,9 @@ def test_ways_say_how_the_network_is_placed() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("key", ["model.devices", "model.micro_batches", "data.batch_size"])
+@pytest.mark.parametrize(
+    "key", ["strategy", "model.devices", "model.micro_batches", "data.batch_size"]
+)
 def test_what_tells_the_ways_apart_is_refused(
     key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import runpy
 import statistics
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from benchmarks import files, scaling, scaling_plot, scaling_report
 from benchmarks.efficiency import Results, rows
 from benchmarks.scaling_predicted import lacks_all_reduces, predicted
 from runs.bottleneck import PHASES
-from tests.conftest import ROOT, run
+from tests.conftest import ROOT
 from tests.scaling_source import MACHINE, Source, by_size, measured, results
 
 CASES = ("seconds", "seconds_p10", "seconds_p90")
@@ -219,7 +221,7 @@ def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
     assert changed == f"before\n{scaling_report.BEGIN}\n\nnew \\1\n\n{scaling_report.END}\nafter\n"
 
 
-def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
+def test_a_report_of_no_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "none.json").write_text("{}")
     older = results() | {"finished": True}
     del older["settings"]
@@ -231,5 +233,6 @@ def test_a_report_of_no_result_is_refused(tmp_path: Path) -> None:
         ("losses", "gone.json", "No such file"),
         ("losses", "older.json", "KeyError('jobs'); give a file of make bench-losses"),
     ):
-        done = run([sys.executable, "-m", f"benchmarks.{report}_report", str(tmp_path / name)])
-        assert done.returncode == 1 and done.stdout.startswith("error: ") and message in done.stdout
+        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / name)])
+        with pytest.raises(SystemExit, match=f"^error: .*{re.escape(message)}"):
+            runpy.run_path(f"{ROOT}/benchmarks/{report}_report.py", run_name="__main__")

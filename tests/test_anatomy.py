@@ -624,21 +624,23 @@ class Spins(Net):
 def contention() -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[RANK % len(cores)]})
-    if RANK:
-        return found(Spins())
-    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    others: list[subprocess.Popen] = []
     try:
+        for _ in range(0 if RANK else 2):
+            others.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         return found(Spins())
     finally:
         for other in others:
             other.kill()
             other.wait()
+        for thread in os.listdir("/proc/self/task"):  # also of those that began meanwhile
+            os.sched_setaffinity(int(thread), set(cores))
 
 
 @pytest.mark.skipif(not anatomy.SCHEDULED.exists(), reason="this kernel does not count")
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="each rank needs a core")
-def test_programs_that_take_a_core_are_named(launch_anew: Callable) -> None:
-    (first, _) = launch_anew(contention, 2)
+def test_programs_that_take_a_core_are_named(launch: Callable) -> None:
+    (first, _) = launch(contention, 2)
     assert first["verdict"].startswith(f"cores: rank 0 on {socket.gethostname()} waits ")
     assert first["ranks"][0]["waits_for_core"] > 0.3
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import testbed
-from cluster.horovodrun import Job
+from cluster.horovodrun import Job, main
 from cluster.hosts import Host, ranks
 from tests.cluster.conftest import NICS, PYTHON, made
 from tests.cluster.launching import (
@@ -248,6 +248,12 @@ def test_an_interface_that_is_only_in_the_environment() -> None:
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e3", "soon"])
-def test_seconds_that_are_none_are_refused(text: str) -> None:
-    done = run(horovodrun(f"--stop-seconds={text}", "true"))
-    assert done.returncode == 2 and f"STOP_SECONDS={text}: give seconds" in done.stdout
+def test_seconds_that_are_none_are_refused(
+    text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["horovodrun", f"--stop-seconds={text}", "true"])
+    monkeypatch.setattr("cluster.horovodrun.chosen", lambda _: pytest.fail("refused too late"))
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert f"STOP_SECONDS={text}: give seconds" in capsys.readouterr().err

@@ -1,8 +1,9 @@
 """Stop when asked to, with a checkpoint to go on from: make stop, Ctrl-C, a time limit.
 
-A launcher asks by SIGUSR1. Without a launcher SIGTERM or Ctrl-C does; a second Ctrl-C ends at once.
-(The terminal sends Ctrl-C to a loader's workers as well: forked ones go on, spawned ones end, and
-with them the run, without a checkpoint.)
+A launcher asks by SIGUSR1, and Slurm, when it ends a job, by SIGTERM to all of its processes.
+Without a launcher SIGTERM or Ctrl-C does; a second Ctrl-C ends at once. (A loader's workers get
+what a terminal or Slurm sends as well: forked ones go on, spawned ones end, and with them the run,
+without a checkpoint.)
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So about once a second the ranks ask each other whether one was asked;
@@ -17,6 +18,8 @@ from __future__ import annotations
 import os
 import signal
 import time
+from multiprocessing import current_process
+from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,20 @@ SECONDS = 1.0  # between questions
 
 class Stopped(Exception):
     """Raised on all ranks when the checkpoint is written: its path, and the signal's number."""
+
+
+def sigterm_asks() -> bool:
+    """Whether SIGTERM asks for a checkpoint, and does not end this process at once, as launchers
+    mean it. Within Slurm, which ends what is left half a minute later, it may mean either."""
+    return launched_size() is None or "SLURM_JOB_ID" in os.environ
+
+
+def outlive_sigterm(_: object) -> None:
+    """In a loader's worker, without which no step ends; its loader ends it by another way. Blocked,
+    as torch sets a handler there."""
+    target = getattr(current_process(), "_target", None)
+    if getattr(target, "__module__", "").startswith("torch.utils.data."):
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
 
 class StopOnSignal(Checkpoint):
@@ -58,6 +75,8 @@ class StopOnSignal(Checkpoint):
         asked = self._ask if stage == "fit" else signal.default_int_handler
         self._before = {SIGNAL: signal.signal(SIGNAL, asked)}
         self._process = os.getpid()
+        if stage == "fit" and sigterm_asks():
+            register_after_fork(self, outlive_sigterm)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         alone = launched_size() is None
@@ -67,7 +86,7 @@ class StopOnSignal(Checkpoint):
         self._since = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if launched_size() is None:  # a launcher ends ranks by it
+        if sigterm_asks():
             # Only now: Lightning sets its own after on_fit_start. It is not in _before: Lightning
             # restores what was there before both, before teardown.
             signal.signal(signal.SIGTERM, self._ask)
@@ -75,7 +94,7 @@ class StopOnSignal(Checkpoint):
     def _ask(self, number: int, _: Any) -> None:
         if os.getpid() != self._process:
             return  # a worker of a loader, forked with this handler
-        self.asked = number
+        self.asked = number if launched_size() is None else SIGNAL  # what launchers know
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             # Not print, in the middle of which the signal may have come.

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -229,8 +230,7 @@ class TestOtherRuns:
             )
         try:
             wait_for_words(process, output, "epoch 2/", 120)
-            # A terminal sends it to the loader's workers too, `kill` to this process.
-            (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
+            os.killpg(process.pid, number)  # as a terminal does, and `timeout`: workers get it too
             assert process.wait(60) == 128 + number, output.read_text()
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -242,6 +242,31 @@ class TestOtherRuns:
         assert "Traceback" not in text
         line = f"stopped; to go on: {shlex.join(command)} ckpt_path={checkpoint}\n"
         assert line in text and checkpoint.is_file()
+
+    def test_a_job_that_slurm_ends_leaves_a_checkpoint(self, tmp_path: Path) -> None:
+        """Slurm sends SIGTERM to all of its processes, also when another job comes first."""
+        changes = ["trainer.max_epochs=100000", "~callbacks.early_stopping", "data.num_workers=1"]
+        output = tmp_path / "output"
+        with output.open("w") as file:
+            launcher = subprocess.Popen(
+                make_train(2, *TEMPLATE, f"log_dir={tmp_path}", *changes), cwd=ROOT, stdout=file,
+                stderr=file, start_new_session=True, env={**os.environ, "SLURM_JOB_ID": "1"},
+            )  # fmt: skip
+        try:
+            wait_for_words(launcher, output, "epoch 2/", 120)
+            for process in reversed(psutil.Process(launcher.pid).children(recursive=True)):
+                with contextlib.suppress(psutil.NoSuchProcess):  # a worker of the epoch before
+                    process.terminate()
+            launcher.terminate()
+            assert launcher.wait(60) == 128 + signal.SIGTERM, output.read_text()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        text = output.read_text()
+        assert text.count("stopped; to go on: ") == 1 and "Traceback" not in text, text
+        assert text.endswith("horovodrun: stopped by SIGTERM\n"), text  # and no rank without one
+        assert (folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt").is_file()
 
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
         done = job(

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cluster import testbed
@@ -312,33 +313,36 @@ def start_again_soon(host: testbed.Host, environment: dict, number: str) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["requeue", "stop"])
+@pytest.mark.parametrize("how", ["killed", "asked"])
 def test_a_job_that_slurm_queues_again(
     slurm: tuple[testbed.Host, dict], how: str, project: Path
 ) -> None:
-    """As when a node fails, or another job comes first (with a time to end: SIGTERM): on from the
-    last epoch, or from where it was stopped, though an older checkpoint is there."""
+    """As when a node fails, or another job comes first, for which Slurm sends SIGTERM and waits a
+    while: on from the last epoch, or from where it was stopped, though an older one is there."""
     host, environment = slurm
     (project / "logs").mkdir()
     sbatch = ["sbatch", "--parsable", "--ntasks-per-node=1", f"--chdir={project}"]
     job = ["cluster/slurm/horovod.sbatch", "trainer.max_epochs=30"]
-    job += ["callbacks.early_stopping.patience=1000", "log_dir=logs/mine"]
+    job += ["callbacks.early_stopping.patience=1000", "log_dir=logs/mine", "data.num_workers=1"]
     submit = host.command("env", "-C", str(project), *sbatch, *job)
     number = run(submit, **environment, PYTHON=sys.executable).stdout.strip()
     output = project / "logs" / f"slurm-{number}.out"
     finished(host, environment, output, "epoch 4/30", 90)
-    if how == "stop":  # to all processes, as Slurm does
-        ask = ["scancel", "--full", "--signal=TERM", number]
-        assert run(host.command(*ask), **environment).returncode == 0
-        finished(host, environment, output, "stopped; to go on", 60)
-        assert "is queued again" not in output.read_text()
+    if how == "killed":
+        for process in psutil.process_iter(["cmdline"]):
+            if f"/slurm-{number}.ckpt" in " ".join(process.info["cmdline"] or []):
+                process.kill()
+        show = host.command("scontrol", "show", "job", number)
+        there = lambda: "JobState=RUNNING" in run(show, **environment).stdout  # noqa: E731
+        wait_until(lambda: not there(), 60, "the end of the job", 1)
     run(host.command("scontrol", "requeue", number), **environment)
     start_again_soon(host, environment, number)
     finished(host, environment, output, "start number 2", 60)
     second = finished(host, environment, output, "summary ", 240).partition("start number 2")[2]
+    assert ("stopped; to go on" in output.read_text()) == (how == "asked")
     assert "epoch 2/30" not in second and "epoch 30/30" in second
     (line,) = re.findall(r"^\S*from .*$", second, re.MULTILINE)
-    assert ("last.ckpt" if how == "requeue" else f"slurm-{number}.ckpt") in line
+    assert ("last.ckpt" if how == "killed" else f"slurm-{number}.ckpt") in line
 
 
 @pytest.mark.slow

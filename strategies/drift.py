@@ -41,7 +41,7 @@ def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
 
 
 def own_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """All except running means and variances, which training does not read."""
+    """All except running means and variances, which layers in train mode do not read."""
     for prefix, layer in module.named_modules():
         if not isinstance(layer, _NormBase):
             yield from layer.named_buffers(prefix, recurse=False)

@@ -62,6 +62,7 @@ from .refusals import (
     refuse_own_clock,
     refuse_strangers,
     refuse_unequal,
+    warn_of_own_gathers,
 )
 from .resuming import global_batch_size, resume
 from .samplers import each_sample_once
@@ -96,7 +97,8 @@ class HorovodStrategy(ParallelStrategy):
         broadcast_buffers: all ranks get the buffers of rank 0 before each step of training, as
             under DDP, and not only before an evaluation, which is enough for batch normalization.
             Helps models that update buffers by their batches and read them in training (a codebook,
-            a centre); costs a broadcast of all buffers a step.
+            a centre, the running means of a teacher in eval mode); costs a broadcast of all buffers
+            a step.
         process_sets: all ranks, in groups that train one model each, e.g. [[0, 1], [2, 3]], for
             independent runs under one horovodrun. Rank and world size are then those in the group.
             Each group has a rank 0, which writes files and prepares data: give each its own folders
@@ -231,6 +233,7 @@ class HorovodStrategy(ParallelStrategy):
             self.setup_optimizers(trainer)
             if several:
                 refuse_own_clock(trainer)
+                warn_of_own_gathers(module)
                 self._share_model(sent)  # configure_optimizers may have made more
                 self._buckets = self._make_buckets()
                 of_all = partial(self.reduce, reduce_op="sum" if self.op == "sum" else "mean")
@@ -301,6 +304,8 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def on_train_start(self) -> None:
         super().on_train_start()
+        if isinstance(self._layer_sync, SyncLayers):
+            self._layer_sync.apply(self._module)  # to copies that hooks have made since setup
         self._share_metrics()
         loop = self._trainer.fit_loop
         if isinstance(self._draws, OwnDraws):

@@ -1,4 +1,5 @@
-"""What HorovodStrategy refuses, on all ranks: it would hang, or make their weights differ."""
+"""What HorovodStrategy refuses, on all ranks: it would hang, or make their weights differ. And what
+it warns of: each rank would train by itself."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import horovod.torch as hvd
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
@@ -39,6 +41,21 @@ def refuse_options(bucket_mib: float, compression: str, op: str, predivide: floa
         problem = f"compression={compression} would spoil the angles that op=adasum looks at"
     if problem:
         raise MisconfigurationException(problem)
+
+
+def warn_of_own_gathers(module: nn.Module) -> None:
+    """Losses that gather by torch.distributed, as lightly's do, see one process without it."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return
+    for name, part in module.named_modules():
+        for flag in ("gather_distributed", "sinkhorn_gather_distributed"):
+            if getattr(part, flag, False) is True:
+                rank_zero_warn(
+                    f"{name}: {flag}=True asks torch.distributed, which does not run under "
+                    "Horovod: the loss would see the samples of one rank alone; gather before it, "
+                    "self.all_gather(..., sync_grads=True).flatten(0, 1), or start "
+                    "torch.distributed beside Horovod"
+                )
 
 
 def refuse_other_models(module: nn.Module, world: World) -> None:

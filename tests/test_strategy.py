@@ -167,6 +167,15 @@ class MovesItself(Net):
                 self.net[2].bias[1] += 1e-6 * RANK
 
 
+class GathersByItself(Net):
+    """Has a loss that gathers by torch.distributed, as lightly's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.criterion = nn.Module()
+        self.criterion.gather_distributed = True
+
+
 def train_apart() -> dict[str, Any]:
     results = {}
     for name, model, options in (
@@ -174,12 +183,14 @@ def train_apart() -> dict[str, Any]:
         ("alike", Codebook(), {"broadcast_buffers": True}),
         ("running", Net(convolutions(normalization=True)), {}),
         ("weight", MovesItself(), {}),
+        ("gathers", GathersByItself(), {}),
     ):
         validation = DataLoader(samples(16), batch_size=4)
         with warnings.catch_warnings(record=True) as caught:
             trainer(HorovodStrategy(**options)).fit(model, loader(), validation)
         messages = [str(warning.message) for warning in caught]
-        results[f"{name} told"] = [text for text in messages if "differs between ranks" in text]
+        told = re.compile("differs between ranks|gather_distributed")
+        results[f"{name} told"] = [text for text in messages if told.search(text)]
         if isinstance(model, Codebook):
             results[name] = torch.stack(model.begins)
     return results
@@ -193,6 +204,8 @@ def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
     assert text.startswith("the buffer centre differs between ranks, and checkpoints have that of")
     (text,) = first["weight told"]
     assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints have")
+    (text,) = first["gathers told"]
+    assert text.startswith("criterion: gather_distributed=True asks torch.distributed, which does")
     assert not first["running told"] and not first["alike told"]
     assert not second["own told"] and not second["weight told"]
 

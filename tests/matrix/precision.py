@@ -215,6 +215,22 @@ def sync_batchnorm_with_a_hook(strategy: str) -> dict[str, Any]:
     return {**result, "same": model.net[2] is layer, "kinds": kinds, "copies": weights}
 
 
+class Teaches(Net):
+    """Its teacher, in train mode, is a copy of its network as it is when training begins."""
+
+    def on_fit_start(self) -> None:
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        distance = nn.functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]))
+        return super().training_step(batch, batch_idx) + distance
+
+
+@case(without_ddp="torch's needs a GPU")
+def sync_batchnorm_of_a_teacher(strategy: str) -> dict[str, Any]:
+    return fit(strategy, Teaches(convolutions(normalization=True)), sync_batchnorm=SIZE > 1)
+
+
 @case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_of_torch(strategy: str) -> dict[str, Any]:
     """Layers that the model itself has made synchronous; the others stay as they are."""

@@ -211,7 +211,8 @@ def main() -> int:
         summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
         if not summary["hosts"]:
             raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
-        named = [Path(name) for name in arguments.allreduce.split()]
+        one = Path(arguments.allreduce)  # whose name may have blanks
+        named = [one] if one.is_file() else [Path(name) for name in arguments.allreduce.split()]
         files = named or inputs.newest_all_reduces(summary)
         results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in files}
         job = inputs.job_of(summary, run)

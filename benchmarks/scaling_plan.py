@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import subprocess
 import sys
 from collections import Counter
@@ -234,7 +235,9 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
         host["gpus"] = [] if on_cpu else host["gpus"]
     cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}
     # The same at each size, so that a rank computes equally fast.
-    settings["threads"] = max(1, min(cores.values()))
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    own = int(asked) if asked.isdecimal() else 0
+    settings["threads"] = own or max(1, min(cores.values()))
     results = {
         "benchmark": "scaling", **software(), "settings": settings,
         "config": config, "hosts": facts,

@@ -23,10 +23,9 @@ from tests.scaling_source import HERE, MACHINE, Source, measured, results
 
 
 def compared(tmp_path: Path, old: Results, new: Results) -> subprocess.CompletedProcess[str]:
-    for name, benchmark in (("old", old), ("new", new)):
+    for name, benchmark in (("the old", old), ("the new", new)):
         (tmp_path / name).write_text(json.dumps(benchmark))
-    paths = [str(tmp_path / "old"), str(tmp_path / "new")]
-    make = ["make", "-s", "bench-check", f"OLD={paths[0]}", f"NEW={paths[1]}"]
+    make = ["make", "-s", "bench-check", f"OLD={tmp_path}/the old", f"NEW={tmp_path}/the new"]
     return run([*make, *HERE])
 
 

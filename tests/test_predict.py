@@ -488,6 +488,10 @@ def test_any_word_of_the_network_makes_it_another_one(
     assert said(monkeypatch, *options) == 0
     assert "measured, ms" in (output := capsys.readouterr().out) and "| 125.0 |" in output
     assert f"measured  {files['one']}" in output
+    named = files["one"].rename(files["one"].with_name("all reduces.json"))
+    assert said(monkeypatch, *options[:2], "--allreduce", str(named), *options[4:]) == 0
+    assert f"measured  {named}" in capsys.readouterr().out
+    named.rename(files["one"])
     assert said(monkeypatch, *options, "--network", "operations=nccl") == 0
     assert "measured, ms" not in (output := capsys.readouterr().out) and "operations nccl" in output
     assert "125.0" not in output

@@ -179,6 +179,18 @@ def test_cores_are_counted_on_machines_not_on_hosts() -> None:
         cores(hosts, gpu, 2)
 
 
+@pytest.mark.parametrize("asked, threads", [("", 4), ("3", 3), ("2,1", 4)])
+def test_threads_are_those_that_make_train_would_have(
+    asked: str, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"data": {"batch_size": 8}, "trainer": {"accelerator": "cpu"}}
+    monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
+    monkeypatch.setattr(scaling_plan, "cores_of_a_rank", lambda *_: 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", asked)
+    benchmark, launcher = scaling_plan.plan(scaling.parse(["--np", "1"]))
+    assert benchmark["settings"]["threads"] == launcher.threads == threads
+
+
 @pytest.mark.parametrize("how", ["trainer.accelerator", "CUDA_VISIBLE_DEVICES"])
 def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
     how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

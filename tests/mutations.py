@@ -92,6 +92,16 @@ MUTATIONS = [
         "counts_in_the_batches", "test_resuming",
     ),
     Mutation(
+        "copies made when training begins keep plain batch normalization", "horovod.py",
+        "self._layer_sync.apply(self._module)  # to copies", "pass  # to copies",
+        "horovod-2 and of_a_teacher",
+    ),
+    Mutation(
+        "losses that gather by themselves are not looked for", "horovod.py",
+        "                warn_of_own_gathers(module)\n", "",
+        "gone_apart", "test_strategy",
+    ),
+    Mutation(
         "what ranks have moved apart is not looked at", "horovod.py",
         "self._drift_found = warn_of_drift(self._module, self.world, buffers)", "pass",
         "gone_apart", "test_strategy",

@@ -18,7 +18,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from multiprocessing import current_process
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint
+from torch.utils.data._utils import signal_handling
 
 from runs.refusal import launched_size
 
 SIGNAL = signal.SIGUSR1
 SECONDS = 1.0  # between questions
+WORKER_SECONDS = 30  # that a loader's worker lives on after SIGTERM, as Slurm's KillWait
 
 
 class Stopped(Exception):
@@ -44,11 +45,15 @@ def sigterm_asks() -> bool:
 
 
 def outlive_sigterm(_: object) -> None:
-    """In a loader's worker, without which no step ends; its loader ends it by another way. Blocked,
-    as torch sets a handler there."""
-    target = getattr(current_process(), "_target", None)
-    if getattr(target, "__module__", "").startswith("torch.utils.data."):
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    """In a loader's worker, without which no step ends, SIGTERM does what it did a while later."""
+
+    def set_handlers() -> None:
+        torchs()
+        signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_SECONDS))
+
+    # torch: a worker sets its handlers after this, and has no other way to set ours behind them.
+    torchs = signal_handling._set_worker_signal_handlers
+    signal_handling._set_worker_signal_handlers = set_handlers  # of this process, a child
 
 
 class StopOnSignal(Checkpoint):

@@ -125,7 +125,7 @@ bench: dev-environment ## how training scales: NP="1 2 4", STRATEGY="horovod ddp
 	  $(if $(NETWORK),--network "$(NETWORK)") -- $(ARGS)
 
 bench-check: environment ## fail if one result of make bench is slower than another: OLD=, NEW=
-	@$(PYTHON) -m benchmarks.check "$(OLD)" "$(NEW)"
+	@$(PYTHON) -m benchmarks.check $(if $(OLD),"$(OLD)") $(if $(NEW),"$(NEW)")
 
 bench-readme: dev-environment ## write the table of the README from the newest result of make bench
 	@$(PYTHON) -m benchmarks.scaling_report --readme

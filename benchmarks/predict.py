@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,8 +212,8 @@ def main() -> int:
         summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
         if not summary["hosts"]:
             raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
-        one = Path(arguments.allreduce)  # whose name may have blanks
-        named = [one] if one.is_file() else [Path(name) for name in arguments.allreduce.split()]
+        given = arguments.allreduce  # names, or one that has blanks in it
+        named = [Path(name) for name in ([given] if os.path.isfile(given) else given.split())]
         files = named or inputs.newest_all_reduces(summary)
         results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in files}
         job = inputs.job_of(summary, run)

@@ -155,6 +155,9 @@ def main() -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
         print("error: who reads this went away: the job was ended", file=sys.stderr)
         return 2
+    except OSError as error:
+        print(f"error: {folder or 'make profile'}: {error.strerror}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
     note = f" ({fetched} fetched)" if fetched else ""

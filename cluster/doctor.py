@@ -163,8 +163,7 @@ class Probe:
         if status == -signal.SIGKILL:  # by us
             return f"no answer within {limit} s", f"look there: ssh {host.destination} uptime"
         if "python3: not found" in errors or status == 127:
-            sync = make(f"sync ENV=1 {host.given()}")
-            return "there is no python3", f"{sync}; or on {host.name}: sudo apt-get install python3"
+            return "there is no python3", f"on {host.name}: sudo apt-get install python3"
         trouble = diagnose(host, status, errors)
         return trouble.what, trouble.mend
 

@@ -2,8 +2,8 @@
 
 A launcher asks by SIGUSR1, and Slurm, when it ends a job, by SIGTERM to all of its processes.
 Without a launcher SIGTERM or Ctrl-C does; a second Ctrl-C ends at once. (A loader's workers get
-what a terminal or Slurm sends as well: forked ones go on, spawned ones end, and with them the run,
-without a checkpoint.)
+what a terminal or Slurm sends as well: torch's go on if they were forked; others end, and with them
+the run, without a checkpoint.)
 
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So about once a second the ranks ask each other whether one was asked;
@@ -15,9 +15,12 @@ which changes no weights, ends at once, as by Ctrl-C, and the run tells what is 
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import signal
 import time
+from multiprocessing import active_children
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
@@ -39,13 +42,13 @@ class Stopped(Exception):
 
 
 def sigterm_asks() -> bool:
-    """Whether SIGTERM asks for a checkpoint, and does not end this process at once, as launchers
-    mean it. Within Slurm, which ends what is left half a minute later, it may mean either."""
+    """Whether SIGTERM asks for a checkpoint. A launcher ends ranks by it. Within Slurm it may come
+    from the launcher or from Slurm, and both kill what is left some seconds later."""
     return launched_size() is None or "SLURM_JOB_ID" in os.environ
 
 
 def outlive_sigterm(_: object) -> None:
-    """In a loader's worker, without which no step ends, SIGTERM does what it did a while later."""
+    """In a worker of torch's loaders, without which no step ends, SIGTERM ends it only later."""
 
     def set_handlers() -> None:
         torchs()
@@ -54,6 +57,15 @@ def outlive_sigterm(_: object) -> None:
     # torch: a worker sets its handlers after this, and has no other way to set ours behind them.
     torchs = signal_handling._set_worker_signal_handlers
     signal_handling._set_worker_signal_handlers = set_handlers  # of this process, a child
+
+
+def end_workers() -> None:
+    """At exit, before multiprocessing sends SIGTERM to those that are left, and waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each
+    for process in active_children():
+        with contextlib.suppress(OSError):  # it has just ended
+            if Path(f"/proc/{process.pid}/comm").read_text() == "pt_data_worker\n":  # torch's name
+                process.kill()
 
 
 class StopOnSignal(Checkpoint):
@@ -82,6 +94,7 @@ class StopOnSignal(Checkpoint):
         self._process = os.getpid()
         if stage == "fit" and sigterm_asks():
             register_after_fork(self, outlive_sigterm)
+            atexit.register(end_workers)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         alone = launched_size() is None
@@ -99,7 +112,7 @@ class StopOnSignal(Checkpoint):
     def _ask(self, number: int, _: Any) -> None:
         if os.getpid() != self._process:
             return  # a worker of a loader, forked with this handler
-        self.asked = number if launched_size() is None else SIGNAL  # what launchers know
+        self.asked = number if launched_size() is None else SIGNAL  # launchers know its status
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             # Not print, in the middle of which the signal may have come.

@@ -143,11 +143,17 @@ class SyncLayers(LayerSync):
         self.world, self.kind = world, kind
 
     @override
-    def apply(self, model: nn.Module) -> nn.Module:
-        """Raises MisconfigurationException for a layer whose class has its own forward."""
+    def apply(self, model: nn.Module, refuse: bool = True) -> nn.Module:
+        """A layer whose class has its own forward is left as it is, without `refuse`.
+
+        Raises:
+            MisconfigurationException: for such a layer, with `refuse`.
+        """
         for name, layer in model.named_modules():
             if isinstance(layer, self.kind) and not isinstance(layer, SyncBatchNorm):
                 if type(layer).forward not in (_BatchNorm.forward, nn.SyncBatchNorm.forward):
+                    if not refuse:
+                        continue
                     raise MisconfigurationException(
                         f"sync_batchnorm: {name} is a {type(layer).__name__} with a forward of its "
                         "own, which would be lost: put that into a layer behind it"

@@ -305,7 +305,8 @@ class HorovodStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if isinstance(self._layer_sync, SyncLayers):
-            self._layer_sync.apply(self._module)  # to copies that hooks have made since setup
+            # Horovod: to copies that hooks have made since setup, which are of plain layers.
+            self._layer_sync.apply(self._module, refuse=False)
         self._share_metrics()
         loop = self._trainer.fit_loop
         if isinstance(self._draws, OwnDraws):

@@ -48,13 +48,15 @@ def warn_of_own_gathers(module: nn.Module) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return
     for name, part in module.named_modules():
+        if isinstance(part, pl.LightningModule):  # whose author may gather as we do
+            continue
         for flag in ("gather_distributed", "sinkhorn_gather_distributed"):
             if getattr(part, flag, False) is True:
                 rank_zero_warn(
-                    f"{name}: {flag}=True asks torch.distributed, which does not run under "
-                    "Horovod: the loss would see the samples of one rank alone; gather before it, "
-                    "self.all_gather(..., sync_grads=True).flatten(0, 1), or start "
-                    "torch.distributed beside Horovod"
+                    f"{name}: {flag}=True asks torch.distributed, which is not started: the loss "
+                    "would see the samples of one rank alone; gather before it, by "
+                    "self.all_gather(..., sync_grads=True).flatten(0, 1), or start it beside "
+                    "Horovod"
                 )
 
 

@@ -163,8 +163,8 @@ class Ranks:
 
     def close(self) -> None:
         """End them; AssertionError where they do not end well."""
-        self.tell_to_end()
         try:
+            self.tell_to_end()
             assert self._process.wait(timeout=60) == 0, self._output()
         finally:
             self.kill()
@@ -206,8 +206,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., l
     yield launch
     with contextlib.ExitStack() as ends:  # of all, also where one fails
         for ranks in living.values():
-            ranks.tell_to_end()
             ends.callback(ranks.close)
+            ranks.tell_to_end()
 
 
 @pytest.fixture(scope="module")

@@ -93,7 +93,7 @@ MUTATIONS = [
     ),
     Mutation(
         "copies made when training begins keep plain batch normalization", "horovod.py",
-        "self._layer_sync.apply(self._module)  # to copies", "pass  # to copies",
+        "self._layer_sync.apply(self._module, refuse=False)", "pass",
         "horovod-2 and of_a_teacher",
     ),
     Mutation(

@@ -5,6 +5,7 @@ No test asserts how long something took, only which part of a step took most of 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import json
 import os
@@ -634,7 +635,8 @@ def contention() -> dict[str, Any]:
             other.kill()
             other.wait()
         for thread in os.listdir("/proc/self/task"):  # also of those that began meanwhile
-            os.sched_setaffinity(int(thread), set(cores))
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(int(thread), set(cores))
 
 
 @pytest.mark.skipif(not anatomy.SCHEDULED.exists(), reason="this kernel does not count")

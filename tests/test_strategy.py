@@ -172,6 +172,7 @@ class GathersByItself(Net):
 
     def __init__(self) -> None:
         super().__init__()
+        self.gather_distributed = True  # by self.all_gather, as it should
         self.criterion = nn.Module()
         self.criterion.gather_distributed = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -318,7 +319,7 @@ def test_a_job_that_slurm_queues_again(
     slurm: tuple[testbed.Host, dict], how: str, project: Path
 ) -> None:
     """As when a node fails, or another job comes first, for which Slurm sends SIGTERM and waits a
-    while: on from the last epoch, or from where it was stopped, though an older one is there."""
+    while: on from the last epoch, or from where it was stopped, not from an older checkpoint."""
     host, environment = slurm
     (project / "logs").mkdir()
     sbatch = ["sbatch", "--parsable", "--ntasks-per-node=1", f"--chdir={project}"]
@@ -330,8 +331,9 @@ def test_a_job_that_slurm_queues_again(
     finished(host, environment, output, "epoch 4/30", 90)
     if how == "killed":
         for process in psutil.process_iter(["cmdline"]):
-            if f"/slurm-{number}.ckpt" in " ".join(process.info["cmdline"] or []):
-                process.kill()
+            if f"{project}/logs/slurm-{number}.ckpt" in " ".join(process.info["cmdline"] or []):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
         show = host.command("scontrol", "show", "job", number)
         there = lambda: "JobState=RUNNING" in run(show, **environment).stdout  # noqa: E731
         wait_until(lambda: not there(), 60, "the end of the job", 1)

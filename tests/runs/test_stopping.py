@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +17,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from runs.stopping import SIGNAL, StopOnSignal, Stopped
+from runs.stopping import SIGNAL, StopOnSignal, Stopped, end_workers
 from tests.runs.trainings import Times, train
 
 
@@ -90,6 +92,22 @@ def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> 
         stop.on_train_batch_end(trainer)
     # After the first batch, then each 8th as they take an eighth of a second, then each 2nd.
     assert asked == [0.125, 1.125, 2.125, 5.0, 6.0, 7.0]
+
+
+def test_workers_that_are_left_at_the_end_are_not_waited_for() -> None:
+    before = signal.getsignal(signal.SIGCHLD)
+    left = iter(DataLoader(torch.ones(4), num_workers=1))
+    next(left)
+    other = multiprocessing.Process(target=time.sleep, args=[600], daemon=True)
+    other.start()
+    try:
+        end_workers()
+        (worker,) = left._workers
+        worker.join(60)
+        assert worker.exitcode == -signal.SIGKILL and other.is_alive()
+    finally:
+        other.kill()
+        signal.signal(signal.SIGCHLD, before)
 
 
 @pytest.mark.usefixtures("handlers")

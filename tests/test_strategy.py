@@ -206,7 +206,7 @@ def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
     (text,) = first["weight told"]
     assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints have")
     (text,) = first["gathers told"]
-    assert text.startswith("criterion: gather_distributed=True asks torch.distributed, which does")
+    assert text.startswith("criterion: gather_distributed=True asks torch.distributed, which is ")
     assert not first["running told"] and not first["alike told"]
     assert not second["own told"] and not second["weight told"]
 

@@ -305,7 +305,7 @@ class HorovodStrategy(ParallelStrategy):
     def on_train_start(self) -> None:
         super().on_train_start()
         if isinstance(self._layer_sync, SyncLayers):
-            # Horovod: to copies that hooks have made since setup, which are of plain layers.
+            # To copies that hooks have made since setup: those are of plain layers.
             self._layer_sync.apply(self._module, refuse=False)
         self._share_metrics()
         loop = self._trainer.fit_loop

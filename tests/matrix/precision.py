@@ -215,11 +215,19 @@ def sync_batchnorm_with_a_hook(strategy: str) -> dict[str, Any]:
     return {**result, "same": model.net[2] is layer, "kinds": kinds, "copies": weights}
 
 
+class Activates(nn.BatchNorm1d):
+    """Has a forward of its own, as some layers of timm."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input).relu()
+
+
 class Teaches(Net):
     """Its teacher, in train mode, is a copy of its network as it is when training begins."""
 
     def on_fit_start(self) -> None:
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+        self.frozen = Activates(FEATURES).requires_grad_(False).eval()  # may stay as it is
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         distance = nn.functional.mse_loss(self.net(batch[0]), self.teacher(batch[0]))

@@ -94,6 +94,22 @@ def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> 
     assert asked == [0.125, 1.125, 2.125, 5.0, 6.0, 7.0]
 
 
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("job", ["", "7"])
+def test_of_launched_ranks_sigterm_asks_only_those_of_slurm(
+    job: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And they end with the status that the launcher takes for an answer to its own request."""
+    monkeypatch.setattr("runs.stopping.launched_size", lambda: 2)
+    monkeypatch.setenv("SLURM_JOB_ID", job) if job else monkeypatch.delenv("SLURM_JOB_ID", False)
+    stop, nobody, reached = StopOnSignal("stopped.ckpt"), Any, []
+    signal.signal(signal.SIGTERM, lambda *_: reached.append("as it was"))
+    stop.setup(SimpleNamespace(callbacks=[]), nobody, "fit")
+    stop.on_train_start(nobody, nobody)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert (stop.asked, reached) == ((SIGNAL, []) if job else (0, ["as it was"]))
+
+
 def test_workers_that_are_left_at_the_end_are_not_waited_for() -> None:
     before = signal.getsignal(signal.SIGCHLD)
     left = iter(DataLoader(torch.ones(4), num_workers=1))

@@ -269,9 +269,10 @@ def test_new_code_and_variables_make_another_measurement(
     assert changed["commit"] == f"{before['commit']}-dirty" and changed["changes"]
     (tmp_path / "Makefile").write_text("as it was\n")
     (tmp_path / "mine.py").write_text("x = 1\n")
-    first = hardware.software()["changes"]
+    new = hardware.software()
+    assert new["commit"] == changed["commit"]  # git does not know the file yet
     (tmp_path / "mine.py").write_text("x = 2\n")
-    assert len({before["changes"], first, hardware.software()["changes"]}) == 3
+    assert len({before["changes"], new["changes"], hardware.software()["changes"]}) == 3
     monkeypatch.setenv("HOROVOD_CYCLE_TIME", "50")
     assert hardware.software()["environment"] == before["environment"] | {
         "HOROVOD_CYCLE_TIME": "50"

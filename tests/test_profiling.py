@@ -216,7 +216,9 @@ def test_the_picture_is_a_png(
     assert (tmp_path / "trace.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("content", [b"", gzip.compress(b'{"traceEvents": [')[:-9], b"{}"])
+@pytest.mark.parametrize(
+    "content", [b"", gzip.compress(b'{"traceEvents": [')[:-9], b"{}"], ids=["empty", "cut", "other"]
+)
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rank-0.json.gz").write_bytes(content)
     with pytest.raises(traces.Unreadable, match=r"rank-0\.json\.gz"):

@@ -26,10 +26,9 @@ from typing import Any
 
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import ROOT, software, versions
-from benchmarks.launching import Failed, ask
+from benchmarks.launching import ask, command
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Host, Refusal, add_arguments, chosen, given, used
-from cluster.signals import interrupt_at_signals
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB * 4**n for n in range(11)]  # bytes, to 4 GiB
@@ -204,6 +203,7 @@ def facts(hosts: list[Host]) -> dict[str, Any]:
     return {**machines[0], "busy_before": busy, **software(), "machines": machines}
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0]
@@ -214,27 +214,20 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=9, help="of each size (%(default)s)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    interrupt_at_signals()
-    try:
-        hosts = chosen(arguments)
-        used_hosts = used(hosts, arguments.np)
-        count = sum(host.slots for host in used_hosts)
-        if count < 2:
-            raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
-        if arguments.repeats < 1:
-            raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
-        sizes = [size for size in SIZES if size <= arguments.largest]
-        if not sizes:
-            raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
-        measure_alone(arguments.out)
-        host_facts = facts(hosts[: len(used_hosts)])  # with all their slots, as a job's
-        options = {"sizes": sizes, "repeats": arguments.repeats}
-        measured = launched("benchmarks.allreduce_worker", options, given(arguments))
-    except (Refusal, Failed, OSError) as error:
-        print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    hosts = chosen(arguments)
+    used_hosts = used(hosts, arguments.np)
+    count = sum(host.slots for host in used_hosts)
+    if count < 2:
+        raise Refusal("one rank: there is nobody to exchange numbers with; take NP=2 or more")
+    if arguments.repeats < 1:
+        raise Refusal(f"--repeats {arguments.repeats}: take 1 or more")
+    sizes = [size for size in SIZES if size <= arguments.largest]
+    if not sizes:
+        raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
+    measure_alone(arguments.out)
+    host_facts = facts(hosts[: len(used_hosts)])  # with all their slots, as a job's
+    options = {"sizes": sizes, "repeats": arguments.repeats}
+    measured = launched("benchmarks.allreduce_worker", options, given(arguments))
     seconds = measured.pop("seconds")
     results = {
         "hosts": [{"name": host.name, "slots": host.slots} for host in used_hosts],

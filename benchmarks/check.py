@@ -28,6 +28,7 @@ from typing import Any
 from scipy.stats import mannwhitneyu
 
 from benchmarks.efficiency import MIN_REPEATS, Results, Row, rows
+from benchmarks.launching import command
 from benchmarks.load import DRIFT
 from benchmarks.scaling_plan import OURS
 from cluster.hosts import Refusal
@@ -188,6 +189,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.check", description=__doc__.partition("\n")[0]
@@ -197,20 +199,15 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         lines, regressed = compare(read(arguments.old), read(arguments.new))
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        print(f"error: a file lacks what make bench writes: {error!r}", file=sys.stderr)
-        return 2
+        raise Refusal(f"a file lacks what make bench writes: {error!r}") from None
     if regressed:
         lines += ["", f"regressed, {len(regressed)} of {len(lines)} rows:", *regressed]
     try:
         print("\n".join(lines), flush=True)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
-        print("error: who reads this went away before its end", file=sys.stderr)
-        return 2
+        raise Refusal("who reads this went away before its end") from None
     return 1 if regressed else 0
 
 

@@ -7,6 +7,7 @@ run leaves on the host of rank 0, by ssh if that is another host. Nothing stays 
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import shlex
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from benchmarks import load
 from benchmarks.hardware import ROOT
 from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
-from cluster.hosts import Host, ranks
+from cluster.hosts import Host, Refusal, ranks
+from cluster.signals import interrupt_at_signals
 
 # What makes a process one of several ranks (cluster/hosts.py, Rank.environment); without these it
 # trains alone.
@@ -44,6 +47,39 @@ class Failed(Exception):
 
 def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def command(main: Callable[[], int]) -> Callable[[], int]:
+    """Decorates the main of a benchmark. SIGTERM and SIGHUP are as Ctrl-C; what is refused ends in
+    a line and status 2, a run that failed in status 1, Ctrl-C in 130."""
+
+    @functools.wraps(main)
+    def status() -> int:
+        interrupt_at_signals()
+        try:
+            return main()
+        except Refusal as refusal:
+            say(f"error: {refusal}")
+            return 2
+        except Failed as failed:
+            say(str(failed))
+            return 1
+        except KeyboardInterrupt as stopped:
+            say(f"\nstopped{stopped}")
+            return 130
+
+    return status
+
+
+@contextlib.contextmanager
+def kept(file: Path) -> Iterator[None]:
+    """What ends a measurement here, Ctrl-C or a run that failed, tells that its file is kept, if
+    there is one yet."""
+    try:
+        yield
+    except (Failed, KeyboardInterrupt) as end:
+        goes_on = f"; {file} is kept: the same command goes on" if file.exists() else ""
+        raise type(end)(f"{end}{goes_on}") from None
 
 
 @dataclass(frozen=True)

@@ -35,11 +35,10 @@ from typing import Any
 from benchmarks import losses_report
 from benchmarks.files import RESULTS, continued, slug, write_json
 from benchmarks.hardware import hardware, machine, processors
-from benchmarks.launching import Failed, say, train
+from benchmarks.launching import Failed, command, kept, say, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.scaling_plan import batch_size_of, configuration, refuse_ours
 from cluster.hosts import Refusal
-from cluster.signals import interrupt_at_signals
 
 STEPS, POINTS = 200, 40
 PRECISIONS = ["32-true", "64-true"]
@@ -188,9 +187,9 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
     return global_batches
 
 
+@command
 def main() -> int:
     arguments = parse()
-    interrupt_at_signals()
     mine = arguments.overrides
     jobs = [Job(" ".join(mine), mine)] if mine else JOBS
     results: Results = {
@@ -198,10 +197,10 @@ def main() -> int:
         "names": [job.name for job in jobs], "jobs": [],
     }  # fmt: skip
     name = f"losses_{slug(processors(results))}"
-    try:
-        refuse_ours(mine, OURS, "make bench-losses")
-        global_batches = batches(jobs, arguments.np)
-        file, results = continued(results, arguments.out, name, "jobs")
+    refuse_ours(mine, OURS, "make bench-losses")
+    global_batches = batches(jobs, arguments.np)
+    file, results = continued(results, arguments.out, name, "jobs")
+    with kept(file):
         for job, batch in list(zip(jobs, global_batches))[len(results["jobs"]) :]:
             measured = measure(job, batch, arguments.np, arguments.steps, launch)
             results["jobs"].append(measured)
@@ -209,16 +208,6 @@ def main() -> int:
         text = losses_report.report(results, file.with_suffix(""))
         results["finished"] = True  # in the file when its table and plot are there
         write_json(results, file)
-    except Refusal as refusal:
-        say(f"error: {refusal}")
-        return 2
-    except Failed as failed:
-        say(str(failed))
-        return 1
-    except KeyboardInterrupt:
-        count = len(results["jobs"])
-        say("\nstopped" + f"; jobs that are kept: {count}; the same command goes on" * bool(count))
-        return 130
     print(text)
     differing = unequal(results)
     for run in differing:

@@ -32,7 +32,7 @@ from scipy.optimize import nnls
 
 from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import ROOT, hardware, versions
-from cluster.signals import interrupt_at_signals
+from benchmarks.launching import Failed, command, kept, say
 
 LAWS: dict[str, Callable[[float], float]] = {
     "log p": math.log2,
@@ -85,7 +85,11 @@ def law(ranks: list[int], seconds: list[float]) -> str:
 
 
 def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
-    """Seconds that a command of cluster/ took on so many ranks, and what it printed."""
+    """Seconds that a command of cluster/ took on so many ranks, and what it printed.
+
+    Raises:
+        Failed: when it did not end well.
+    """
     began = time.time()
     where = ["-np", str(ranks), "-H", f"localhost:{ranks}"]
     done = subprocess.run(
@@ -95,7 +99,7 @@ def timed(module: str, ranks: int, *command: str) -> tuple[float, str]:
     )  # fmt: skip
     if done.returncode and NOT_FIT not in done.stdout:
         tail = "\n".join(done.stdout.splitlines()[-15:])
-        raise SystemExit(f"{tail}\nerror: {ranks} ranks: {module} {' '.join(command)} failed")
+        raise Failed(f"{tail}\nerror: {ranks} ranks: {module} {' '.join(command)} failed")
     return time.time() - began, done.stdout
 
 
@@ -134,6 +138,7 @@ def table(results: dict[str, Any]) -> str:
     return markdown(["ms, at ranks", *map(str, sizes), "grows as"], lines)
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
@@ -142,24 +147,20 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.repeats < 1 or min(arguments.ranks) < 1:
         parser.error("--ranks and --repeats are counted from 1")
-    interrupt_at_signals()
     results: dict[str, Any] = {
         "ranks": sorted(set(arguments.ranks)), "repeats": arguments.repeats, **hardware(),
     }  # fmt: skip
     results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
     name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores"
     file, results = continued(results, arguments.out, name, "runs")
-    try:
+    with kept(file):
         for repeat in range(arguments.repeats):
             for ranks in results["ranks"]:
                 runs = results["runs"][str(ranks)]
                 if len(runs) <= repeat:
-                    print(f"  {ranks} ranks, {repeat + 1} of {arguments.repeats}", file=sys.stderr)
+                    say(f"  {ranks} ranks, {repeat + 1} of {arguments.repeats}")
                     runs.append(measure(ranks))
                     write_json(results, file)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
-        return 130
     results["finished"] = True
     text = table(results)
     head = (

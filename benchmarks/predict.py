@@ -37,6 +37,7 @@ from typing import Any
 from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import markdown, unused, write_text
+from benchmarks.launching import command
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Refusal
 
@@ -194,6 +195,7 @@ def head(
     return "\n".join(lines)
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
@@ -224,12 +226,8 @@ def main() -> int:
             results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
         slots = max(summary["hosts"].values())
         cases, sources = inputs.networks([*results.values()], options, slots)
-    except Refusal as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        print(f"error: a file lacks what we write to it: {error!r}", file=sys.stderr)
-        return 2
+        raise Refusal(f"a file lacks what we write to it: {error!r}") from None
     # The run's own step belongs into the table only if the prediction is for its own network.
     median = summary["anatomy"]["step_ms"]["median"] / 1e3
     measured = {} if network else {summary["world_size"]: median}
@@ -256,7 +254,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except KeyboardInterrupt:
-        sys.exit(130)
+    sys.exit(main())

@@ -28,8 +28,8 @@ from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import hardware, versions
+from benchmarks.launching import command, say
 from cluster.hosts import Refusal
-from cluster.signals import interrupt_at_signals
 from cluster.testbed import BURST, Testbed, missing
 
 RANKS, HELD_OUT_RANKS = [2, 4], [8]
@@ -47,10 +47,13 @@ def run(ranks: int, rate: int | None, options: dict[str, Any]) -> dict[str, Any]
     """What the ranks measured, each on a host of its own; rate None: one rank alone."""
     if rate is None:
         return launched("benchmarks.predict_worker", options, ["-np", "1"])
-    with Testbed(ranks, f"{rate}mbit") as hosts:
-        names = ",".join(host.name for host in hosts)
-        where = ["-np", str(ranks), "-H", names]
-        return launched("benchmarks.predict_worker", options, where, hosts[0].command())
+    try:
+        with Testbed(ranks, f"{rate}mbit") as hosts:
+            names = ",".join(host.name for host in hosts)
+            where = ["-np", str(ranks), "-H", names]
+            return launched("benchmarks.predict_worker", options, where, hosts[0].command())
+    except RuntimeError as error:
+        raise Refusal(str(error)) from None
 
 
 def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
@@ -70,7 +73,7 @@ def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list
     for number, (count, rate) in enumerate(plan, start=1):
         held_out = count in HELD_OUT_RANKS or rate in HELD_OUT_RATES
         kind = "alone" if rate is None else f"{rate} Mbit/s, {'held out' if held_out else 'fitted'}"
-        print(f"{number} of {len(plan)}: {count} ranks, {kind}", file=sys.stderr, flush=True)
+        say(f"{number} of {len(plan)}: {count} ranks, {kind}")
         fitted = rate is not None and not held_out
         options = stub | {"seed": number, "sizes": SIZES if fitted else [], "repeats": repeats}
         # Long enough to fill the token buckets of the links, which a step's forward is too.
@@ -194,6 +197,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
     save(figure, file)
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predict_proof", description=__doc__.partition("\n")[0]
@@ -203,19 +207,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     stub = STUB | {"steps": arguments.steps}
-    interrupt_at_signals()
-    try:
-        if problem := missing():
-            raise Refusal(problem)
-        measure_alone(arguments.out)
-        facts = hardware()
-        ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
-        measured = experiment(stub, arguments.repeats, ranks, rates)
-    except (Refusal, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    if problem := missing():
+        raise Refusal(problem)
+    measure_alone(arguments.out)
+    facts = hardware()
+    ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
+    measured = experiment(stub, arguments.repeats, ranks, rates)
     results = {
         **facts, "stub": stub, "repeats": arguments.repeats, **compare(measured, stub),
         "measured": measured, "published": published.rows(),

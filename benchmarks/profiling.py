@@ -24,6 +24,7 @@ from pathlib import Path
 
 from benchmarks import phases, traces
 from benchmarks.files import whole
+from benchmarks.launching import command
 from benchmarks.scaling_plan import refuse_ours
 from cluster.doctor import quick
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
@@ -137,6 +138,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+@command
 def main() -> int:
     arguments = parser().parse_args()
     folder: Path | None = arguments.merge
@@ -148,18 +150,11 @@ def main() -> int:
         files = [folder.parent / "trace.json.gz", folder.parent / "trace.png"]
         traces.write(traces.merge(rank_traces, horovod), files[0])
         phases.draw(rank_traces, horovod, files[1])
-    except (Refusal, traces.Unreadable) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
-        print("error: who reads this went away: the job was ended", file=sys.stderr)
-        return 2
+        raise Refusal("who reads this went away: the job was ended") from None
     except OSError as error:
-        print(f"error: {folder or 'make profile'}: {error.strerror}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+        raise Refusal(f"{folder or 'make profile'}: {error.strerror}") from None
     note = f" ({fetched} fetched)" if fetched else ""
     with contextlib.suppress(BrokenPipeError):  # make profile | head
         print(f"\n{phases.table(rank_traces, horovod)}")

@@ -22,7 +22,6 @@ a mark.
 from __future__ import annotations
 
 import argparse
-import functools
 import math
 import sys
 import time
@@ -33,10 +32,8 @@ from typing import Any
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, Run, runs_of
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
-from benchmarks.launching import Failed, Job, say
+from benchmarks.launching import Failed, Job, command, kept, say
 from benchmarks.scaling_plan import accumulated, jobs, length, plan, steps_of, turns, whole_updates
-from cluster.hosts import Refusal
-from cluster.signals import interrupt_at_signals
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
 MIN_STEPS, TRIAL_STEPS, WARMUP = 30, 20, 10
@@ -156,31 +153,15 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def _kept(results: Results, file: Path) -> str:
-    count = len(_whole_repeats(results)) if results else 0
-    return f"; runs that are kept in {file}: {count}; the same command goes on" if count else ""
-
-
+@command
 def main() -> int:
     arguments = parse()
-    interrupt_at_signals()
-    results: Results = {}
-    file = arguments.out
-    try:
-        results, launcher = plan(arguments)
-        file, results = open_file(results, arguments.out)
-        run(results, launcher.run, functools.partial(write_json, results, file))
+    results, launcher = plan(arguments)
+    file, results = open_file(results, arguments.out)
+    with kept(file):
+        run(results, launcher.run, lambda: write_json(results, file))
         results["finished"] = True  # in the file when its tables and plot are there
         print(scaling_report.write(results, file))
-    except Refusal as refusal:
-        say(f"error: {refusal}")
-        return 2
-    except Failed as failed:
-        say(f"{failed}{_kept(results, file)}")
-        return 1
-    except KeyboardInterrupt:
-        say(f"\nstopped{_kept(results, file)}")
-        return 130
     return 0
 
 

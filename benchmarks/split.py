@@ -40,10 +40,9 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import Failed, Job, Launcher
+from benchmarks.launching import Job, Launcher, command, kept, say
 from benchmarks.scaling_plan import configuration, refuse_ours, steps_of
 from cluster.hosts import Host, Refusal
-from cluster.signals import interrupt_at_signals
 from models.split import Split
 
 EXPERIMENT = "experiment=model_parallel"
@@ -97,7 +96,10 @@ def ways(devices: list[str]) -> list[Way]:
 def memory(model: dict[str, Any]) -> dict[bool, float]:
     """MiB of weights, gradients and moments on the fuller device, split (True) and not (False)."""
     arguments = {key: value for key, value in model.items() if key != "_target_"}
-    network = Split(**arguments | {"devices": None})
+    try:
+        network = Split(**arguments | {"devices": None})
+    except ValueError as error:
+        raise Refusal(str(error)) from None
     halves = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
     mib = BYTES_A_PARAMETER / 2**20
     return {True: mib * max(halves), False: mib * sum(halves)}
@@ -115,7 +117,7 @@ def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> 
             ms = measured["step_ms"]
             results["runs"].append({"way": way.name, "repeat": repeat, "step_ms": ms})
             progress = f"repeat {repeat + 1} of {results['repeats']}, {number} of {len(possible)}"
-            print(f"{progress}: {way.name}: {ms:.1f} ms a step", file=sys.stderr, flush=True)
+            say(f"{progress}: {way.name}: {ms:.1f} ms a step")
             keep()
     results["finished"] = True
     keep()
@@ -159,6 +161,7 @@ def description(results: dict[str, Any]) -> str:
     )
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.split", description=__doc__.partition("\n")[0]
@@ -173,7 +176,6 @@ def main() -> int:
         parser.error(f"--batch {arguments.batch}: two ranks share it: give an even number")
     if min(arguments.steps, arguments.repeats) < 1:
         parser.error("--steps and --repeats are at least 1")
-    interrupt_at_signals()
     gpus = torch.cuda.device_count()
     devices = ["cuda:0", "cuda:1"] if gpus > 1 else ["cpu", "cpu"]
     accelerator = [] if gpus > 1 else ["trainer.accelerator=cpu"]
@@ -186,25 +188,19 @@ def main() -> int:
         length = steps_of(WARMUP, arguments.steps)
         return launcher.run(Job("horovod", way.ranks, batch // way.ranks), length)
 
-    try:
-        refuse_ours(arguments.overrides, OURS, "make bench-split")
-        model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
-        memory_mib = {str(split): mib for split, mib in memory(model).items()}
-        results: dict[str, Any] = {
-            "benchmark": "split", **hardware(), "arguments": arguments.overrides, "runs": [],
-            "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
-            "devices": devices, "memory_mib": memory_mib,
-        }  # fmt: skip
-        name = f"split_{slug(device(results))}"
-        file, results = continued(results, arguments.out, name, "runs")
-        results["runs"] = whole_repeats(results["runs"], len(ways(devices)))
+    refuse_ours(arguments.overrides, OURS, "make bench-split")
+    model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
+    memory_mib = {str(split): mib for split, mib in memory(model).items()}
+    results: dict[str, Any] = {
+        "benchmark": "split", **hardware(), "arguments": arguments.overrides, "runs": [],
+        "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
+        "devices": devices, "memory_mib": memory_mib,
+    }  # fmt: skip
+    name = f"split_{slug(device(results))}"
+    file, results = continued(results, arguments.out, name, "runs")
+    results["runs"] = whole_repeats(results["runs"], len(ways(devices)))
+    with kept(file):
         run(results, measure, lambda: write_json(results, file))
-    except (Refusal, Failed, ValueError) as error:
-        print(f"error: {str(error).removeprefix('error: ')}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
-        return 130
     text = f"{description(results)}\n\n{table(results)}\n"
     write_text(file.with_suffix(".md"), text)
     print(f"{text}\nwritten to {file} and .md")

@@ -39,10 +39,8 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import ROOT, hardware, versions
-from benchmarks.launching import Failed
+from benchmarks.launching import Failed, command, kept, say
 from benchmarks.scaling_plan import refuse_ours
-from cluster.hosts import Refusal
-from cluster.signals import interrupt_at_signals
 
 OURS = [sys.executable, "-m", "cluster.horovodrun"]
 WAYS = {  # command, and whether the ranks of a host share their imports
@@ -124,12 +122,12 @@ def run(results: dict[str, Any], keep: Callable[[], None]) -> None:
         results["runs"].append({"way": way, "ranks": ranks, "repeat": repeat, **times})
         keep()
         label = f"{ranks} ranks, {way}: {times['first_step_s']:.2f} s"
-        print(f"repeat {repeat + 1} of {repeats}, {label}", file=sys.stderr, flush=True)
+        say(f"repeat {repeat + 1} of {repeats}, {label}")
     for ranks, way in product(sizes, WAYS) if shutil.which("strace") else []:
         if f"{ranks} {way}" not in results["look_ups"]:
             results["look_ups"][f"{ranks} {way}"] = look_ups(way, ranks, overrides)
             keep()
-            print(f"files are looked up: {ranks} ranks, {way}", file=sys.stderr, flush=True)
+            say(f"files are looked up: {ranks} ranks, {way}")
     results["finished"] = True
     keep()
 
@@ -167,6 +165,7 @@ def description(results: dict[str, Any]) -> str:
     )
 
 
+@command
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
@@ -178,12 +177,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if min(*arguments.np, arguments.repeats) < 1:
         parser.error("--np and --repeats are counted from 1")
-    try:
-        refuse_ours(arguments.overrides, dict.fromkeys(ONE_STEP, "nothing"), "make bench-start")
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
-    interrupt_at_signals()
+    refuse_ours(arguments.overrides, dict.fromkeys(ONE_STEP, "nothing"), "make bench-start")
     results: dict[str, Any] = {
         "benchmark": "start", **hardware(), "arguments": arguments.overrides,
         "ranks": sorted(set(arguments.np)), "repeats": arguments.repeats,
@@ -191,14 +185,8 @@ def main() -> int:
     }  # fmt: skip
     name = f"start_{slug(results['cpu'])}-{results['cores']}-cores"
     file, results = continued(results, arguments.out, name, "runs", "look_ups")
-    try:
+    with kept(file):
         run(results, lambda: write_json(results, file))
-    except Failed as error:
-        print(error, file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print(f"\nstopped; {file} is kept: the same command goes on", file=sys.stderr)
-        return 130
     text = f"{description(results)}\n\n{table(results)}\n"
     write_text(file.with_suffix(".md"), text)
     print(f"{text}\nwritten to {file} and .md")

@@ -32,11 +32,11 @@ from typing import Any
 from benchmarks import load
 from benchmarks.files import RESULTS, continued, slug, write_json, write_text
 from benchmarks.hardware import hardware
+from benchmarks.launching import Failed, command, kept, say
 from benchmarks.step_ranks import Group, Variant, start
 from benchmarks.step_report import ALONE, OURS, report
 from cluster.hosts import Refusal, parse
 from cluster.probe import memory
-from cluster.signals import interrupt_at_signals
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]
 ON_GPU = [*MODELS, "resnet50"]
@@ -82,7 +82,7 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                     seconds = group.run(steps)
                     if repeat:
                         group.blocks.append(seconds)
-                print(f"  {model}: block {repeat} of {arguments.repeats}", file=sys.stderr)
+                say(f"  {model}: block {repeat} of {arguments.repeats}")
         finally:
             for group in groups:
                 group.end()
@@ -126,7 +126,7 @@ def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
     With --batch, or beside other processes, they may need more than lacks_memory knows."""
     peak_kib = max(group.peak_kib * len(group.ranks) for group in groups)
     if memory() << 10 < 1.2 * peak_kib:
-        raise SystemExit(
+        raise Failed(
             f"error: {model}: memory ends at {len(groups)} of {variants} variants, each with "
             f"{peak_kib / 2**20:.1f} GiB; name fewer with --variants"
         )
@@ -165,10 +165,11 @@ def models_that_fit(arguments: argparse.Namespace, defaults: list[str], ranks: i
     if reasons and (arguments.models or len(reasons) == len(models)):
         raise Refusal("; ".join(reasons))
     for reason in reasons:
-        print(f"left out: {reason}", file=sys.stderr)
+        say(f"left out: {reason}")
     return [model for model in models if not lacking[model]]
 
 
+@command
 def main() -> int:
     arguments = options()
     facts = hardware()
@@ -178,17 +179,13 @@ def main() -> int:
     # Variants of malloc make no difference on a GPU.
     arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 8]
     default_models = ON_GPU if on_gpu else MODELS
-    try:
-        ranks = sum(host.slots for host in parse(arguments.hosts))
-        if on_gpu and ranks > len(gpus):
-            raise Refusal(
-                f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are "
-                f"{len(gpus)}; name fewer slots (make: NP=1), or --device cpu"
-            )
-        arguments.models = models_that_fit(arguments, default_models, ranks)
-    except Refusal as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        return 2
+    ranks = sum(host.slots for host in parse(arguments.hosts))
+    if on_gpu and ranks > len(gpus):
+        raise Refusal(
+            f"--hosts {arguments.hosts}: a rank needs a GPU of its own, and there are {len(gpus)}; "
+            "name fewer slots (make: NP=1), or --device cpu"
+        )
+    arguments.models = models_that_fit(arguments, default_models, ranks)
     processor = gpus[0] if on_gpu else facts["cpu"]
     other = load.before()
     busy = max(other["busy"], other["gpu_busy"] or 0)
@@ -202,15 +199,11 @@ def main() -> int:
     name = f"step_{models}{batch}{slug(arguments.network)}_{slug(processor)}"
     file, results = continued(results, arguments.out, name, "models")
     results["busy_before"] = max(busy, results.get("busy_before", 0))
-    interrupt_at_signals()
-    try:
+    with kept(file):
         for model in arguments.models:
             if model not in results["models"]:
                 results["models"][model] = measure(model, arguments.variants, arguments)
                 write(results, file)
-    except KeyboardInterrupt:
-        print("\nstopped; the same command goes on", file=sys.stderr)
-        return 130
     results["finished"] = True
     write(results, file)
     print(report(results))

@@ -18,7 +18,8 @@ from typing import Any
 import psutil
 
 from benchmarks.hardware import ROOT
-from cluster.hosts import parse
+from benchmarks.launching import Failed
+from cluster.hosts import Refusal, parse
 
 # A function of step_worker.py, options of HorovodStrategy, environment variables.
 Variant = tuple[str, dict[str, Any], dict[str, str]]
@@ -77,10 +78,10 @@ class Group:
         self.idle.append(round(1 - psutil.cpu_percent() / 100, 3))  # of all cores
         return [seconds for answer in answers for seconds in answer["seconds"][1:]]
 
-    def failed(self) -> SystemExit:
+    def failed(self) -> Failed:
         self.end()
         output = "\n".join(self.log.read_text().splitlines()[-15:])
-        return SystemExit(f"{output}\nerror: {self.variant}: a rank did not start, or has ended")
+        return Failed(f"{output}\nerror: {self.variant}: a rank did not start, or has ended")
 
     def end(self) -> None:
         for pid in self.pids:
@@ -136,7 +137,7 @@ def _address_of_first(hosts: str) -> str:
     try:
         return "127.0.0.1" if host == "localhost" else socket.gethostbyname(host)
     except OSError as error:
-        raise SystemExit(f"error: --hosts {hosts}: {host}: {error.strerror}") from None
+        raise Refusal(f"--hosts {hosts}: {host}: {error.strerror}") from None
 
 
 def _free_port() -> int:

@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.files import whole
+from cluster.hosts import Refusal
 
 Event = dict[str, Any]
 STEP = "ProfilerStep#"  # torch's name for the range of a step
 ROWS = 1000  # process ids of the merged trace: (rank + 1) x ROWS + a running number
 
 
-class Unreadable(Exception):
+class Unreadable(Refusal):
     """Which file cannot be used as a trace, and why."""
 
 

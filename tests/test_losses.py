@@ -137,7 +137,9 @@ def test_only_what_is_kept_goes_on(
     monkeypatch.setattr(losses, "measure", measure)
     monkeypatch.setattr("sys.argv", ["losses", "--out", str(tmp_path)])
     assert losses.main() == 130
-    goes_on = "; jobs that are kept: 1; the same command goes on" if kept else ""
+    files = [f"; {file} is kept: the same command goes on" for file in tmp_path.glob("*.json")]
+    assert len(files) == kept
+    goes_on = "".join(files)
     assert capsys.readouterr().err == f"\nstopped{goes_on}\n"
 
 

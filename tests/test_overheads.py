@@ -57,7 +57,6 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         return dict.fromkeys(overheads.WHAT, 0.001)
 
     monkeypatch.setattr(overheads, "measure", measure)
-    monkeypatch.setattr(overheads, "interrupt_at_signals", lambda: None)
     options = ["--ranks", "2", "4", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["overheads", *options])
     assert (overheads.main(), overheads.main()) == (130, 0)

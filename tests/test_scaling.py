@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks import files, scaling, scaling_plan, scaling_plot
-from benchmarks.launching import Failed, Job, Launcher
-from cluster.hosts import parse
+from benchmarks.launching import Failed, Job, Launcher, command, kept
+from cluster.hosts import Refusal, parse
 from tests.conftest import ROOT, run, wait_until
 from tests.scaling_source import HERE, MACHINE, QUIET, Source, results
 
@@ -35,14 +35,9 @@ def test_what_was_measured_is_kept_and_not_measured_again(
         return source(job, length)
 
     file, benchmark = scaling.open_file(results(), tmp_path)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=f"{file} is kept: the same"), kept(file):
         scaling.run(benchmark, interrupted, lambda: files.write_json(benchmark, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
-    assert (
-        "runs that are kept in" in (message := scaling._kept(benchmark, file))
-        and ": 3; the" in message
-    )
-
     named, _ = scaling.open_file(results(network="10 Gbit/s"), tmp_path)
     assert named.name == "scaling_toy_test-cpu-4-cores-10-gbit-s_2026-01-02.json"
     other, _ = scaling.open_file(results(repeats=5), tmp_path)
@@ -143,18 +138,35 @@ def test_a_mistake_is_told_in_a_line_before_anything_runs() -> None:
     assert re.match("error: data.batchsize: data has no key 'batchsize'", done.stdout)
 
 
+@pytest.mark.parametrize(
+    "end, status, told",
+    [
+        (Refusal("NP=0"), 2, "error: NP=0\n"),
+        (Failed("last words\nerror: np=2"), 1, "last words\nerror: np=2\n"),
+        (KeyboardInterrupt(), 130, "\nstopped\n"),
+    ],
+)
+def test_a_command_ends_in_a_line_and_a_status(
+    end: BaseException, status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    @command
+    def main() -> int:
+        raise end
+
+    assert main() == status and capsys.readouterr().err == told
+
+
 def test_a_measurement_that_is_told_to_end_ends_its_ranks(tmp_path: Path) -> None:
     """As by its terminal that is closed; the ranks are in a session of their own."""
     seconds = f"600.{os.getpid()}"
     script = f"""
 import signal, sys
 from pathlib import Path
-from benchmarks.launching import train
-from cluster.signals import interrupt_at_signals
+from benchmarks.launching import command, train
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
-interrupt_at_signals()
 ranks = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
-train([*ranks, "sleep", "{seconds}"], "sleep", Path("{tmp_path / "log"}"), threads=1)
+log = Path("{tmp_path / "log"}")
+sys.exit(command(lambda: train([*ranks, "sleep", "{seconds}"], "sleep", log, threads=1))())
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE)
 
@@ -165,7 +177,7 @@ train([*ranks, "sleep", "{seconds}"], "sleep", Path("{tmp_path / "log"}"), threa
     wait_until(lambda: ranks() == 2, 60, "two ranks")
     process.send_signal(signal.SIGHUP)
     _, stderr = process.communicate(timeout=60)
-    assert stderr.endswith(b"KeyboardInterrupt\n")
+    assert (process.returncode, stderr) == (130, b"\nstopped\n")
     assert ranks() == 0
 
 

@@ -17,67 +17,20 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
-from benchmarks.hardware import ROOT, software, versions
+from benchmarks.hardware import software, versions
 from benchmarks.launching import ask, command
 from benchmarks.load import BUSY_SHARE
+from benchmarks.workers import launched
 from cluster.hosts import Host, Refusal, add_arguments, chosen, given, used
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB * 4**n for n in range(11)]  # bytes, to 4 GiB
-
-
-def launched(
-    module: str, options: dict[str, Any], where: list[str], prefix: list[str] | None = None
-) -> dict[str, Any]:
-    """Run `module` on some ranks; the last line of JSON that rank 0 prints. Its other lines are
-    shown.
-
-    Args:
-        where: -np, -H and --hostfile of cluster.horovodrun.
-        prefix: a command that runs the launcher elsewhere, as on another host.
-
-    Raises:
-        Refusal: with the "error" in that line, or when there is no such line.
-    """
-    command = [sys.executable, "-m", "cluster.horovodrun", *where]
-    command += [sys.executable, "-m", module, json.dumps(options)]
-    process = subprocess.Popen(
-        [*(prefix or []), *command], cwd=ROOT, text=True, bufsize=1,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert process.stdout is not None
-    result: dict[str, Any] | None = None
-    lines: list[str] = []
-    try:
-        for line in process.stdout:
-            text = line.rstrip("\n").removeprefix("[0]<stdout>:")
-            if text.startswith("{"):
-                result = json.loads(text)
-            else:
-                lines.append(text)
-                if text != line.rstrip("\n"):
-                    print(f"  {text}", file=sys.stderr)
-        process.wait()
-    except BaseException:
-        process.terminate()  # the launcher ends what it started
-        process.wait()
-        raise
-    if result and "error" in result:
-        raise Refusal(result["error"])
-    if lines and lines[-1].startswith("error: "):
-        raise Refusal(lines[-1].removeprefix("error: "))
-    if result is None or process.returncode:
-        print("\n".join(lines[-12:]), file=sys.stderr)
-        raise Refusal(f"the ranks ended with exit code {process.returncode}, see above")
-    return result
 
 
 def bandwidths(sizes: list[int], seconds: list[list[float]], count: int) -> list[dict[str, float]]:

@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published
-from benchmarks.allreduce import launched
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import hardware, versions
 from benchmarks.launching import command, say
+from benchmarks.workers import launched
 from cluster.hosts import Refusal
 from cluster.testbed import BURST, Testbed, missing
 

@@ -29,6 +29,7 @@ from benchmarks import (
     predict_inputs,
     predict_proof,
     published,
+    workers,
 )
 from benchmarks import predict as command
 from benchmarks.cost_model import (
@@ -45,6 +46,7 @@ from benchmarks.cost_model import (
     predict,
 )  # fmt: skip
 from benchmarks.files import unused
+from benchmarks.launching import Failed
 from benchmarks.predict_inputs import TCP, described, networks
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
@@ -812,6 +814,12 @@ def test_all_reduces_are_timed_on_all_ranks(tmp_path: Path) -> None:
     for suffix in (".md", ".csv", ".png", ".svg"):
         assert file.with_suffix(suffix).stat().st_size > 0
     assert "repetition 3 of 3" in done.stdout
+
+
+def test_ranks_that_fail_tell_why(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Failed, match="^error: the ranks ended with exit code 1, see above$"):
+        workers.launched("benchmarks.no_such_worker", {}, ["-np", "1"])
+    assert "No module named benchmarks.no_such_worker" in capsys.readouterr().err
 
 
 def times_of_ranks() -> list[list[float]]:

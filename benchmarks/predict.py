@@ -36,7 +36,8 @@ from typing import Any
 
 from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
-from benchmarks.files import markdown, unused, write_text
+from benchmarks.files import RESULTS, markdown, unused, write_text
+from benchmarks.hardware import machine
 from benchmarks.launching import command
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Refusal
@@ -195,6 +196,15 @@ def head(
     return "\n".join(lines)
 
 
+def all_reduces_of(summary: dict[str, Any]) -> dict[Path, dict[str, Any]]:
+    """The newest of a run's hosts. Of their hardware only this one's is known."""
+    machines: dict[str, Any] = dict.fromkeys(summary["hosts"])
+    if (here := os.uname().nodename) in machines:
+        machines[here] = machine()
+    files = sorted(RESULTS.glob("allreduce_*.json"))
+    return inputs.newest_all_reduces(files, machines, summary.get("operations", "Gloo"))
+
+
 @command
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -216,8 +226,8 @@ def main() -> int:
             raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
         given = arguments.allreduce  # names, or one that has blanks in it
         named = [Path(name) for name in ([given] if os.path.isfile(given) else given.split())]
-        files = named or inputs.newest_all_reduces(summary)
-        results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in files}
+        results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in named}
+        results = results or all_reduces_of(summary)
         job = inputs.job_of(summary, run)
         options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
         options |= network

@@ -7,9 +7,8 @@ benchmarks/cost_model.py.
 from __future__ import annotations
 
 import json
-import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
@@ -25,8 +24,7 @@ from benchmarks.cost_model import (
     hops,
     median_wait,
 )
-from benchmarks.files import RESULTS
-from benchmarks.hardware import ROOT, machine
+from benchmarks.hardware import ROOT
 from cluster.hosts import Refusal
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
@@ -55,6 +53,7 @@ CASES = (  # at best, likely, at worst
 )
 Results = list[dict[str, Any]]
 Options = dict[str, Any]  # of NETWORK
+UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
 ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
 RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
 KEYS = (
@@ -152,44 +151,41 @@ def newest_run() -> Path:
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
 
 
-def newest_all_reduces(summary: dict[str, Any]) -> list[Path]:
-    """The newest of one of a run's hosts and the newest of several, where there are any."""
-    here = {"name": os.uname().nodename, **machine()}
+def newest_all_reduces(
+    files: Iterable[Path], machines: dict[str, Any], operations: str | None, network: str = ""
+) -> dict[Path, dict[str, Any]]:
+    """The newest results of all-reduces inside one of these hosts and between several, where there
+    are any. Files that are half copied or of another form are passed over.
 
-    def of_this_run(result: dict[str, Any]) -> bool:
-        if not set(result["ranks"]) <= set(summary["hosts"]):
-            return False
-        if result["operations"] != summary.get("operations", "Gloo"):
-            return False
-        if here["name"] not in set(summary["hosts"]) & set(result["ranks"]):
-            return True
-        # Of this machine, not of another that has its name.
-        return any(
-            all(machine.get(key, here[key]) == here[key] for key in ("cpu", "cores"))
-            for machine in result.get("machines", [result])
+    Args:
+        machines: the hosts, by what they call themselves, each with its "cpu" and "cores", or None:
+            another machine may have had the name.
+        network: if it has a name, results of networks with other names are left.
+    """
+
+    def suits(result: dict[str, Any]) -> bool:
+        nodes = dict.fromkeys(result["ranks"])
+        pairs = [(machines[n], m) for n, m in zip(nodes, result.get("machines", [result]))]
+        return (
+            nodes.keys() <= machines.keys()
+            and all(m[key] == own[key] for own, m in pairs if own for key in ("cpu", "cores"))
+            and result["operations"] == operations
+            and (not network or result["network"] in (network, *UNNAMED))
+            and len(result["sizes"]) > 1  # a line needs two
         )
 
-    files = sorted(RESULTS.glob("allreduce_*.json"))
-    return [file for file, _ in newest_by_hosts(files, of_this_run).values()]
-
-
-def newest_by_hosts(
-    files: Iterable[Path], suits: Callable[[dict[str, Any]], bool]
-) -> dict[bool, tuple[Path, dict[str, Any]]]:
-    """Of the results of all-reduces that suit: the newest of one host, under False, and the newest
-    of several, under True. Files that are half copied or of another form are passed over."""
     newest: dict[bool, tuple[Path, dict[str, Any]]] = {}
     for file in files:
         try:
             result = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-            if len(result["sizes"]) < 2 or not suits(result):  # a line needs two sizes
-                continue
             several = len(result["hosts"]) > 1
-            if several not in newest or result["date"] > newest[several][1]["date"]:
+            if suits(result) and (
+                several not in newest or result["date"] > newest[several][1]["date"]
+            ):
                 newest[several] = file, result
         except (Refusal, LookupError, TypeError):
             continue
-    return newest
+    return dict(newest.values())
 
 
 def job_of(summary: dict[str, Any], file: Path) -> Job:

@@ -15,11 +15,9 @@ from typing import Any
 
 from benchmarks.efficiency import Results, interval
 from benchmarks.predict import predictions
-from benchmarks.predict_inputs import job_of, networks, newest_by_hosts
+from benchmarks.predict_inputs import job_of, networks, newest_all_reduces
 from benchmarks.scaling_plan import accumulated
 from cluster.hosts import Refusal
-
-UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
 
 
 def predicted(
@@ -44,10 +42,15 @@ def predicted(
     ]
     first = [run for run in runs if run["np"] == settings["sizes"][0] and run.get("phases_ms")]
     wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
-    measured = _of_these_hosts(results, all_reduces)
+    measured = newest_all_reduces(
+        all_reduces, {host["node"]: host for host in results["hosts"].values()},
+        results["trial"]["operations"], settings["network"],
+    )  # fmt: skip
+    between = any(len(result["hosts"]) > 1 for result in measured.values())
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     others = set(sizes) - {settings["sizes"][0]}
-    if "weak" not in settings["modes"] or not (others and first and wires and measured):
+    enough = others and first and wires and measured and (between or len(settings["hosts"]) == 1)
+    if "weak" not in settings["modes"] or not enough:
         return [], []
     median = statistics.median(run["step_ms"] for run in first)
     low, high = (end / median for end in interval([run["step_ms"] for run in first]))
@@ -59,13 +62,13 @@ def predicted(
         "accumulate_grad_batches": accumulated(results["config"]),
     }  # fmt: skip
     slots = max(host["slots"] for host in settings["hosts"].values())
-    if all(len(result["hosts"]) > 1 for _, result in measured):
+    if all(len(result["hosts"]) > 1 for result in measured.values()):
         # Ranks that fit on one host are joined otherwise than by the network between hosts.
         sizes = [np for np in sizes if np == 1 or np > slots]
     if not set(sizes) & others:
         return [], []
     try:
-        cases, _ = networks([result for _, result in measured], {}, slots)
+        cases, _ = networks([*measured.values()], {}, slots)
         rows = predictions(job_of(summary, Path()), sizes, cases)
     except (Refusal, KeyError, TypeError):  # all-reduces that no line fits, or of another form
         return [], []
@@ -76,38 +79,4 @@ def predicted(
             "low_ms": 1e3 * low * row.best.seconds, "high_ms": 1e3 * high * row.worst.seconds,
         }
         for row in rows
-    ], [file.name for file, _ in measured]  # fmt: skip
-
-
-def lacks_all_reduces(results: Results, files: Iterable[Path]) -> bool:
-    """Whether `make bench-allreduce` on these hosts is all that a predicted curve needs."""
-    settings = results["settings"]
-    sizes = set(settings["sizes"][1:]) - set(results["oversubscribed"])
-    predictable = sizes and "weak" in settings["modes"] and "horovod" in settings["strategies"]
-    exchanges = [run["wire"].get("exchanges", 1) for run in results["runs"] if run.get("wire")]
-    once = set(exchanges) <= {1} and accumulated(results["config"]) == 1
-    return bool(predictable) and once and not _of_these_hosts(results, files)
-
-
-def _of_these_hosts(results: Results, files: Iterable[Path]) -> list[tuple[Path, dict[str, Any]]]:
-    """The newest all-reduces inside one of these hosts and, if there are several, between all of
-    them, without which the list is empty."""
-    names = set(results["settings"]["hosts"])
-    # What the hosts call themselves, where results say it: every host is a localhost to itself.
-    nodes = {host["node"] for host in results["hosts"].values() if "node" in host}
-    machines = {(host["cpu"], host["cores"]) for host in results["hosts"].values()}
-    network = results["settings"]["network"]
-
-    def of_these_hosts(result: dict[str, Any]) -> bool:
-        hosts = {host["name"] for host in result["hosts"]}
-        kinds = {(host["cpu"], host["cores"]) for host in result.get("machines", [result])}
-        return (
-            (hosts == names or (len(hosts) == 1 and hosts <= names))
-            and kinds <= machines
-            and (not nodes or set(result["ranks"]) <= nodes)
-            and result["operations"] == results["trial"]["operations"]
-            and (not network or result.get("network", network) in (network, *UNNAMED))
-        )
-
-    newest = newest_by_hosts(files, of_these_hosts)
-    return list(newest.values()) if (len(names) > 1) in newest else []
+    ], [file.name for file in measured]  # fmt: skip

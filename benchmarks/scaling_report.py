@@ -28,7 +28,7 @@ from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.files import RESULTS, markdown, write_json, write_text
 from benchmarks.hardware import ROOT, processors, versions
 from benchmarks.scaling_plan import accumulated
-from benchmarks.scaling_predicted import lacks_all_reduces, predicted
+from benchmarks.scaling_predicted import predicted
 from cluster.hosts import Refusal
 
 README = ROOT / "README.md"
@@ -170,8 +170,11 @@ def write(results: Results, file: Path, predict: bool = True) -> str:
     write_text(file.with_suffix(".csv"), as_csv(results))
     scaling_plot.draw(results, hardware_of(results), file.with_suffix(""))
     write_json(results, file)
-    if not results["predicted"] and lacks_all_reduces(results, all_reduces):
-        body += "\nno predicted curve: it needs make bench-allreduce on these hosts\n"
+    if not results["predicted"]:
+        body += (
+            "\nno predicted curve: it needs make bench-allreduce on these hosts, and weak scaling "
+            "under horovod to a size with a core for each rank, with one all-reduce a batch\n"
+        )
     return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"
 
 

@@ -15,7 +15,7 @@ QUIET = {"busy": 0.01, "gpu_busy": None, "arithmetic_ms": 8.0, "stolen": 0.0}
 
 MACHINE = {
     "cpu": "Test CPU", "cores": 4, "memory_gib": 8, "gpus": [], "nics": {"eth0": 10000},
-    "machine": 0,
+    "machine": 0, "node": "a",
 }  # fmt: skip
 
 

@@ -555,7 +555,7 @@ def test_only_all_reduces_of_the_runs_own_hosts_are_taken(
 ) -> None:
     results, run = tmp_path / "results", tmp_path / "summary.json"
     results.mkdir()
-    monkeypatch.setattr(predict_inputs, "RESULTS", results)
+    monkeypatch.setattr(command, "RESULTS", results)
     for name, content in (("one", all_reduces()), ("two", all_reduces(4, 2))):
         (results / f"allreduce_{name}.json").write_text(json.dumps(content))
     one, both = {"node0": 4}, {"node0": 4, "node1": 4}
@@ -574,9 +574,9 @@ def test_only_all_reduces_of_the_runs_own_hosts_are_taken(
 def test_all_reduces_of_another_machine_of_this_name_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predict_inputs, "RESULTS", tmp_path)
-    monkeypatch.setattr(predict_inputs, "machine", lambda: {"cpu": "ours", "cores": 2})
-    monkeypatch.setattr(predict_inputs.os, "uname", lambda: SimpleNamespace(nodename="node0"))
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "machine", lambda: {"cpu": "ours", "cores": 2})
+    monkeypatch.setattr(command.os, "uname", lambda: SimpleNamespace(nodename="node0"))
     for cpu in ("ours", "theirs"):
         content = {**all_reduces(), "cpu": cpu, "cores": 2}
         (tmp_path / f"allreduce_{cpu}.json").write_text(json.dumps(content))
@@ -587,23 +587,23 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
                        ("older", json.dumps(other_form)),
                        ("one", json.dumps(one_size))):  # fmt: skip
         (tmp_path / f"allreduce_{name}.json").write_text(text)
-    paths = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4}))
-    assert paths == [tmp_path / "allreduce_ours.json"]
+    paths = command.all_reduces_of(summary(hosts={"node0": 4}))
+    assert list(paths) == [tmp_path / "allreduce_ours.json"]
 
 
 def test_all_reduces_that_another_host_of_the_run_made_are_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The hosts may differ: what counts is that this one was as it is now."""
-    monkeypatch.setattr(predict_inputs, "RESULTS", tmp_path)
-    monkeypatch.setattr(predict_inputs, "machine", lambda: {"cpu": "ours", "cores": 2})
-    monkeypatch.setattr(predict_inputs.os, "uname", lambda: SimpleNamespace(nodename="node1"))
+    monkeypatch.setattr(command, "RESULTS", tmp_path)
+    monkeypatch.setattr(command, "machine", lambda: {"cpu": "ours", "cores": 2})
+    monkeypatch.setattr(command.os, "uname", lambda: SimpleNamespace(nodename="node1"))
     facts = {"theirs": {"cpu": "theirs", "cores": 8}, "ours": {"cpu": "ours", "cores": 2}}
     for name, machines in (("a", ["theirs", "ours"]), ("b", ["theirs", "theirs"])):
         content = {**all_reduces(4, 2), **facts["theirs"], "machines": [facts[m] for m in machines]}
         (tmp_path / f"allreduce_{name}.json").write_text(json.dumps(content))
-    paths = predict_inputs.newest_all_reduces(summary(hosts={"node0": 4, "node1": 4}))
-    assert paths == [tmp_path / "allreduce_a.json"]
+    paths = command.all_reduces_of(summary(hosts={"node0": 4, "node1": 4}))
+    assert list(paths) == [tmp_path / "allreduce_a.json"]
 
 
 def test_the_newest_run_is_one_that_no_profiler_made_slower(

@@ -17,7 +17,7 @@ import pytest
 
 from benchmarks import files, scaling, scaling_plot, scaling_report
 from benchmarks.efficiency import Results, rows
-from benchmarks.scaling_predicted import lacks_all_reduces, predicted
+from benchmarks.scaling_predicted import predicted
 from runs.bottleneck import PHASES
 from tests.conftest import ROOT
 from tests.scaling_source import MACHINE, Source, by_size, measured, results
@@ -126,7 +126,7 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     wrong = [
         all_reduce(tmp_path, "older", "2025-01-01", sizes=[]),
         all_reduce(tmp_path, "elsewhere", "2026-02-01", cpu="another"),
-        all_reduce(tmp_path, "others", "2026-02-01", hosts=[{"name": "b", "slots": 2}]),
+        all_reduce(tmp_path, "others", "2026-02-01", ranks=["b", "b"]),
         all_reduce(tmp_path, "mpi", "2026-02-01", operations="MPI"),
         all_reduce(tmp_path, "one", "2026-02-01", sizes=[{"bytes": 8, "seconds": [1e-3]}]),
     ]
@@ -147,29 +147,21 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     assert not predicted(named, [slow])[0] and predicted(benchmark, [slow])[0]
     for unnamed in ("loopback", "network", "10gbit"):
         assert predicted(named, [all_reduce(tmp_path, "same", network=unnamed)])[0]
-    assert lacks_all_reduces(benchmark, wrong[1:]) and not lacks_all_reduces(benchmark, [right])
-    benchmark["config"]["trainer"] = {"accumulate_grad_batches": 2}  # no all-reduce would help
-    assert not lacks_all_reduces(benchmark, [])
+    benchmark["config"]["trainer"] = {"accumulate_grad_batches": 2}
+    assert not predicted(benchmark, [right])[0]
     del benchmark["config"]["trainer"]
     for exchanges in (2, 1):  # as of a GAN
         for each in benchmark["runs"]:
             each["wire"] = each["wire"] and each["wire"] | {"exchanges": exchanges}
-        assert lacks_all_reduces(benchmark, []) == bool(predicted(benchmark, [right])[0])
-        assert lacks_all_reduces(benchmark, []) == (exchanges == 1)
-    for other in (
-        {"sizes": [1]},
-        {"sizes": [1, 8]},
-        {"modes": ["strong"]},
-        {"strategies": ["ddp"]},
-    ):
-        assert not lacks_all_reduces(benchmark | {"settings": settings | other}, [])
+        assert bool(predicted(benchmark, [right])[0]) == (exchanges == 1)
     for alone in ([4], [4, 8]):  # nothing is predicted from itself
         assert predicted(benchmark | {"settings": settings | {"sizes": alone}}, [right]) == ([], [])
     two_hosts = {name: {"slots": 2} for name in ("localhost", "b")}
     apart = benchmark | {"settings": benchmark["settings"] | {"hosts": two_hosts}}
     assert not predicted(apart, [right])[0]  # nothing was measured between them
-    apart["hosts"] = dict.fromkeys(two_hosts, host)
-    between = all_reduce(tmp_path, "between", hosts=[{"name": name} for name in two_hosts])
+    apart["hosts"] = {"localhost": host, "b": host | {"node": "b"}}
+    hosts = [{"name": name} for name in two_hosts]
+    between = all_reduce(tmp_path, "between", hosts=hosts, ranks=["a", "b"])
     assert [each["np"] for each in predicted(apart, [between, right])[0]] == [1, 2, 4]
     # Two ranks fit on one host, of which nothing was measured.
     assert [each["np"] for each in predicted(apart, [between])[0]] == [1, 4]

@@ -232,10 +232,6 @@ class World:
             )
         return torch.stack(parts)
 
-    def gather_with_gradients(self, tensor: Tensor) -> Tensor:
-        """Shape (size, *shape): every rank's tensor, of one shape; gradients flow back to all."""
-        return Gather.apply(tensor, self)
-
     def broadcast_object(self, obj: T, root: int = 0) -> T:
         """The object of rank `root`, on all ranks; of any size (Horovod's own ends at 2 GiB)."""
         mine = self.rank == root

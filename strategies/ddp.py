@@ -30,6 +30,10 @@ class HorovodrunEnvironment(LaunchedEnvironment):
     Rank 0 leaves its address with horovodrun's rendezvous server, where the others find it.
     """
 
+    def __init__(self) -> None:
+        names = ("SIZE", "RANK", "LOCAL_RANK", "CROSS_RANK")
+        super().__init__(*(int(os.environ[f"HOROVOD_{name}"]) for name in names))
+
     @property
     @override
     def main_address(self) -> str:
@@ -39,22 +43,6 @@ class HorovodrunEnvironment(LaunchedEnvironment):
     @override
     def main_port(self) -> int:
         return int(self._meeting_point[1])
-
-    @override
-    def world_size(self) -> int:
-        return int(os.environ["HOROVOD_SIZE"])
-
-    @override
-    def global_rank(self) -> int:
-        return int(os.environ["HOROVOD_RANK"])
-
-    @override
-    def local_rank(self) -> int:
-        return int(os.environ["HOROVOD_LOCAL_RANK"])
-
-    @override
-    def node_rank(self) -> int:
-        return int(os.environ["HOROVOD_CROSS_RANK"])
 
     @cached_property
     def _meeting_point(self) -> list[str]:

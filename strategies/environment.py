@@ -123,7 +123,12 @@ def own_gpu(local_rank: int, ranks: int) -> torch.device:
 
 
 class LaunchedEnvironment(ClusterEnvironment):
-    """For Lightning: processes that horovodrun started, which decides about ranks and sizes."""
+    """For Lightning: a process that horovodrun started, which decides about ranks and sizes."""
+
+    def __init__(self, size: int, rank: int, local_rank: int, node_rank: int) -> None:
+        super().__init__()
+        self._size, self._rank = size, rank
+        self._local_rank, self._node_rank = local_rank, node_rank
 
     @property
     @override
@@ -135,6 +140,32 @@ class LaunchedEnvironment(ClusterEnvironment):
     def detect() -> bool:
         return "HOROVOD_RANK" in os.environ
 
+    @property
+    @override
+    def main_address(self) -> str:
+        return ""  # of torch.distributed, as is the port: not asked under Horovod
+
+    @property
+    @override
+    def main_port(self) -> int:
+        return 0
+
+    @override
+    def world_size(self) -> int:
+        return self._size
+
+    @override
+    def global_rank(self) -> int:
+        return self._rank
+
+    @override
+    def local_rank(self) -> int:
+        return self._local_rank
+
+    @override
+    def node_rank(self) -> int:
+        return self._node_rank
+
     @override
     def set_world_size(self, size: int) -> None:
         """Not Lightning's to decide."""
@@ -142,32 +173,6 @@ class LaunchedEnvironment(ClusterEnvironment):
     @override
     def set_global_rank(self, rank: int) -> None:
         """Not Lightning's to decide."""
-
-
-class HorovodEnvironment(LaunchedEnvironment):
-    """Rank and size in `world`."""
-
-    main_address, main_port = "", 0  # of torch.distributed, not asked
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-
-    @override
-    def world_size(self) -> int:
-        return self.world.size
-
-    @override
-    def global_rank(self) -> int:
-        return self.world.rank
-
-    @override
-    def local_rank(self) -> int:
-        return self.world.local_rank
-
-    @override
-    def node_rank(self) -> int:
-        return self.world.node_rank
 
 
 def keep_freed_memory() -> None:

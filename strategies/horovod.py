@@ -40,10 +40,10 @@ from typing_extensions import override
 from .batchnorm import SyncLayers
 from .buckets import Exchange, GradientBuckets, shown_as
 from .buffers import shared_buffers
-from .collectives import sendable
+from .collectives import Gather, sendable
 from .cores import usable_cores
 from .drift import warn_of_drift
-from .environment import HorovodEnvironment, initialize, keep_freed_memory, own_gpu
+from .environment import LaunchedEnvironment, initialize, keep_freed_memory, own_gpu
 from .evaluation import Evaluation
 from .metrics import (
     compute_the_rest,
@@ -143,7 +143,8 @@ class HorovodStrategy(ParallelStrategy):
         rank_zero_only.rank = self.world.rank  # type: ignore[attr-defined]
         if self.world.size > 1:  # webdataset's split_by_node looks here for its share
             os.environ.update(RANK=str(self.world.rank), WORLD_SIZE=str(self.world.size))
-        super().__init__(cluster_environment=HorovodEnvironment(self.world))
+        ranks = (self.world.rank, self.world.local_rank, self.world.node_rank)
+        super().__init__(cluster_environment=LaunchedEnvironment(self.world.size, *ranks))
         self.bucket_mib = bucket_mib
         self.compression = compression
         self.op = op
@@ -547,7 +548,7 @@ class HorovodStrategy(ParallelStrategy):
         if self.world.size == 1:
             return torch.stack([tensor if sync_grads else tensor.detach()])
         if sync_grads:
-            return self.world.gather_with_gradients(tensor)
+            return Gather.apply(tensor, self.world)
         return self.world.stack(tensor)
 
     @override

@@ -153,21 +153,19 @@ def keep_wide(module: nn.Module) -> None:
 class ReadByAll(Callback):
     """Reads the epoch's metrics on all ranks before another callback does. Reading reduces them: a
     callback that reads on rank 0 alone, such as a progress bar, would wait for the others, or
-    receive what they reduce next."""
+    receive what they reduce next.
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        _ = trainer.progress_bar_metrics
+    Args:
+        world: whose ranks' values are then compared; None: they are not.
+    """
 
-
-class ReadLast(ReadByAll):
-    """Compares the ranks' values, too."""
-
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World | None = None) -> None:
         self.world = world
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        super().on_train_epoch_end(trainer, pl_module)
-        warn_of_own_values(trainer, self.world)
+        _ = trainer.progress_bar_metrics
+        if self.world is not None:
+            warn_of_own_values(trainer, self.world)
 
 
 def read_by_all(trainer: pl.Trainer, world: World) -> None:
@@ -176,7 +174,7 @@ def read_by_all(trainer: pl.Trainer, world: World) -> None:
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     others = [callback for callback in callbacks if not isinstance(callback, ReadByAll)]
     read = ReadByAll()
-    callbacks[:] = [each for other in others for each in (read, other)] + [ReadLast(world)]
+    callbacks[:] = [each for other in others for each in (read, other)] + [ReadByAll(world)]
 
 
 def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:

@@ -269,11 +269,7 @@ class GradientBuckets:
         for bucket in trained:
             if bucket.work is None:  # this rank did not use all of its parameters
                 self._launch(bucket)
-        votes: Tensor | None = None
-        if self._gathered and not trained:  # no bucket that could carry the flags
-            votes = torch.ones(2)
-            votes[-1 if self._last_batch else -2] = 0
-            votes = self.world.reduce(votes, "sum")
+        votes = None if trained else self._vote()
         for parameter, name in self._gathered:
             self._gather(parameter, name)
         for index, bucket in enumerate(trained):
@@ -285,12 +281,15 @@ class GradientBuckets:
             size = sum(bucket.buffer.nbytes for bucket in trained)
             busy = self._busy, self._busy_bytes
             self.exchanges.append(Exchange(len(trained), size, backward, self._now(), *busy))
-        if votes is not None:
-            return partial(agree, votes, moment(votes.device))
-        if not trained:
-            return lambda: True
-        votes = trained[0].flags[-2:].to("cpu", non_blocking=True)
-        return partial(agree, votes, moment(trained[0].buffer.device))
+        flags = trained[0].flags[-2:] if votes is None else votes
+        return partial(agree, flags.to("cpu", non_blocking=True), moment(flags.device))
+
+    def _vote(self) -> Tensor:
+        """The flags of `last_batch`, where no bucket carries them; this rank's, if it has nothing
+        to exchange at all."""
+        votes = torch.ones(2)
+        votes[-1 if self._last_batch else -2] = 0
+        return self.world.reduce(votes, "sum") if self._gathered else votes
 
     def _now(self) -> Moment:
         """By one GPU, even for a model on several: times between two of them cannot be told."""

@@ -97,43 +97,52 @@ def sync(metric: Metric, world: World, _: Any = None, process_group: Any = None)
     gather equally many, so ranks with fewer add empty ones, which are dropped before the metric's
     own reduction. DDP needs none of this: it repeats samples to make shares equal.
     """
-    gather = partial(type(metric)._sync_dist, metric, world.gather, process_group)
+    counts = _tensors_of_ranks(metric, world)
+    device = "cpu" if metric.compute_on_cpu else metric.device
+    for name, lengths in counts.items():
+        missing = max(lengths) - lengths[world.rank]
+        empty = [torch.zeros(0, device=device)] * missing
+        setattr(metric, name, [*getattr(metric, name), *empty])
+    reductions = {name: metric._reductions[name] for name in counts}
+    try:
+        metric._reductions.update(dict.fromkeys(counts))
+        type(metric)._sync_dist(metric, world.gather, process_group)
+    finally:
+        metric._reductions.update(reductions)
+    for name, lengths in counts.items():
+        kept: Any = _without_empty(getattr(metric, name), lengths)
+        if callable(reduce := reductions[name]) and kept:
+            kept = reduce(kept)
+        setattr(metric, name, kept)
+
+
+def _tensors_of_ranks(metric: Metric, world: World) -> dict[str, list[int]]:
+    """How many tensors each rank has in each list that is gathered one by one. Where a metric has
+    no such list, ranks are not asked."""
     lists = {
         name: getattr(metric, name)
         for name, reduction in metric._reductions.items()
         if reduction is not dim_zero_cat and isinstance(metric._defaults[name], list)
     }
     if not lists:
-        gather()
-        return
+        return {}
     mine = {
         name: len(tensors)
         for name, tensors in lists.items()
         if all(isinstance(tensor, Tensor) for tensor in tensors)
     }
     ranks = world.gather_objects(mine)
-    counts = {
+    return {
         name: [other[name] for other in ranks]
         for name in mine
         if all(name in other for other in ranks)
     }
-    device = "cpu" if metric.compute_on_cpu else metric.device
-    for name, lengths in counts.items():
-        missing = max(lengths) - mine[name]
-        setattr(metric, name, [*lists[name], *[torch.zeros(0, device=device)] * missing])
-    reductions = {name: metric._reductions[name] for name in counts}
-    try:
-        metric._reductions.update(dict.fromkeys(counts))
-        gather()
-    finally:
-        metric._reductions.update(reductions)
-    for name, lengths in counts.items():
-        # The first of each rank, then the second of each, ...
-        gathered = enumerate(getattr(metric, name))
-        kept: Any = [tensor for i, tensor in gathered if i // world.size < lengths[i % world.size]]
-        if callable(reduce := reductions[name]) and kept:
-            kept = reduce(kept)
-        setattr(metric, name, kept)
+
+
+def _without_empty(gathered: list[Tensor], lengths: list[int]) -> list[Tensor]:
+    """Of the first tensor of each rank, then the second of each, ..., those that ranks had."""
+    ranks = len(lengths)
+    return [tensor for i, tensor in enumerate(gathered) if i // ranks < lengths[i % ranks]]
 
 
 def gather_lists(world: World, mine: list[Any], process_group: Any = None) -> list[Any]:

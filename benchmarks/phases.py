@@ -231,47 +231,42 @@ def draw(traces: list[Trace], horovod: Timeline, file: Path) -> None:
     steps = [step for trace in traces for step in trace.steps if step["name"] == chosen["name"]]
     begin = min(step["ts"] for step in steps)
     end = max(step["ts"] + step["dur"] for step in steps)
-    outer = [
-        e for e in horovod.ranges
-        if overlaps(e, begin, end)
-        and (e["args"] or e["name"].startswith("NEGOTIATE_"))  # only whole operations have args
-    ]  # fmt: skip
-    tensors = list(dict.fromkeys(e["tensor"] for e in sorted(outer, key=lambda e: e["ts"])))
-    gpus = {trace.rank: [e for e in trace.events if e.get("cat") in ON_GPU] for trace in traces}
-    gpus = {rank: events for rank, events in gpus.items() if events}
-    labels = [f"rank {trace.rank} on {trace.host}" for trace in traces]
-    labels += [f"GPU of rank {rank}" for rank in gpus]
-    labels += [f"Horovod: {tensor}" for tensor in tensors]
-    height = 0.32 * len(labels) + 1.3
-    figure, axes = plt.subplots(figsize=(9, height), dpi=110)
-    for number, trace in enumerate(traces):
-        shown = [step for step in trace.steps if overlaps(step, begin, end)]
-        for start, stop, name in [piece for step in shown for piece in segments(trace, step)]:
-            axes.barh(
-                number, (stop - start) / 1e3, left=(start - begin) / 1e3, height=0.8,
-                color=COLOURS[name],
-            )  # fmt: skip
-    for number, events in enumerate(gpus.values(), start=len(traces)):
-        axes.broken_barh(
-            [((e["ts"] - begin) / 1e3, e["dur"] / 1e3) for e in events if overlaps(e, begin, end)],
-            (number - 0.3, 0.6), color=COLOURS["GPU"], linewidth=0,
-        )  # fmt: skip
-    for event in outer:
-        name = "negotiation" if event["name"].startswith("NEGOTIATE_") else "all-reduce"
-        axes.barh(
-            len(labels) - len(tensors) + tensors.index(event["tensor"]), event["dur"] / 1e3,
-            left=(event["ts"] - begin) / 1e3, height=0.6, color=COLOURS[name],
-        )  # fmt: skip
-    axes.set_yticks(range(len(labels)), labels)
+    rows = _rows(traces, horovod, begin, end)
+    figure, axes = plt.subplots(figsize=(9, 0.32 * len(rows) + 1.3), dpi=110)
+    for number, pieces in enumerate(rows.values()):
+        bars = [((start - begin) / 1e3, (stop - start) / 1e3) for start, stop, _ in pieces]
+        colours = [COLOURS[what] for _, _, what in pieces]
+        axes.broken_barh(bars, (number - 0.35, 0.7), color=colours, linewidth=0)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.5, -0.5)  # the first row is the uppermost
     axes.set_xlim(0, (end - begin) / 1e3)
-    axes.invert_yaxis()
     axes.set_xlabel("ms")
-    absent = {"negotiation": not tensors, "GPU": not gpus}
-    names = [name for name in COLOURS if not absent.get(name)]
-    axes.legend(
-        handles=[Patch(color=COLOURS[name], label=name) for name in names], ncols=len(names),
-        loc="lower center", bbox_to_anchor=(0.5, 1.0),
-    )  # fmt: skip
+    shown = {what for pieces in rows.values() for _, _, what in pieces}
+    handles = [Patch(color=COLOURS[what], label=what) for what in COLOURS if what in shown]
+    axes.legend(handles=handles, ncols=len(handles), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     with whole(file) as unfinished:
         figure.savefig(unfinished, bbox_inches="tight")
     plt.close(figure)
+
+
+def _rows(
+    traces: list[Trace], horovod: Timeline, begin: float, end: float
+) -> dict[str, list[Segment]]:
+    """What the picture shows between two times in µs, by the label of a row."""
+    rows: dict[str, list[Segment]] = {}
+    for trace in traces:
+        steps = [step for step in trace.steps if overlaps(step, begin, end)]
+        pieces = [piece for step in steps for piece in segments(trace, step)]
+        rows[f"rank {trace.rank} on {trace.host}"] = pieces
+    on_gpu = [(trace.rank, e) for trace in traces for e in trace.events if e.get("cat") in ON_GPU]
+    ranges = [(f"GPU of rank {rank}", event, "GPU") for rank, event in on_gpu]
+    for event in sorted(horovod.ranges, key=lambda e: e["ts"]):
+        label = f"Horovod: {event['tensor']}"
+        if event["name"].startswith("NEGOTIATE_"):
+            ranges.append((label, event, "negotiation"))
+        elif event["args"]:  # which only whole operations have
+            ranges.append((label, event, "all-reduce"))
+    for label, event, what in ranges:
+        if overlaps(event, begin, end):
+            rows.setdefault(label, []).append((event["ts"], event["ts"] + event["dur"], what))
+    return rows

@@ -363,7 +363,7 @@ def test_kernels_count_for_the_operations_that_launched_them(
     phases.draw([trace], traces.Timeline(), tmp_path / "trace.png")
     (axes,) = drawn[0].axes
     assert [label.get_text() for label in axes.get_yticklabels()][1:] == ["GPU of rank 0"]
-    assert len(axes.collections[0].get_paths()) == 3
+    assert len(axes.collections[1].get_paths()) == 3
 
 
 class Manual(Net):

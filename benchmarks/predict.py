@@ -32,7 +32,7 @@ import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
@@ -175,25 +175,15 @@ def disturbed(result: dict[str, Any]) -> str:
     return f", take care: beside other load of {busy:.0%}" if busy > BUSY_SHARE else ""
 
 
-def head(
-    summary: dict[str, Any], run: Path, job: Job, sources: list[str], used: dict[Path, Any]
-) -> str:
-    """What is predicted, and from what.
-
-    Args:
-        sources: where the network's constants come from, a line each.
-        used: the results of all-reduces that they were fitted to, by file.
-    """
-    lines = [
+def of_job(summary: dict[str, Any], run: Path, job: Job) -> list[str]:
+    """What is predicted, and what to take care of; in lines."""
+    return [
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
         f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
         f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
         *slowest_rank(summary, job),
         *oversubscribed(summary),
-        *(f"network   {line}" for line in sources),
-        *(f"measured  {file}{disturbed(result)}" for file, result in used.items()),
     ]
-    return "\n".join(lines)
 
 
 def all_reduces_of(summary: dict[str, Any]) -> dict[Path, dict[str, Any]]:
@@ -205,8 +195,58 @@ def all_reduces_of(summary: dict[str, Any]) -> dict[Path, dict[str, Any]]:
     return inputs.newest_all_reduces(files, machines, summary.get("operations", "Gloo"))
 
 
-@command
-def main() -> int:
+class Given(NamedTuple):
+    """What is predicted, and from what.
+
+    Attributes:
+        cases: the network at best, likely, and at worst.
+        measured: the run's own step in seconds, by its ranks; none for another network.
+        head: all of it in words.
+    """
+
+    run: Path
+    model: str
+    job: Job
+    cases: list[Network]
+    measured: dict[int, float]
+    head: list[str]
+
+
+def given(arguments: argparse.Namespace) -> Given:
+    """What the arguments name, and the newest files for what they do not.
+
+    Raises:
+        Refusal: for files and options that nothing can be predicted from.
+    """
+    network = inputs.described(arguments.network)
+    run = Path(arguments.run) if arguments.run else inputs.newest_run()
+    names = arguments.allreduce  # or one that has blanks in it
+    named = [Path(name) for name in ([names] if os.path.isfile(names) else names.split())]
+    with inputs.of_our_form(f"RUN={run}"):
+        summary = inputs.read(run, "RUN")
+        job, slots = inputs.job_of(summary, run), max(summary["hosts"].values())
+        median = summary["anatomy"]["step_ms"]["median"] / 1e3
+        measured = {} if network else {summary["world_size"]: median}
+        head = of_job(summary, run, job)
+        options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
+        newest = {} if named else all_reduces_of(summary)
+    options |= network
+    with inputs.of_our_form(f"ALLREDUCE={' '.join(map(str, named or newest))}"):
+        results = {file: inputs.read(file, "ALLREDUCE") for file in named} or newest
+        if "operations" in network:  # what others took says nothing of these
+            wanted = network["operations"]
+            results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
+        cases, sources = inputs.networks([*results.values()], options, slots)
+        head += [f"network   {line}" for line in sources]
+        head += [
+            f"measured  {file}{disturbed(result)}"
+            for file, result in results.items()
+            if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
+        ]
+    return Given(run, summary["model"], job, cases, measured, head)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
     )
@@ -214,48 +254,26 @@ def main() -> int:
     parser.add_argument("--allreduce", default="", help="results of make bench-allreduce")
     parser.add_argument("--network", default="", help="rate=25gbit latency=20us ...")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="2 4 8 ...")
-    arguments = parser.parse_args()
-    try:
-        ranks, network = sorted({*arguments.ranks}), inputs.described(arguments.network)
-        if not 1 <= ranks[0] <= ranks[-1] <= MOST_RANKS:
-            wrong = " ".join(map(str, ranks))
-            raise Refusal(f"NP={wrong}: the model is for 1 to {MOST_RANKS:,} ranks")
-        run = Path(arguments.run) if arguments.run else inputs.newest_run()
-        summary = inputs.read(run, "RUN", inputs.RUN_KEYS)
-        if not summary["hosts"]:
-            raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
-        given = arguments.allreduce  # names, or one that has blanks in it
-        named = [Path(name) for name in ([given] if os.path.isfile(given) else given.split())]
-        results = {file: inputs.read(file, "ALLREDUCE", inputs.ALL_REDUCE_KEYS) for file in named}
-        results = results or all_reduces_of(summary)
-        job = inputs.job_of(summary, run)
-        options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
-        options |= network
-        if "operations" in network:  # what others took says nothing of these
-            wanted = network["operations"]
-            results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
-        slots = max(summary["hosts"].values())
-        cases, sources = inputs.networks([*results.values()], options, slots)
-    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        raise Refusal(f"a file lacks what we write to it: {error!r}") from None
-    # The run's own step belongs into the table only if the prediction is for its own network.
-    median = summary["anatomy"]["step_ms"]["median"] / 1e3
-    measured = {} if network else {summary["world_size"]: median}
+    return parser.parse_args()
+
+
+@command
+def main() -> int:
+    arguments = parse()
+    ranks = sorted({*arguments.ranks})
+    if not 1 <= ranks[0] <= ranks[-1] <= MOST_RANKS:
+        wrong = " ".join(map(str, ranks))
+        raise Refusal(f"NP={wrong}: the model is for 1 to {MOST_RANKS:,} ranks")
+    run, model, job, cases, measured, head = given(arguments)
     rows = predictions(job, sorted({*ranks, *measured}), cases)
-    used = {
-        file: result
-        for file, result in results.items()
-        if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
-    }
-    text = head(summary, run, job, sources, used) + "\n\n" + table(rows, measured)
+    text = "\n".join(head) + "\n\n" + table(rows, measured)
+    print(text)
     out = unused(run.with_name("prediction.md")).with_suffix("")
     link = cases[1]
     caption = (
-        f"{summary['model']}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, "
-        f"{link.latency * 1e6:.0f} µs, {link.ranks_per_host} rank{'s' * (link.ranks_per_host > 1)} "
-        "each"
+        f"{model}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, {link.latency * 1e6:.0f} µs, "
+        f"{link.ranks_per_host} rank{'s' * (link.ranks_per_host > 1)} each"
     )
-    print(text)
     plot(rows, measured, job, caption, out)
     write_text(out.with_suffix(".csv"), as_csv(rows))
     write_text(out.with_suffix(".md"), text + "\n")

@@ -6,16 +6,16 @@ benchmarks/cost_model.py.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from benchmarks.cost_model import (
-    Fit,
     Job,
     Measurement,
     Network,
@@ -29,9 +29,19 @@ from cluster.hosts import Refusal
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 RATES, TIMES = ("kbit", "mbit", "gbit"), ("ns", "us", "ms")
-# Bandwidth and latency inside a host: a PCIe 3 x16 slot carries 12.8 GB/s of payload, NVLink
-# between V100s about 120 GB/s of an all-reduce; newer ones more, which seldom matters here.
-INSIDE = {"pcie": (10e9, 5e-6), "nvlink": (120e9, 3e-6)}
+
+
+class Link(NamedTuple):
+    """What joins ranks inside a host, or hosts; the fixed time of a round where it is fitted."""
+
+    latency: float
+    bandwidth: float
+    fixed: float | None = None
+
+
+# A PCIe 3 x16 slot carries 12.8 GB/s of payload, NVLink between V100s about 120 GB/s of an
+# all-reduce; newer ones more, which seldom matters here.
+INSIDE = {"pcie": Link(5e-6, 10e9), "nvlink": Link(3e-6, 120e9)}
 NOT_MEASURED = "rate=25gbit latency=20us"  # between hosts, where nothing is known of them
 TCP = 20e-6  # seconds of a small message over TCP, where the latency described is NCCL's
 FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
@@ -54,8 +64,6 @@ CASES = (  # at best, likely, at worst
 Results = list[dict[str, Any]]
 Options = dict[str, Any]  # of NETWORK
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
-ALL_REDUCE_KEYS = ("sizes", "hosts", "ranks", "operations", "date")
-RUN_KEYS = ("anatomy", "strategy", "world_size", "hosts", "model", "data")
 KEYS = (
     "rate", "latency", "gpus_per_host", "inside", "operations", "controller", "controller_latency",
 )  # fmt: skip
@@ -101,7 +109,7 @@ def _value(key: str, text: str) -> Any:
     if key in ("latency", "controller_latency"):
         return quantity(text, key, TIMES)
     if key == "inside":
-        return INSIDE.get(text) or (quantity(text, key, RATES[1:]), INSIDE["pcie"][1])
+        return INSIDE.get(text) or Link(INSIDE["pcie"].latency, quantity(text, key, RATES[1:]))
     if key == "gpus_per_host":
         if not re.fullmatch("[1-9][0-9]{0,3}", text):
             raise Refusal(f"NETWORK: gpus_per_host={text}: write how many, as 8")
@@ -112,22 +120,28 @@ def _value(key: str, text: str) -> Any:
     return text
 
 
-def read(file: Path, what: str, keys: Sequence[str]) -> dict[str, Any]:
-    """A JSON file that has these keys.
+def read(file: Path, what: str) -> Any:
+    """A JSON file.
 
     Raises:
-        Refusal: naming it as `what`, when it cannot be read or lacks one.
+        Refusal: naming it as `what`, when it cannot be read.
     """
     try:
-        content = json.loads(file.read_text())
+        return json.loads(file.read_text())
     except OSError as error:
         raise Refusal(f"{what}={file}: {error.strerror}") from None
     except ValueError:
         raise Refusal(f"{what}={file}: this is no JSON") from None
-    for key in keys:
-        if not isinstance(content, dict) or key not in content or content[key] == []:
-            raise Refusal(f"{what}={file}: there is no '{key}' in it: is it the right file?")
-    return content
+
+
+@contextlib.contextmanager
+def of_our_form(name: str) -> Iterator[None]:
+    """Refuses a file by its name where it lacks what is looked up here."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+        told = f"{name}: nothing can be predicted from it: {error!r}: is it the right file?"
+        raise Refusal(told) from None
 
 
 def newest_run() -> Path:
@@ -174,25 +188,21 @@ def newest_all_reduces(
             and len(result["sizes"]) > 1  # a line needs two
         )
 
-    newest: dict[bool, tuple[Path, dict[str, Any]]] = {}
+    found = []
     for file in files:
-        try:
-            result = read(file, "ALLREDUCE", ALL_REDUCE_KEYS)
-            several = len(result["hosts"]) > 1
-            if suits(result) and (
-                several not in newest or result["date"] > newest[several][1]["date"]
-            ):
-                newest[several] = file, result
-        except (Refusal, LookupError, TypeError):
-            continue
-    return dict(newest.values())
+        with contextlib.suppress(Refusal), of_our_form(str(file)):
+            result = read(file, "ALLREDUCE")
+            if suits(result):
+                found.append((result["date"], len(result["hosts"]) > 1, file, result))
+    by_date = sorted(found, key=lambda each: each[0])
+    return dict({several: (file, result) for _, several, file, result in by_date}.values())
 
 
 def job_of(summary: dict[str, Any], file: Path) -> Job:
     """The job that a run was.
 
     Raises:
-        Refusal: when the summary lacks what is needed, or the cost model is not for such a run.
+        Refusal: when the cost model is not for such a run.
     """
     anatomy = summary["anatomy"]
     if summary.get("strategy") != "horovod":
@@ -209,13 +219,7 @@ def job_of(summary: dict[str, Any], file: Path) -> Job:
             f"RUN={file}: {exchanges:g} all-reduces of gradients a batch, as several "
             "backwards make: the model is of an all-reduce in each batch"
         )
-    try:
-        return _job(anatomy, summary["world_size"], file)
-    except (LookupError, TypeError, ArithmeticError) as error:
-        raise Refusal(f"RUN={file}: it lacks what a run writes: {error!r}") from None
-
-
-def _job(anatomy: dict[str, Any], ranks: int, file: Path) -> Job:
+    ranks = summary["world_size"]
     # The medians of the phases need not add up to the median step: they are scaled to do so.
     scale = anatomy["step_ms"]["median"] / 1e3 / sum(anatomy["phases_ms"].values())
     phases = {name: scale * value for name, value in anatomy["phases_ms"].items()}
@@ -273,23 +277,20 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     ]
 
 
-def fits(results: Results, times: str, part: float, inside: float | None = None) -> Fit | None:
+def fits(results: Results, case: Case, inside: float | None = None) -> Link | None:
     """The constants of what these files measured; None without any.
 
     Args:
-        times, part: see `Case`.
         inside: latency inside their hosts, where it is known.
     """
-    measurements = [m for result in results for m in measurements_of(result, times, inside)]
-    try:
-        fitted = fit(measurements) if measurements else None
-    except ValueError as error:
-        raise Refusal(f"ALLREDUCE: {error}") from None
-    counts = {measurement.ranks for measurement in measurements}
-    if fitted is None or len(counts) > 1:
-        return fitted
-    fixed = (1 - part) * measurements[0].latencies * fitted.latency
-    return replace(fitted, fixed=fixed, latency=part * fitted.latency)
+    if not results:
+        return None
+    measurements = [m for result in results for m in measurements_of(result, case.times, inside)]
+    fitted = fit(measurements)
+    if len({measurement.ranks for measurement in measurements}) > 1:
+        return Link(fitted.latency, fitted.share, fitted.fixed)
+    fixed = (1 - case.part) * measurements[0].latencies * fitted.latency
+    return Link(case.part * fitted.latency, fitted.share, fixed)
 
 
 def networks(results: Results, options: Options, slots: int) -> tuple[list[Network], list[str]]:
@@ -333,24 +334,21 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
 
 def _constants(one_host: Results, several: Results, options: Options, case: Case) -> Network:
     """Latencies, bandwidths and fixed time: described, else fitted, else assumed."""
-    inside = None if "inside" in options else fits(one_host, case.times, case.part)
-    between = None if "rate" in options else fits(several, case.times, case.part)
-    inside_latency = inside.latency if inside else options.get("inside", (None, None))[1]
-    if between and inside_latency is not None and inside_latency < between.latency:
-        between = fits(several, case.times, case.part, inside_latency)
-    elif between and inside:  # one number of ranks: fixed time passed for latency
-        inside = replace(inside, latency=between.latency)
-    if between:
-        latency, bandwidth = between.latency, between.share
-    else:
+    inside: Link | None = options.get("inside") or fits(one_host, case)
+    between = None if "rate" in options else fits(several, case)
+    if between and inside and inside.latency < between.latency:
+        between = fits(several, case, inside.latency)
+    elif between and inside and inside.fixed is not None:
+        # One number of ranks: fixed time passed for latency.
+        inside = inside._replace(latency=between.latency)
+    if not between:
         link = described(NOT_MEASURED) | options
-        latency, bandwidth = case.slower * link["latency"], case.share * link["rate"]
-    within = (inside.share, inside.latency) if inside else options.get("inside")
-    inside_bandwidth, inside_latency = within or (bandwidth, latency)
-    fixed = max((f.fixed for f in (inside, between) if f), default=case.slower * FIXED)
+        between = Link(case.slower * link["latency"], case.share * link["rate"])
+    inside = inside or between
+    fixed = [link.fixed for link in (inside, between) if link.fixed is not None]
     return Network(
-        latency, bandwidth, inside_latency=inside_latency, inside_bandwidth=inside_bandwidth,
-        fixed=fixed,
+        between.latency, between.bandwidth, inside_latency=inside.latency,
+        inside_bandwidth=inside.bandwidth, fixed=max(fixed, default=case.slower * FIXED),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.efficiency import Results, interval
 from benchmarks.predict import predictions
-from benchmarks.predict_inputs import job_of, networks, newest_all_reduces
+from benchmarks.predict_inputs import job_of, networks, newest_all_reduces, of_our_form
 from benchmarks.scaling_plan import accumulated
 from cluster.hosts import Refusal
 
@@ -68,9 +68,10 @@ def predicted(
     if not set(sizes) & others:
         return [], []
     try:
-        cases, _ = networks([*measured.values()], {}, slots)
-        rows = predictions(job_of(summary, Path()), sizes, cases)
-    except (Refusal, KeyError, TypeError):  # all-reduces that no line fits, or of another form
+        with of_our_form("ALLREDUCE"):
+            cases, _ = networks([*measured.values()], {}, slots)
+            rows = predictions(job_of(summary, Path()), sizes, cases)
+    except Refusal:  # all-reduces that no line fits, or of another form
         return [], []
     return [
         {

@@ -658,16 +658,16 @@ def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
     ("content", "told"),
     [
         ("{", "this is no JSON"),
-        ("[]", "there is no 'anatomy' in it"),
+        ("[]", "nothing can be predicted from it: TypeError("),
         (json.dumps(summary(strategy="ddp")), "strategy ddp: the model is of horovod's"),
         (json.dumps(summary(strategy="ddp", operations=None)), "strategy ddp"),
         (json.dumps(summary(anatomy=None)), "make train NP=2"),
         (json.dumps(summary(accumulate_grad_batches=4)), "an all-reduce in each batch"),
         (json.dumps(GAN), "2 all-reduces of gradients a batch, as several backwards make: the"),
         (json.dumps(ADASUM), "op=adasum: the model is of sums on a ring"),
-        (json.dumps(NO_PHASES), "it lacks what a run writes: KeyError('phases_ms')"),
-        (json.dumps(NO_CALLS), "it lacks what a run writes: KeyError('calls')"),
-        (json.dumps(summary(hosts={})), "it lacks what a run writes: no hosts"),
+        (json.dumps(NO_PHASES), "nothing can be predicted from it: KeyError('phases_ms'): is it"),
+        (json.dumps(NO_CALLS), "nothing can be predicted from it: KeyError('calls'): is it"),
+        (json.dumps(summary(hosts={})), "nothing can be predicted from it: ValueError("),
     ],
 )
 def test_a_run_that_tells_too_little_is_refused(
@@ -718,7 +718,8 @@ def test_files_of_another_form_are_told_in_a_line(
         other.write_text(json.dumps(json.loads(files["one"].read_text()) | change))
         assert said(monkeypatch, "--run", str(files["run"]), "--allreduce", str(other)) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert line.startswith("error: ")
+        named = f"ALLREDUCE={other}" if change else f"RUN={files['run']}"
+        assert line.startswith(f"error: {named}: nothing can be predicted from it: ")
 
 
 def test_a_summary_of_another_form_is_passed_over(

@@ -107,12 +107,6 @@ class Agent:
     def _environment(self, job: dict[str, Any]) -> dict[str, str]:
         """What all ranks of this host share: this login's variables, forwarded ones, interfaces."""
         nic = job["nic"] or interface_towards(job["launcher"])
-        nics = [name for _, name in socket.if_nameindex()]
-        if nic not in nics:
-            options = ", ".join(nics)
-            raise ValueError(
-                f"no network interface {nic}; there are {options}: mend nic in HOSTFILE"
-            )
         # "=": this one, not all whose names begin so.
         interface = dict.fromkeys(("HOROVOD_GLOO_IFACE", "GLOO_SOCKET_IFNAME"), nic)
         interface["NCCL_SOCKET_IFNAME"] = f"={nic}"
@@ -120,11 +114,12 @@ class Agent:
         by_bus = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         environment = {**by_bus, **interface, **os.environ, **job["environment"]}
         environment |= interface if job["nic"] else {}
-        gloo_nic = environment["HOROVOD_GLOO_IFACE"]
-        if gloo_nic not in nics:
+        nic, nics = environment["HOROVOD_GLOO_IFACE"], [name for _, name in socket.if_nameindex()]
+        if nic not in nics:
+            mend = "mend" if job["nic"] else "unset HOROVOD_GLOO_IFACE, or give"
+            options = ", ".join(nics)
             raise ValueError(
-                f"HOROVOD_GLOO_IFACE={gloo_nic} in the environment: there are {', '.join(nics)}: "
-                "unset it, or give nic in HOSTFILE"
+                f"no network interface {nic}; there are {options}: {mend} nic in HOSTFILE"
             )
         return environment
 

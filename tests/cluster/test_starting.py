@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import testbed
+from cluster.agent import Agent
 from cluster.horovodrun import Job, main
 from cluster.hosts import Host, ranks
 from tests.cluster.conftest import NICS, PYTHON, made
@@ -243,8 +244,16 @@ def test_what_the_launcher_says_of_horovod_goes_to_all_hosts(
 
 def test_an_interface_that_is_only_in_the_environment() -> None:
     done = run(horovodrun("-H", "localhost:2", PYTHON, "-c", TELL), HOROVOD_GLOO_IFACE="none0")
-    assert "localhost: HOROVOD_GLOO_IFACE=none0 in the environment: there are lo" in done.stdout
+    assert "localhost: no network interface none0; there are lo" in done.stdout
+    assert ": unset HOROVOD_GLOO_IFACE, or give nic in HOSTFILE" in done.stdout
     assert done.returncode != 0 and "SIGABRT" not in done.stdout
+
+
+def test_an_interface_that_the_host_file_makes_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
+    job = {"nic": "none0", "environment": {}}
+    with pytest.raises(ValueError, match="no network interface none0; .*: mend nic in HOSTFILE"):
+        Agent()._environment(job)
 
 
 @pytest.mark.parametrize("text", ["nan", "inf", "-1", "1e3", "soon"])

@@ -404,8 +404,7 @@ def main() -> int:
         output = json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
         output = f"{table(findings)}\n{'fit' if fit else 'not fit: mend what is marked FAIL'}"
-    if sys.stdout is not None:  # not closed, as by `>&-`
-        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         print(output, flush=True)
     except BrokenPipeError:  # make doctor | head

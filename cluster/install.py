@@ -171,16 +171,14 @@ def unmet(info: dict, pins: dict[str, str], mpi: bool) -> list[str]:
 
 def verify(python: str, info: dict, mpi: bool) -> None:
     """See that Horovod has what it was built with, and that two processes can add tensors."""
-    horovodrun = str(Path(python).absolute().parent / "horovodrun")
-    if not Path(horovodrun).exists():
-        horovodrun = str(Path(info["prefix"]) / "bin" / "horovodrun")
-    report = run_logged("checking Horovod", [horovodrun, "--check-build"])
+    horovodrun = [python, "-m", "horovod.runner.launch"]
+    report = run_logged("checking Horovod", [*horovodrun, "--check-build"])
     for feature in ["PyTorch", "Gloo"] + ["NCCL"] * bool(info["cuda"]) + ["MPI"] * mpi:
         if f"[X] {feature}" not in report:
             raise InstallError(f"horovodrun --check-build shows no {feature}; see {shown(LOG)}")
     run_logged(
         "an all-reduce between 2 processes",
-        [horovodrun, "-np", "2", "-H", "localhost:2", python, "-c", ALL_REDUCE],
+        [*horovodrun, "-np", "2", "-H", "localhost:2", python, "-c", ALL_REDUCE],
     )
 
 

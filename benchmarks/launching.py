@@ -25,7 +25,7 @@ from benchmarks import load
 from benchmarks.hardware import ROOT
 from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
-from cluster.hosts import Host, Refusal, ranks
+from cluster.hosts import Host, Refusal, ranks, typed
 from cluster.signals import interrupt_at_signals
 
 # What makes a process one of several ranks (cluster/hosts.py, Rank.environment); without these it
@@ -211,7 +211,7 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
         lines = [line for line in output.splitlines() if line.startswith("{")]
         if process.returncode or not lines:
             reason = (errors.strip().splitlines() or [f"status {process.returncode}"])[-1]
-            raise Failed(f"error: {name}: {module}: {reason}; see make doctor {host.given()}")
+            raise Failed(f"error: {name}: {module}: {reason}; see make doctor {typed([host])}")
         answers[name] = json.loads(lines[-1])
     return answers
 

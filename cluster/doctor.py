@@ -53,6 +53,7 @@ from cluster.hosts import (
     entry,
     make,
     refuse_one_twice,
+    typed,
     used,
 )
 from cluster.install import read_pins
@@ -190,7 +191,7 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
             findings = [probe.trouble for probe in probes if probe.trouble]
             answers = {p.host: p.facts for p in probes if p.facts}
             clocks = {p.host: _clock(p) for p in probes if p.facts}
-            here = _here(quick)
+            here = _here(quick) | {"hosts": typed(hosts)}
             ranks = sum(host.slots for host in hosts)
             for host, facts in answers.items():
                 findings += checkout(host, facts, here) + packages(host, facts, here)
@@ -327,9 +328,7 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
             process.terminate()
             output, errors = process.communicate()
             errors = f"no end within {PAIR_SECONDS} s"
-    names = ",".join(f"{host.name}:{host.slots}" for host in group)
-    look = make(f"hello {group[0].given() if group[0].file else f'HOSTS={names}'}")
-    look = f"NCCL_DEBUG=INFO {look}"
+    look = f"NCCL_DEBUG=INFO {make(f'hello {typed(group)}')}"
     results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
         reason = " ".join(errors.strip().splitlines()[-1:])[:200]

@@ -1,16 +1,16 @@
 """What is wrong with a host, judged by its facts (cluster/probe.py), and what mends it.
 
 `facts` are those of the host, `here` those of this one; `here` also has the files that are copied
-("synced") and those that git tracks and a run may read ("tracked").
+("synced"), those that git tracks and a run may read ("tracked"), and what to type behind make for
+all hosts ("hosts").
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.environment import ROOT
@@ -24,7 +24,6 @@ FREE_MEMORY_MIB = 500
 FREE_GPU_SHARE = 0.9
 OPEN_FILES = 512  # of a process with torch and its data; its connections come on top
 CLOCK_SECONDS = 2.0
-ONE_HOST = re.compile(r"HOSTS=([\w.-]+:\d+)(?![,\w])")  # of Host.given
 
 
 @dataclass(frozen=True)
@@ -39,22 +38,15 @@ class Finding:
 
 
 def joined(findings: list[Finding]) -> list[Finding]:
-    """Findings that say the same as one, with all their hosts, also behind `make sync HOSTS=`."""
-    groups: dict[tuple[str, ...], list[Finding]] = {}
+    """Findings that say the same as one, with all their hosts."""
+    hosts: dict[Finding, list[str]] = {}
     for finding in findings:
-        mend = ONE_HOST.sub("HOSTS=", finding.mend)
-        key = (finding.level, finding.check, finding.text, mend)
-        groups.setdefault(key, []).append(finding)
-    merged = []
-    for (level, check, text, mend), group in groups.items():
-        hosts = ",".join(host for f in group for host in ONE_HOST.findall(f.mend))
-        mend = mend.replace("HOSTS=", f"HOSTS={hosts}", 1) if hosts else mend
-        merged.append(Finding(level, check, ",".join(f.host for f in group), text, mend))
-    return merged
+        hosts.setdefault(replace(finding, host=""), []).append(finding.host)
+    return [replace(finding, host=",".join(names)) for finding, names in hosts.items()]
 
 
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    sync = make(f"sync {host.given()}")
+    sync = make(f"sync {here['hosts']}")
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
@@ -79,7 +71,7 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    mend = make(f"sync ENV=1 {host.given()}")
+    mend = make(f"sync ENV=1 {here['hosts']}")
     if environment_folder().parent != ROOT:
         mend = f"on {host.name}: make install PYTHON={sys.executable}"
     fail = functools.partial(Finding, "FAIL", "packages", host.name)
@@ -128,7 +120,7 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     wanted = host.gpus or visible or tuple(sorted(by_index))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
-        mend = f"{host.given(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
+        mend = f"set its slots to {len(wanted)}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
         return [fail(text, mend)]
     for number in wanted[: host.slots]:
         gpu = by_index[number]
@@ -179,7 +171,7 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     if available < wanted:
         text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
         fit = max(1, available // FREE_MEMORY_MIB)
-        findings.append(Finding("FAIL", "memory", host.name, text, host.given(fit)))
+        findings.append(Finding("FAIL", "memory", host.name, text, f"set its slots to {fit}"))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
     cores, has_gpus = facts["cores"], bool(facts["gpus"]["devices"])
@@ -189,7 +181,7 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
         findings.append(Finding("warn", "cores", host.name, text, mend))
     elif not has_gpus and cores < host.slots:
         text = f"{host.slots} processes on {cores} cores: slower than {cores}"
-        findings.append(Finding("warn", "cores", host.name, text, host.given(cores)))
+        findings.append(Finding("warn", "cores", host.name, text, f"set its slots to {cores}"))
     else:
         findings.append(Finding("ok", "cores", host.name, f"{cores} cores"))
     files = OPEN_FILES + ranks + host.slots  # Gloo connects it to all, twice within a host

@@ -25,6 +25,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -73,13 +74,6 @@ class Host:
     ssh: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict, hash=False)
     file: Path | None = field(default=None, compare=False)
-
-    def given(self, slots: int | None = None) -> str:
-        """What to type behind make for this host: HOSTS= or HOSTFILE=, with so many slots."""
-        if self.file is None:
-            return f"HOSTS={self.name}:{slots or self.slots}"
-        change = f"{self.name}: {{slots: {slots}}} in " if slots else ""
-        return f"{change}HOSTFILE={self.file}"
 
     @functools.cached_property
     def _known_to_ssh(self) -> tuple[str, int]:
@@ -195,6 +189,13 @@ def make(what: str) -> str:
     """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
     ours = environment_folder() == ROOT / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
+
+
+def typed(hosts: Sequence[Host]) -> str:
+    """What to type behind make for these hosts: HOSTS=, or the host file that they are from."""
+    if hosts[0].file:
+        return f"HOSTFILE={hosts[0].file}"
+    return "HOSTS=" + ",".join(f"{host.name}:{host.slots}" for host in hosts)
 
 
 def own_addresses() -> set[str]:

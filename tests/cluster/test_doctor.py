@@ -23,7 +23,7 @@ import horovod
 import pytest
 
 from cluster import doctor, findings, probe, testbed
-from cluster.hosts import Host, Refusal
+from cluster.hosts import Host, Refusal, typed
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT, run, wait_until
 
@@ -128,12 +128,19 @@ def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
     hosts = [Host("node1", 4), Host("node-2.cluster", 2), Host("node3", 1)]
     facts = {"code": {"template.py": "old"}, "root": True}
     here = {"code": {"template.py": "new"}, "synced": {"template.py"}, "tracked": set()}
+    here["hosts"] = typed([*hosts, Host("node4", 1)])
     stale = [finding for host in hosts for finding in findings.checkout(host, facts, here)]
     missing = findings.checkout(Host("node4", 1), {"code": None, "root": False}, here)
     first, second = findings.joined([*stale, *missing])
     assert first.host == "node1,node-2.cluster,node3"
-    assert first.mend == stale[0].mend.replace("node1:4", "node1:4,node-2.cluster:2,node3:1")
+    assert first.mend.startswith("make sync HOSTS=node1:4,node-2.cluster:2,node3:1,node4:1")
     assert second == missing[0]
+    facts = {"disk": {str(ROOT): 1 << 20}, "memory": 500, "gpus": {"devices": []}, "cores": 1}
+    facts |= {"files": 9999, "infiniband": False, "memlock": -1}
+    twins = [Host("node1", 2), Host("node2", 2)]
+    found = findings.joined([line for host in twins for line in findings.room(host, facts, 4)])
+    mends = [(line.check, line.host, line.mend) for line in found if line.mend]
+    assert mends == [(check, "node1,node2", "set its slots to 1") for check in ("memory", "cores")]
     # Of two hosts already: each pair has its own.
     pairs = [findings.Finding("FAIL", "all-reduce", a, "x", f"make hello HOSTS={a}") for a in "ab"]
     pairs = [replace(pair, mend=f"{pair.mend}:1,c:1") for pair in pairs]
@@ -287,8 +294,8 @@ def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None
     bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
     assert not [finding for finding in bad if finding[1:3] == ("limits", "node4")]
     for level, check, host, words, mend in (
-        ("FAIL", "memory", "node1", "for 9999 processes", "node1: {slots: "),
-        ("warn", "cores", "node1", "9999 processes on", "} in HOSTFILE="),
+        ("FAIL", "memory", "node1", "for 9999 processes", "set its slots to "),
+        ("warn", "cores", "node1", "9999 processes on", "set its slots to "),
         ("FAIL", "network", "node2", "no interface ib7 with an address; there are", "mend nic"),
         ("FAIL", "limits", "node2", "256 open files a process", "raise nofile"),
         ("warn", "GPUs", "node3", "GPU 0 has 900 of 15,000 MiB free", "ssh node3 nvidia-smi"),
@@ -345,7 +352,7 @@ def test_gpus_that_are_hidden_are_not_asked_for(none: str, monkeypatch: pytest.M
     ("gpus", "nccl", "level"), [(1, False, "FAIL"), (1, True, "ok"), (0, False, "ok")]
 )
 def test_a_horovod_without_nccl_is_not_for_gpus(gpus: int, nccl: bool, level: str) -> None:
-    here = {"versions": {"python": "3.11", "torch": "2.8", "horovod": "0.28.1"}}
+    here = {"versions": {"python": "3.11", "torch": "2.8", "horovod": "0.28.1"}, "hosts": ""}
     build = {"gpus": gpus, "nccl": nccl, "gloo": True, "mpi": False}
     (finding,) = findings.packages(Host("node1", 1), {**here, "build": build}, here)
     told = (finding.level, "and Horovod no NCCL" in finding.text, "make install" in finding.mend)
@@ -355,6 +362,7 @@ def test_a_horovod_without_nccl_is_not_for_gpus(gpus: int, nccl: bool, level: st
 @pytest.mark.parametrize(("name", "level"), [("old.py", "warn"), ("notes.md", "ok")])
 def test_code_that_is_only_there_is_told(name: str, level: str) -> None:
     here = {"code": {"new.py": "1"}, "synced": {"new.py"}, "tracked": {"new.py"}, "identity": "a"}
+    here["hosts"] = "HOSTS=node1:1"
     facts = {"code": {"new.py": "1", name: "2"}, "identity": "b"}
     (finding,) = findings.checkout(Host("node1", 1), facts, here)
     told = (finding.level, "has what is not here: old.py" in finding.text)

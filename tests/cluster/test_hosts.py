@@ -392,7 +392,6 @@ def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
     file.write_text("hosts: {node1: {slots: 2, gpus: [1, 0], user: ada}, node2: 1}")
     first, second = read(file)
     assert str(diagnose(first, 97, "")).endswith(": " + make(f"sync HOSTFILE={file}"))
-    assert first.given(1) == f"node1: {{slots: 1}} in HOSTFILE={file}"
     assert entry(first) == {"slots": 2, "gpus": (1, 0), "user": "ada"}
     assert entry(second) == {"slots": 1}
 

@@ -37,8 +37,9 @@ from cluster.environment import ROOT
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-KINDS: dict[str, Any] = {  # what a host file may say of a host, and of which type
-    "slots": int, "gpus": list, "nic": str, "user": str, "port": int, "ssh": list, "env": dict,
+EXAMPLES: dict[str, Any] = {  # of what a host file may say of a host
+    "slots": "4", "gpus": [0, 1], "nic": "eth0", "user": "ada", "port": "2222",
+    "ssh": ["ProxyJump=login"], "env": {"NCCL_DEBUG": "INFO"},
 }  # fmt: skip
 # Variables of Slurm: how many GPUs the job, or each of its tasks, asked for.
 JOB_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
@@ -227,10 +228,11 @@ def parse(text: str) -> list[Host]:
 
 
 class _AsWritten(yaml.SafeLoader):
-    """Keeps each value as the text that was written: "on" and "010", not true and 8. Refuses equal
-    keys, of which YAML takes the last without a word."""
+    """Keeps each value as the text that was written, whatever its tag: "on" and "010", not true and
+    8. Refuses equal keys, of which YAML takes the last without a word."""
 
     yaml_implicit_resolvers = {"<": [("tag:yaml.org,2002:merge", re.compile("<<"))]}  # noqa: RUF012
+    yaml_constructors: dict[str, Any] = {}  # noqa: RUF012
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -251,68 +253,63 @@ def read(file: Path) -> list[Host]:
     """
     where = f"HOSTFILE={file}"
     try:
-        text = file.read_text()
-        content, written = yaml.safe_load(text), yaml.load(text, _AsWritten)
+        content = yaml.load(file.read_text(), _AsWritten)
     except OSError as error:
         raise Refusal(f"{where}: {error.strerror}; give the path of a host file") from None
-    except (yaml.YAMLError, ValueError) as error:  # the latter for a date such as 2026-02-30
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else "no YAML"
-        not_text = isinstance(error, UnicodeDecodeError)
-        reason = getattr(error, "problem", None) or ("not text" if not_text else error)
+        reason = getattr(error, "problem", None) or getattr(error, "reason", error)
         raise Refusal(f"{where}: {place}: {reason}") from None
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
-    if misplaced := [key for key in content if key in KINDS]:  # other keys may be for YAML's <<
+    if misplaced := [key for key in content if key in EXAMPLES]:  # other keys may be for YAML's <<
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
-    pairs = zip(hosts.values(), written["hosts"].items())
-    return [_host(name, values, words, file) for values, (name, words) in pairs]
+    return [_host(name, said, file) for name, said in hosts.items()]
 
 
-def _host(name: str, content: Any, words: Any, file: Path) -> Host:
-    """The host of an entry: `content` as YAML reads it, `words` as it is written."""
+def _host(name: str, said: Any, file: Path) -> Host:
     where = f"HOSTFILE={file}: {name}"
-    if isinstance(content, int) and not isinstance(content, bool):
-        content = {"slots": content}
-    if not isinstance(content, dict):
-        raise Refusal(f"{where}: {content}: write how many processes it may run, as {{slots: 4}}")
+    said = {"slots": said} if isinstance(said, str) else said
+    if not isinstance(said, dict):
+        raise Refusal(f"{where}: {said}: write how many processes it may run, as {{slots: 4}}")
     if not NAME.fullmatch(name):
         raise Refusal(f"{where}: this is no name of a host")
-    for key, value in content.items():
-        if key not in KINDS:
-            raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(KINDS)}")
-        if not isinstance(value, KINDS[key]) or isinstance(value, bool):
-            raise Refusal(f"{where}: {key}={value} is no {KINDS[key].__name__}")
-    if "slots" not in content:
+    for key, value in said.items():
+        if key not in EXAMPLES:
+            raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(EXAMPLES)}")
+        if type(value) is not type(EXAMPLES[key]) or value == "":
+            raise Refusal(f"{where}: {key}={value}: write as {EXAMPLES[key]}")
+    if "slots" not in said:
         raise Refusal(f"{where}: it needs its slots, as {{slots: 4}}")
-    slots, gpus, env = content["slots"], content.get("gpus"), content.get("env", {})
-    if not 0 < slots < 100_000:
-        raise Refusal(f"{where}: slots={slots}: write how many processes it may run")
-    if "port" in content and not 0 < content["port"] < 65536:
-        raise Refusal(f"{where}: port={content['port']} is no port: 1 to 65535")
+    slots = _number(where, "slots", said["slots"], range(1, 100_000))
+    port = _number(where, "port", said["port"], range(1, 65_536)) if "port" in said else None
+    gpus, ssh, env = said.get("gpus"), said.get("ssh", []), said.get("env", {})
     if gpus is not None:
-        valid = all(type(gpu) is int and gpu >= 0 for gpu in gpus)  # True is an int too
-        if not valid or len({*gpus}) < len(gpus):
-            raise Refusal(f"{where}: gpus={gpus}: write their numbers, each once, as [0, 1]")
+        gpus = tuple(_number(where, "gpus", gpu, range(100_000)) for gpu in gpus)
+        if len({*gpus}) < len(gpus):
+            raise Refusal(f"{where}: gpus={[*gpus]}: write each once, as [0, 1]")
         if slots > len(gpus):
             raise Refusal(
                 f"{where}: {slots} slots and {len(gpus)} gpus: a process needs its own; "
                 "take fewer slots or leave gpus out"
             )
-    for option in content.get("ssh", []):
-        if not isinstance(option, str) or not re.fullmatch(r"\w+[= ].+", option):
+    for option in ssh:
+        if not re.fullmatch(r"\w+[= ].+", str(option)):
             raise Refusal(f"{where}: ssh: '{option}' is no option: write as ProxyJump=login")
     for variable, value in env.items():
-        if not isinstance(variable, str) or not VARIABLE.fullmatch(variable):
+        if not VARIABLE.fullmatch(variable):
             raise Refusal(f"{where}: env: '{variable}' is no name of a variable")
-        env[variable] = words.get("env", {}).get(variable, value)
-        if not isinstance(env[variable], str):
+        if not isinstance(value, str):
             raise Refusal(f"{where}: env: {variable}={value} is no text: put it in quotes")
-    said: dict[str, Any] = content | {
-        key: tuple(content[key]) for key in ("gpus", "ssh") if key in content
-    }
-    return Host(name, file=file, **said)
+    return Host(name, slots, gpus, said.get("nic"), said.get("user"), port, tuple(ssh), env, file)
+
+
+def _number(where: str, key: str, text: Any, fit: range) -> int:
+    if not re.fullmatch("[0-9]{1,5}", str(text)) or int(text) not in fit:
+        raise Refusal(f"{where}: {key}={text} is no number from {fit[0]} to {fit[-1]}")
+    return int(text)
 
 
 def refuse_one_twice(hosts: list[Host]) -> None:
@@ -422,5 +419,5 @@ def given(arguments: argparse.Namespace) -> list[str]:
 
 def entry(host: Host) -> dict[str, Any]:
     """What a host file says of this host, for yaml.safe_dump."""
-    said = {key: getattr(host, key) for key in KINDS}
+    said = {key: getattr(host, key) for key in EXAMPLES}
     return {key: value for key, value in said.items() if value}

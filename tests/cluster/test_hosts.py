@@ -77,9 +77,9 @@ class TestFile:
         assert member.environment(1)["CUDA_VISIBLE_DEVICES"] == "5"
 
     def test_variables_are_as_they_are_written(self, tmp_path: Path) -> None:
-        env = "{A: on, B: , C: 010, E: 1_000, F: 12:30, G: 'x y', H: 1.50}"
+        env = "{A: on, B: , C: 010, D: 2026-02-30, E: 1_000, F: 12:30, G: 'x y', H: 1.50}"
         (host,) = read(self.file(tmp_path, f"hosts: {{node1: {{slots: 1, env: {env}}}}}"))
-        written = {"A": "on", "B": "", "C": "010", "E": "1_000", "F": "12:30"}
+        written = {"A": "on", "B": "", "C": "010", "D": "2026-02-30", "E": "1_000", "F": "12:30"}
         assert host.env == {**written, "G": "x y", "H": "1.50"}
 
     def test_what_is_merged_counts(self, tmp_path: Path) -> None:
@@ -100,24 +100,34 @@ class TestFile:
             ("hosts: {node1: {gpus: [0]}}", "needs its slots"),
             ("hosts: {node1: {slots: 1, gpu: [0]}}", "'gpu' is unknown; there are slots, gpus"),
             ("hosts: {node1: {slot: 2}}", "'slot' is unknown; there are slots, gpus"),
-            ("hosts: {node1: 1.5}", "node1: 1.5: write how many processes it may run"),
-            ("hosts: {node1: {slots: two}}", "slots=two is no int"),
+            ("hosts: {node1: 1.5}", "node1: slots=1.5 is no number from 1 to 99999"),
+            ("hosts: {node1: }", "node1: slots=: write as 4"),
+            ("hosts: {node1: [4]}", "node1: ['4']: write how many processes it may run"),
+            ("hosts: {node1: {slots: two}}", "node1: slots=two is no number from 1 to 99999"),
+            ("hosts: {node1: {slots: true}}", "slots=true is no number"),
+            ("hosts: {node1: {slots: [4]}}", "slots=['4']: write as 4"),
+            ("hosts: {node1: {slots: 1, gpus: 0}}", "node1: gpus=0: write as [0, 1]"),
+            ("hosts: {node1: {slots: 1, nic: }}", "node1: nic=: write as eth0"),
+            ("hosts: {node1: {slots: 1, ssh: A=b}}", "ssh=A=b: write as ['ProxyJump=login']"),
+            ("hosts: {node1: {slots: 1, env: []}}", "env=[]: write as {'NCCL_DEBUG': 'INFO'}"),
             ("hosts: {node1: {slots: 0}}", "slots=0"),
             ("hosts: {node1: {slots: 99999999999}}", "slots=99999999999"),
-            ("hosts: {node1: {slots: 1, gpus: [true]}}", "each once"),
+            ("hosts: {node1: {slots: 1, gpus: [true]}}", "gpus=true is no number from 0 to 99999"),
+            ("hosts: {node1: {slots: 1, gpus: [[0]]}}", "gpus=['0'] is no number"),
+            ("hosts: {node1: {slots: 1, gpus: [-1]}}", "gpus=-1 is no number"),
             ("hosts: {node1: {slots: 1, slots: 2}}", "line 1: slots is there twice: write it once"),
             ("hosts: {node1: 1}\nenv: {A: b}", "'env' stands beside hosts"),
-            ("hosts: {node1: {slots: 1, port: 99999}}", "is no port"),
+            ("hosts: {node1: {slots: 1, port: 99999}}", "port=99999 is no number from 1 to 65535"),
             ("hosts: {node1: {slots: 1, ssh: [yes]}}", "is no option"),
             ("hosts: {node1: {slots: 1, env: {'a b': 1}}}", "no name of a variable"),
-            ("hosts: {node1: {slots: 1, env: {A: [1]}}}", "env: A=[1] is no text"),
+            ("hosts: {node1: {slots: 1, env: {A: [1]}}}", "env: A=['1'] is no text"),
             ("hosts: {'-oX': {slots: 1}}", "no name of a host"),
             ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "line 3: node1 is there twice"),
             ("hosts: {node1: 1}\nhosts: {node2: 1}\n", "line 2: hosts is there twice"),
             ("hosts: {node1: {slots: 1, env: {A: b, A: c}}}", "line 1: A is there twice"),
             ("hosts:\n  {{ node1 }}: {slots: 1}\n", "line 2: found unhashable key"),
             ("hosts: {", "line 1: "),
-            ("hosts: {node1: {slots: 1, env: {A: 2026-02-30}}}", "no YAML: day is out of range"),
+            ("hosts: {node1: a\0}", "no YAML: special characters are not allowed"),
             ("nodes: {}", "write 'hosts:'"),
         ],
     )

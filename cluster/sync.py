@@ -21,10 +21,9 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from cluster.agent import descendants
 from cluster.environment import ROOT
@@ -53,27 +52,21 @@ RESULTS = "benchmarks/results/"
 # somebody's work.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
 
-marking = threading.Lock()  # held while a mark is made in this folder
-
 
 class Disturbed(Refusal):
     """Files came or went during the copy, as where another host has the same folder."""
 
 
-def sync(host: Host, dry_run: bool, env: bool) -> list[str]:
-    """Copy to one host; lines that say what changed.
+def sync(host: Host, mark: str, dry_run: bool, env: bool) -> list[str]:
+    """Copy to one host; lines that say what changed. `mark` is a file that only this folder has.
 
     Raises:
         Refusal: with what prevents it, and what to do.
     """
     if host.is_here:
         return ["this host"]
-    with contextlib.ExitStack() as stack:
-        with marking:
-            mark = stack.enter_context(tempfile.NamedTemporaryFile(dir=ROOT, prefix=_mark()))
-        script = LOOK.format(root=shlex.quote(str(ROOT)), mark=Path(mark.name).name)
-        output = _run(host.command(script), host, LOOK_SECONDS)
-    words = output.split()
+    script = LOOK.format(root=shlex.quote(str(ROOT)), mark=mark)
+    words = _run(host.command(script), host, LOOK_SECONDS).split()
     state = next((word for word in reversed(words) if word != "no-rsync"), "")
     if state == "shared":
         return ["shares this file system: nothing to copy"]
@@ -191,10 +184,6 @@ def _literally(name: str) -> str:
     return re.sub(r"([*?\[\\])", r"\\\1", name) if re.search(r"[*?\[]", name) else name
 
 
-def _mark() -> str:
-    return f".sync-{os.getpid()}-"
-
-
 def _environment(host: Host, dry_run: bool) -> list[str]:
     """Copy the environment of this checkout, and try whether it runs there."""
     folder = environment_folder()
@@ -282,14 +271,12 @@ def _rsync_failed(host: Host, status: int, errors: str) -> str:
     return why
 
 
-def _leave() -> NoReturn:
+def _leave(mark: IO[bytes]) -> NoReturn:
     """End at Ctrl-C without waiting for hosts, and leave no process and no mark behind."""
     for pid in descendants():  # each ssh and rsync
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
-    marking.acquire()  # for good: no mark is made any more
-    for mark in ROOT.glob(f"{_mark()}*"):
-        mark.unlink(missing_ok=True)
+    mark.close()
     os._exit(130)
 
 
@@ -306,15 +293,12 @@ def main() -> int:
 
     def one(host: Host, alone: bool = False) -> None:
         try:
-            lines = sync(host, arguments.dry_run, arguments.env)
+            lines = sync(host, Path(mark.name).name, arguments.dry_run, arguments.env)
         except Refusal as error:
             if isinstance(error, Disturbed) and not alone:
                 disturbed.append(host)
                 return
             failed.append(str(error))
-            lines = ["FAILED"]
-        except OSError as error:
-            failed.append(f"{host.name}: {error.filename or 'writing'} here: {error.strerror}")
             lines = ["FAILED"]
         print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
 
@@ -322,16 +306,17 @@ def main() -> int:
         hosts = chosen(arguments)
         if shutil.which("rsync") is None:
             raise Refusal("rsync is missing here: sudo apt-get install rsync")
-    except Refusal as error:
+        mark = tempfile.NamedTemporaryFile(dir=ROOT, prefix=".sync-")  # noqa: SIM115
+    except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    with ThreadPoolExecutor(max_workers=8) as pool:  # see cluster/ssh.py
+    with mark, ThreadPoolExecutor(max_workers=8) as pool:  # see cluster/ssh.py
         try:
             list(pool.map(one, hosts))
             for host in disturbed:
                 one(host, alone=True)
         except KeyboardInterrupt:
-            _leave()
+            _leave(mark)
     for line in failed:
         print(f"error: {line}", file=sys.stderr)
     return int(bool(failed))

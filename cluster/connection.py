@@ -45,7 +45,7 @@ class Connection:
         threading.Thread(target=self._write, daemon=True).start()
         self.send(**order)
         self.listening_since = time.monotonic()
-        self.holds = False  # whether the agent holds back what its ranks print
+        self._holds = False
         self._words, self._heard = b"", False  # the last ones on stderr; whether the agent spoke
         self._hearing_ssh = threading.Thread(target=self._hear_ssh, daemon=True)
         self._hearing_ssh.start()  # first, as the other thread waits for it at its end
@@ -54,6 +54,13 @@ class Connection:
     def send(self, **what: Any) -> None:
         """Send a line to the agent, without waiting."""
         self._orders.put(what)
+
+    def hold(self, holds: bool) -> None:
+        """Have the agent hold back what its ranks print, or go on. Left unread, it could not report
+        ended ranks."""
+        if holds != self._holds:
+            self._holds = holds
+            self.send(hold=holds)
 
     def close(self) -> None:
         """Close the agent's input, upon which it ends what it started."""

@@ -179,36 +179,46 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
         Refusal: where two names lead to one host.
     """
     refuse_one_twice(hosts)
-    pool = ThreadPoolExecutor(max_workers=max(1, len(hosts)))
+    # Also for this host itself, whose name may lead to its loopback. Where it fails, each says why.
+    own_addresses: dict[Host, str] = {}
+    with contextlib.suppress(Refusal):
+        own_addresses = addresses(hosts)
+    pool = ThreadPoolExecutor(max_workers=len(hosts))
+    probes: list[Probe] = []
     try:
-        # Also for this host itself, whose name may lead to its loopback. Where it fails, Probe
-        # says why.
-        own_addresses: dict[Host, str] = {}
-        with contextlib.suppress(Refusal):
-            own_addresses = addresses(hosts)
         probes = list(pool.map(lambda host: Probe(host, own_addresses.get(host), quick), hosts))
-        try:
-            findings = [probe.trouble for probe in probes if probe.trouble]
-            answers = {p.host: p.facts for p in probes if p.facts}
-            clocks = {p.host: _clock(p) for p in probes if p.facts}
-            here = _here(quick) | {"hosts": typed(hosts)}
-            ranks = sum(host.slots for host in hosts)
-            for host, facts in answers.items():
-                findings += checkout(host, facts, here) + packages(host, facts, here)
-                findings += gpus(host, facts) + interface(host, facts, alone=len(answers) == 1)
-                if not quick:
-                    findings += room(host, facts, ranks) + clock(host, clocks[host])
-                    findings += writable(host, facts) if host == hosts[0] else []
-            if not quick and not any(f.level == "FAIL" for f in findings):
-                findings += _connections(probes, pool)
-        finally:
-            for probe in probes:
-                probe.close()
+        findings = _judged(probes, quick)
+        if not quick and fit(findings):
+            findings += _connections(probes, pool)
     finally:
+        for probe in probes:
+            probe.close()
         pool.shutdown(wait=False)  # at Ctrl-C we do not wait for hosts
-    if not quick and not any(finding.level == "FAIL" for finding in findings):
-        findings += _exchanges(hosts, answers)
+    if not quick and fit(findings):
+        findings += _exchanges({probe.host: probe.facts for probe in probes if probe.facts})
     return sorted(findings, key=lambda finding: ORDER.index(finding.check))
+
+
+def fit(findings: list[Finding]) -> bool:
+    return not any(finding.level == "FAIL" for finding in findings)
+
+
+def _judged(probes: list[Probe], quick: bool) -> list[Finding]:
+    """What is wrong with each host by itself."""
+    here = _here(quick) | {"hosts": typed([probe.host for probe in probes])}
+    ranks = sum(probe.host.slots for probe in probes)
+    findings = [probe.trouble for probe in probes if probe.trouble]
+    alone = len(probes) - len(findings) == 1
+    for probe in probes:
+        host, facts = probe.host, probe.facts
+        if facts is None:
+            continue
+        findings += checkout(host, facts, here) + packages(host, facts, here)
+        findings += gpus(host, facts) + interface(host, facts, alone)
+        if not quick:
+            findings += room(host, facts, ranks) + clock(host, _clock(probe))
+            findings += writable(host, facts) if probe is probes[0] else []
+    return findings
 
 
 def _here(quick: bool) -> dict[str, Any]:
@@ -270,9 +280,10 @@ def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]
     return findings or [Finding("ok", "pairs", "all", f"{count} ways, each host to each other")]
 
 
-def _exchanges(hosts: list[Host], answers: dict[Host, dict[str, Any]]) -> list[Finding]:
+def _exchanges(answers: dict[Host, dict[str, Any]]) -> list[Finding]:
     """Messages and the speed of an all-reduce: between all ranks of a host with GPUs, which may
     reach each other without the network, and between two ranks on a pair of hosts."""
+    hosts = [*answers]
     with_gpus = {host for host in hosts if answers[host]["gpus"]["devices"]}
     inside = [host for host in hosts if host in with_gpus and host.slots > 1]
     if len(hosts) == 1 and not inside:
@@ -398,17 +409,17 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         leave()
-    fit = not any(finding.level == "FAIL" for finding in findings)
+    is_fit = fit(findings)
     if arguments.json:
-        output = json.dumps({"fit": fit, "findings": [asdict(f) for f in findings]}, indent=1)
+        output = json.dumps({"fit": is_fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
-        output = f"{table(findings)}\n{'fit' if fit else 'not fit: mend what is marked FAIL'}"
+        output = f"{table(findings)}\n{'fit' if is_fit else 'not fit: mend what is marked FAIL'}"
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         print(output, flush=True)
     except BrokenPipeError:  # make doctor | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return int(not fit)
+    return int(not is_fit)
 
 
 if __name__ == "__main__":

@@ -100,7 +100,7 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     ok, warn, fail = (
         functools.partial(Finding, level, "GPUs", host.name) for level in ("ok", "warn", "FAIL")
     )
-    answer, findings = facts["gpus"], []
+    answer = facts["gpus"]
     by_index = {gpu["index"]: gpu for gpu in answer["devices"]}
     look = f"ssh {host.destination} nvidia-smi"
     # The launcher passes this on to all ranks; -1 is a common way to name none.
@@ -122,24 +122,27 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
         mend = f"set its slots to {len(wanted)}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
         return [fail(text, mend)]
-    for number in wanted[: host.slots]:
-        gpu = by_index[number]
-        others = [p for p in answer["processes"] if p["gpu"] == number]
-        if others:
-            owners = ", ".join(f"{p['pid']} of user {p['uid']}" for p in others)
-            findings.append(warn(f"GPU {number} has processes of others: {owners}", look))
-        elif gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
-            text = f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
-            findings.append(warn(text, look))
-    driver = by_index[wanted[0]]["driver"]
-    build = facts.get("build")
+    lent = [by_index[number] for number in wanted[: host.slots]]
+    findings = [warn(text, look) for gpu in lent if (text := _taken(gpu, answer["processes"]))]
+    driver, build = lent[0]["driver"], facts.get("build")
     if isinstance(build, dict) and not build["gpus"]:
         text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
         mend = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
         return [*findings, fail(text, mend)]
-    names = sorted({by_index[number]["name"] for number in wanted[: host.slots]})
-    return findings or [ok(f"{host.slots} x {' and '.join(names)}, driver {driver}")]
+    names = " and ".join(sorted({gpu["name"] for gpu in lent}))
+    return findings or [ok(f"{host.slots} x {names}, driver {driver}")]
+
+
+def _taken(gpu: dict[str, Any], processes: list[dict[str, Any]]) -> str:
+    """What a rank would share the GPU with; empty if it has it for itself."""
+    number = gpu["index"]
+    others = [f"{p['pid']} of user {p['uid']}" for p in processes if p["gpu"] == number]
+    if others:
+        return f"GPU {number} has processes of others: {', '.join(others)}"
+    if gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
+        return f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
+    return ""
 
 
 def interface(host: Host, facts: dict[str, Any], alone: bool) -> list[Finding]:

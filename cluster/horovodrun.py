@@ -200,27 +200,30 @@ class Job:
         with contextlib.suppress(queue.Empty):
             connection, event = self._events.get(timeout=min(wait, 0.02) if behind else wait)
             self._take(connection, event)
+        for connection in self.connections:
+            connection.hold(behind)
+        self._notice_silence()
+        now = time.monotonic()
+        if not self._running:  # an agent may wait for a process that not even SIGKILL ends
+            self._deadlines.setdefault("kill", now + 10)
+        for name, act in (("stop", self._end), ("end", self._end), ("kill", self._kill)):
+            if now > self._deadlines.get(name, float("inf")):
+                self._deadlines[name] = float("inf")
+                act()
+
+    def _notice_silence(self) -> None:
+        """Fail where a host has not been heard for too long while we listened."""
         now = time.monotonic()
         if now - self._stepped > STOPPED_SECONDS:  # we were stopped, as by scontrol suspend
             for connection in self.connections:
                 connection.listening_since += now - self._stepped
         self._stepped = now
-        if not self._running:  # an agent may wait for a process that not even SIGKILL ends
-            self._deadlines.setdefault("kill", now + 10)
         for connection in self.connections:
-            # Agents hold output back when asked; left unread, they could not report ended ranks.
-            if connection.holds != behind:
-                connection.holds = behind
-                connection.send(hold=behind)
             silent = connection.silent_for()
             if silent > self._silence and connection.process.poll() is None:
                 text = f"{connection.host.name} has not been heard for {silent:.0f} s: is it down?"
                 self._fail(3, f"{text} Its agent ends what runs there", 1)
                 connection.kill()
-        for name, act in (("stop", self._end), ("end", self._end), ("kill", self._kill)):
-            if now > self._deadlines.get(name, float("inf")):
-                self._deadlines[name] = float("inf")
-                act()
 
     def _take(self, connection: Connection, event: dict[str, Any]) -> None:
         host = connection.host

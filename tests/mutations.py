@@ -611,8 +611,8 @@ MUTATIONS = [
         "reader_who_pauses", "cluster/test_printing", "cluster",
     ),
     Mutation(
-        "what a reader who pauses has not read fills the memory", "horovodrun.py",
-        "if connection.holds != behind:", "if False:",
+        "what a reader who pauses has not read fills the memory", "connection.py",
+        "if holds != self._holds:", "if False:",
         "reader_who_pauses", "cluster/test_printing", "cluster",
     ),
     Mutation(

@@ -577,7 +577,7 @@ def test_many_hosts_are_not_tried_in_all_pairs(
         hosts = [Host(f"node{number}", 1) for number in range(count)]
         none: dict[str, Any] = {"gpus": {"devices": []}, "infiniband": True}
         answers = dict.fromkeys(hosts, none)
-        tried = [finding.host for finding in doctor._exchanges(hosts, answers)]
+        tried = [finding.host for finding in doctor._exchanges(answers)]
         assert len(tried) == len({*tried}) == expected
         ends = Counter(name for pair in tried for name in pair.split("-"))
         assert len(ends) == count and len({*ends.values()}) == 1
@@ -597,13 +597,13 @@ def test_the_gpus_of_a_host_are_tried_together(monkeypatch: pytest.MonkeyPatch) 
     hosts = [Host("a", 8), Host("b", 8), Host("c", 3), Host("d", 1)]
     facts = [{"gpus": {"devices": gpus}, "infiniband": name in "acd"}
              for name, gpus in zip("abcd", ([{}], [{}], [], [{}]))]  # fmt: skip
-    doctor._exchanges(hosts, dict(zip(hosts, facts)))
+    doctor._exchanges(dict(zip(hosts, facts)))
     pairs = [("a:1", "b:1"), ("a:1", "c:1"), ("a:1", "d:1"), ("b:1", "c:1"), ("b:1", "d:1"),
              ("c:1", "d:1")]  # fmt: skip
     assert sorted(asked) == sorted((*group, "a", "d") for group in [("a:8",), ("b:8",), *pairs])
     for host, slots in ((hosts[0], 8), (hosts[2], 2), (hosts[3], 1)):
         asked.clear()
-        doctor._exchanges([host], dict(zip(hosts, facts)))
+        doctor._exchanges({host: dict(zip(hosts, facts))[host]})
         assert [group[0] for group in asked] == [f"{host.name}:{slots}"]
 
 

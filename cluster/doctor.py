@@ -77,13 +77,13 @@ asking: list[subprocess.Popen] = []  # one for each host
 starting = threading.Lock()  # held while another one is started and noted
 
 
-def end(process: subprocess.Popen) -> None:
+def kill(process: subprocess.Popen) -> None:
     """Kill an ssh and its ProxyCommand, which may hang too and keep open what we read."""
     if process.returncode is None:  # not waited for yet: no other process has its id
         os.killpg(process.pid, signal.SIGKILL)
 
 
-class Probe:
+class Contact:
     """A host that is asked; it has `facts` when it has answered, else `trouble`."""
 
     def __init__(self, host: Host, launcher: str | None, quick: bool) -> None:
@@ -137,13 +137,13 @@ class Probe:
 
     def close(self) -> None:
         if hasattr(self, "process"):
-            end(self.process)
+            kill(self.process)
             self.process.communicate()
 
     def _line(self, seconds: float) -> dict[str, Any] | None:
         """The host's next answer; None if it takes longer than this, and then its ssh is killed."""
         assert self.process.stdout is not None
-        timer = threading.Timer(seconds, end, [self.process])
+        timer = threading.Timer(seconds, kill, [self.process])
         timer.start()
         try:
             for line in self.process.stdout:
@@ -158,7 +158,7 @@ class Probe:
         """Why there was no answer, and what mends that."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.communicate(timeout=2)
-        end(self.process)  # a process that ssh has left behind may keep its stderr open
+        kill(self.process)  # a process that ssh has left behind may keep its stderr open
         host, errors = self.host, self.process.communicate()[1]
         status = self.process.returncode
         if status == -signal.SIGKILL:  # by us
@@ -184,18 +184,18 @@ def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
     with contextlib.suppress(Refusal):
         own_addresses = addresses(hosts)
     pool = ThreadPoolExecutor(max_workers=len(hosts))
-    probes: list[Probe] = []
+    contacts: list[Contact] = []
     try:
-        probes = list(pool.map(lambda host: Probe(host, own_addresses.get(host), quick), hosts))
-        findings = _judged(probes, quick)
+        contacts = [*pool.map(lambda host: Contact(host, own_addresses.get(host), quick), hosts)]
+        findings = _judged(contacts, quick)
         if not quick and fit(findings):
-            findings += _connections(probes, pool)
+            findings += _connections(contacts, pool)
     finally:
-        for probe in probes:
-            probe.close()
+        for contact in contacts:
+            contact.close()
         pool.shutdown(wait=False)  # at Ctrl-C we do not wait for hosts
     if not quick and fit(findings):
-        findings += _exchanges({probe.host: probe.facts for probe in probes if probe.facts})
+        findings += _exchanges({c.host: c.facts for c in contacts if c.facts})
     return sorted(findings, key=lambda finding: ORDER.index(finding.check))
 
 
@@ -203,21 +203,21 @@ def fit(findings: list[Finding]) -> bool:
     return not any(finding.level == "FAIL" for finding in findings)
 
 
-def _judged(probes: list[Probe], quick: bool) -> list[Finding]:
+def _judged(contacts: list[Contact], quick: bool) -> list[Finding]:
     """What is wrong with each host by itself."""
-    here = _here(quick) | {"hosts": typed([probe.host for probe in probes])}
-    ranks = sum(probe.host.slots for probe in probes)
-    findings = [probe.trouble for probe in probes if probe.trouble]
-    alone = len(probes) - len(findings) == 1
-    for probe in probes:
-        host, facts = probe.host, probe.facts
+    here = _here(quick) | {"hosts": typed([c.host for c in contacts])}
+    ranks = sum(c.host.slots for c in contacts)
+    findings = [c.trouble for c in contacts if c.trouble]
+    alone = len(contacts) - len(findings) == 1
+    for contact in contacts:
+        host, facts = contact.host, contact.facts
         if facts is None:
             continue
         findings += checkout(host, facts, here) + packages(host, facts, here)
         findings += gpus(host, facts) + interface(host, facts, alone)
         if not quick:
-            findings += room(host, facts, ranks) + clock(host, _clock(probe))
-            findings += writable(host, facts) if probe is probes[0] else []
+            findings += room(host, facts, ranks) + clock(host, _clock(contact))
+            findings += writable(host, facts) if contact is contacts[0] else []
     return findings
 
 
@@ -251,32 +251,32 @@ def _request(quick: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _clock(probe: Probe) -> float:
+def _clock(contact: Contact) -> float:
     """Seconds by which the host's clock is ahead of ours (or behind: negative), at least."""
-    assert probe.facts is not None
-    host_time = probe.facts["time"]
-    return max(host_time - probe.answered_at, 0.0) + min(host_time - probe.asked_at, 0.0)
+    assert contact.facts is not None
+    host_time = contact.facts["time"]
+    return max(host_time - contact.answered_at, 0.0) + min(host_time - contact.asked_at, 0.0)
 
 
-def _connections(probes: list[Probe], pool: ThreadPoolExecutor) -> list[Finding]:
+def _connections(contacts: list[Contact], pool: ThreadPoolExecutor) -> list[Finding]:
     """Whether each host reaches every other one, on the interface of the job."""
-    if len(probes) < 2:
+    if len(contacts) < 2:
         return []
-    listening = {p.host.name: tuple((p.facts or {})["listens"]) for p in probes}
+    listening = {c.host.name: tuple((c.facts or {})["listens"]) for c in contacts}
 
-    def ask(probe: Probe) -> dict[str, str | None]:
-        peers = [(name, *place) for name, place in listening.items() if name != probe.host.name]
-        return probe.reaches(peers)
+    def ask(contact: Contact) -> dict[str, str | None]:
+        peers = [(name, *at) for name, at in listening.items() if name != contact.host.name]
+        return contact.reaches(peers)
 
     findings = []
-    for probe, answers in zip(probes, pool.map(ask, probes)):
-        address = listening[probe.host.name][0]
+    for contact, answers in zip(contacts, pool.map(ask, contacts)):
+        address = listening[contact.host.name][0]
         for name, problem in answers.items():
             if problem:
                 text = f"does not reach {name} at {listening[name][0]}: {problem}"
                 mend = f"on {name}: sudo ufw allow from {address}, or give nic in the host file"
-                findings.append(Finding("FAIL", "pairs", probe.host.name, text, mend))
-    count = len(probes) * (len(probes) - 1)
+                findings.append(Finding("FAIL", "pairs", contact.host.name, text, mend))
+    count = len(contacts) * (len(contacts) - 1)
     return findings or [Finding("ok", "pairs", "all", f"{count} ways, each host to each other")]
 
 
@@ -385,7 +385,7 @@ def leave() -> NoReturn:
     """End at Ctrl-C without waiting for hosts, and leave no ssh behind."""
     starting.acquire()  # for good: no further ssh is started
     for process in asking:
-        end(process)
+        kill(process)
     os._exit(130)
 
 

@@ -22,7 +22,7 @@ LOG = ROOT / "logs" / "install.log"
 PYTHONS = ["3.13", "3.12", "3.11", "3.10"]
 
 # Run by the environment's own interpreter, in 0.1 s: nothing heavy is imported.
-PROBE = """
+INSPECT = """
 import importlib.metadata as m, importlib.util, json, platform, re, sys, sysconfig
 spec = importlib.util.find_spec("torch")
 try:  # a torch whose installation was interrupted counts as missing
@@ -58,7 +58,7 @@ def make_environment(folder: Path) -> None:
     for name in candidates:
         python = shutil.which(name)
         with contextlib.suppress(InstallError):  # a name that does not run, as pyenv's may not
-            if python and probe(python)["python"].rsplit(".", 1)[0] in PYTHONS:
+            if python and inspect(python)["python"].rsplit(".", 1)[0] in PYTHONS:
                 break
     else:
         raise InstallError(
@@ -71,7 +71,7 @@ def make_environment(folder: Path) -> None:
     try:
         result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True)
         if result.returncode and "ensurepip" in result.stdout + result.stderr:
-            version = probe(python)["python"].rsplit(".", 1)[0]
+            version = inspect(python)["python"].rsplit(".", 1)[0]
             raise InstallError(
                 f"{python} cannot make virtual environments: "
                 f"sudo apt-get install python3-venv (or python{version}-venv)"
@@ -84,10 +84,10 @@ def make_environment(folder: Path) -> None:
         raise
 
 
-def probe(python: str) -> dict:
-    """Version, folders and packages of an interpreter's environment: what PROBE prints."""
+def inspect(python: str) -> dict:
+    """Version, folders and packages of an interpreter's environment: what INSPECT prints."""
     try:
-        result = subprocess.run([python, "-c", PROBE], capture_output=True, text=True)
+        result = subprocess.run([python, "-c", INSPECT], capture_output=True, text=True)
     except OSError as error:
         raise InstallError(f"PYTHON={python}: {error.strerror}; give an interpreter") from None
     if result.returncode != 0:

@@ -46,7 +46,7 @@ from cluster.hosts import (
     ranks,
     refuse_one_twice,
 )
-from cluster.record import Record, end
+from cluster.record import Record, note_end
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import connecting, explain
 
@@ -389,7 +389,7 @@ def main() -> int:
     except (Refusal, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         if arguments.record:
-            end(arguments.record, "failed", str(error))
+            note_end(arguments.record, "failed", str(error))
         return 2
     except KeyboardInterrupt:
         return 130

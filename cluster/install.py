@@ -28,9 +28,9 @@ from cluster.environment import (
     InstallError,
     check_disk,
     check_python,
+    inspect,
     locked,
     make_environment,
-    probe,
     run_logged,
     shown,
 )
@@ -78,12 +78,12 @@ def install(python: str | None, dev: bool, mpi: bool) -> None:
 
     venv = ROOT / ".venv"
     interpreter = python or str(venv / "bin" / "python")
-    if (python or Path(interpreter).exists()) and not unmet(probe(interpreter), pins, mpi):
+    if (python or Path(interpreter).exists()) and not unmet(inspect(interpreter), pins, mpi):
         return
     with locked(LOG.with_suffix(".lock"), "another installation runs here; waiting for it"):
         if not Path(interpreter).exists() and not python:
             make_environment(venv)
-        info = probe(interpreter)
+        info = inspect(interpreter)
         if not unmet(info, pins, mpi):
             return
         started = time.monotonic()
@@ -117,7 +117,7 @@ def install_packages(
             f"torch {pins['torch']} with its CUDA libraries: 1 to 10 minutes, by the network",
             [python, "-m", "pip", "install", f"torch=={pins['torch']}"],
         )
-        info = probe(python)
+        info = inspect(python)
         if "torch" not in info["packages"]:
             raise InstallError(
                 f"{info['prefix']} has half of a torch: remove that folder, then run this again"
@@ -129,7 +129,7 @@ def install_packages(
         print(f"  Horovod {pins['horovod']}: built before, {shown(wheel)}", flush=True)
     run_logged("the other packages: about a minute", [*others, str(wheel)])
     try:
-        verify(python, probe(python), mpi)
+        verify(python, inspect(python), mpi)
     except BaseException as error:  # Ctrl-C and SIGTERM too
         # So that neither the next call nor the next environment takes it for good.
         if isinstance(error, InstallError):

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
-from cluster.record import ALIVE, FOLDER, begun, birth, end, new_folder, place, write
+from cluster.record import ALIVE, FOLDER, begun, birth, new_folder, note_end, place, write
 
 NOTE_SECONDS = 30  # that `launch` has to write run.json, with the id of the process it started
 STOPPED = "stopped before it ended"
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
 
         def stopped(number: int, _: object) -> NoReturn:
             # `stop` notes it too, but `status` might find us gone before that.
-            end(arguments.record, "stopped", STOPPED)
+            note_end(arguments.record, "stopped", STOPPED)
             sys.exit(128 + number)
 
         signal.signal(signal.SIGTERM, stopped)
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         try:  # again, as the code on some host may have changed since
             quick(used(chosen(arguments), arguments.np))
         except (Refusal, OSError) as error:
-            end(arguments.record, "failed", str(error))
+            note_end(arguments.record, "failed", str(error))
             raise
     line = [sys.executable, "-m", "cluster.horovodrun", "--record", str(arguments.record)]
     os.execv(sys.executable, [*line, *_given(arguments)])
@@ -271,7 +271,7 @@ def stop(arguments: argparse.Namespace) -> int:
             break
         time.sleep(0.1)
     if state["detached"]:
-        end(FOLDER / state["id"], "stopped", STOPPED)
+        note_end(FOLDER / state["id"], "stopped", STOPPED)
     print(f"stopped {state['id']} after {time.monotonic() - start:.0f} s")
     return 0
 

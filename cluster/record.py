@@ -263,7 +263,7 @@ def _in_foreground() -> bool | None:
         return None
 
 
-def end(folder: Path, how: str, reason: str) -> None:
+def note_end(folder: Path, how: str, reason: str) -> None:
     """Note the end of a detached run that did not do so itself: killed, or still without Record."""
     with contextlib.suppress(OSError):  # a full disk
         state = json.loads((folder / "run.json").read_text())

@@ -48,7 +48,7 @@ def missing() -> str | None:
 
 
 @dataclass
-class Host:
+class Node:
     """A test host; `sshd` is a process in its namespaces, `cores` its part of this machine's."""
 
     name: str
@@ -92,9 +92,9 @@ class Testbed:
         Testbed._made += 1
         self.prefix = f"testbed{os.getpid()}-{Testbed._made}"
         self.switch = f"{self.prefix}-switch"
-        self.hosts: list[Host] = []
+        self.hosts: list[Node] = []
 
-    def __enter__(self) -> list[Host]:
+    def __enter__(self) -> list[Node]:
         if problem := missing():
             raise RuntimeError(problem)
         self._folder = Path(tempfile.mkdtemp(prefix="testbed"))
@@ -135,7 +135,7 @@ class Testbed:
                     raise RuntimeError(f"sshd of {host.name} does not answer: {log[-300:]}")
                 time.sleep(0.1)
 
-    def _make_host(self, name: str, address: str, nic: str, names: str) -> Host:
+    def _make_host(self, name: str, address: str, nic: str, names: str) -> Node:
         namespace, port = f"{self.prefix}-{name}", f"to-{name}"
         _run("ip", "netns", "add", namespace)
         folder = Path("/etc/netns") / namespace  # what `ip netns exec` shows as /etc
@@ -169,7 +169,7 @@ class Testbed:
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
         cores = max(1, len(os.sched_getaffinity(0)) // len(self.names))
-        return Host(name, address, namespace, process, cores)
+        return Node(name, address, namespace, process, cores)
 
     def _remove(self) -> None:
         # A second Ctrl-C would leave the rest.

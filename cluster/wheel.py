@@ -18,7 +18,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from cluster.environment import InstallError, check_disk, locked, probe, run_logged, shown
+from cluster.environment import InstallError, check_disk, inspect, locked, run_logged, shown
 from cluster.patches import PATCH, patch
 from cluster.probe import memory, usable_cores
 
@@ -196,7 +196,7 @@ def build_wheel(python: str, info: dict, horovod: str, mpi: bool) -> Path:
         build = Path(temporary)
         build_python = str(build / "env" / "bin" / "python")
         run_logged("the tools that build Horovod", [python, "-m", "venv", str(build / "env")])
-        site = Path(probe(build_python)["site"])
+        site = Path(inspect(build_python)["site"])
         (site / "torch-of-the-environment.pth").write_text(info["site"] + "\n")
         pip = [build_python, "-m", "pip"]
         tools = BUILD_TOOLS + CUDA_TOOLS.get(info["cuda"], [])

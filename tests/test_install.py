@@ -127,7 +127,7 @@ class TestUnmet:
         environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p6")
         pins, steps = {**self.PINS, "timm": ""}, []
         monkeypatch.setattr(install, "run_logged", lambda _, command: steps.append(command))
-        monkeypatch.setattr(install, "probe", lambda python: environment)
+        monkeypatch.setattr(install, "inspect", lambda python: environment)
         monkeypatch.setattr(install, "find_wheel", lambda *_: Path("/horovod.whl"))
         monkeypatch.setattr(install, "verify", lambda *_: steps.append("verified"))
         install.install_packages("python", environment, pins, [Path("r.txt")], False)
@@ -265,7 +265,7 @@ class TestMissing:
         (tmp_path / "horovod.whl").touch()
         monkeypatch.setattr(install, "find_wheel", lambda *_: tmp_path / "horovod.whl")
         monkeypatch.setattr(install, "run_logged", lambda _, command: ran.append(command))
-        monkeypatch.setattr(install, "probe", lambda _: info())
+        monkeypatch.setattr(install, "inspect", lambda _: info())
         monkeypatch.setattr(install, "verify", ends)
         pins = {"torch": "2.11.0", "horovod": "0.28.1"}
         with pytest.raises(end):
@@ -288,7 +288,7 @@ class TestMissing:
         ran: list[list[str]] = []
         monkeypatch.setattr(install, "find_wheel", lambda *_: ReadOnly("/shared/horovod.whl"))
         monkeypatch.setattr(install, "run_logged", lambda _, command: ran.append(command))
-        monkeypatch.setattr(install, "probe", lambda _: info())
+        monkeypatch.setattr(install, "inspect", lambda _: info())
         monkeypatch.setattr(install, "verify", fails)
         pins = {"torch": "2.11.0", "horovod": "0.28.1"}
         with pytest.raises(InstallError, match="an all-reduce between 2 processes failed"):
@@ -318,7 +318,7 @@ class TestMissing:
             (tmp_path / name).parent.mkdir()
             (tmp_path / name).write_text("")
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        result = environment.probe(sys.executable)
+        result = environment.inspect(sys.executable)
         half = "torch/__init__.py" in files
         assert ("torch" in result["packages"], result["cuda"] is None) == (not half, half)
 
@@ -330,7 +330,7 @@ class TestMissing:
         text = "Metadata-Version: 2.1\nName: hydra-core\nVersion: 0.0.1\n"
         (tmp_path / "hydra_core-0.0.1.dist-info" / "METADATA").write_text(text)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-        assert environment.probe(sys.executable)["packages"]["hydra-core"] == "0.0.1"
+        assert environment.inspect(sys.executable)["packages"]["hydra-core"] == "0.0.1"
 
     @pytest.mark.parametrize("given", [False, True])
     def test_an_environment_without_pip(
@@ -357,7 +357,7 @@ class TestMissing:
                 install.install(python, dev=False, mpi=False)
             return
         install.install(None, dev=False, mpi=False)
-        assert len(installed) == 1 and "pip" in environment.probe(python)["packages"]
+        assert len(installed) == 1 and "pip" in environment.inspect(python)["packages"]
         assert (tmp_path / ".venv" / "bin" / "activate").exists()
 
     @pytest.mark.parametrize("there", [True, False])
@@ -403,9 +403,9 @@ class TestMissing:
             (programs / name).write_text(f"#!/bin/sh\n{line}\n")
             (programs / name).chmod(0o755)
         monkeypatch.setenv("PATH", str(programs))
-        probe = environment.probe
+        inspect = environment.inspect
         managed = {"externally_managed": True}
-        monkeypatch.setattr(environment, "probe", lambda python: probe(python) | managed)
+        monkeypatch.setattr(environment, "inspect", lambda python: inspect(python) | managed)
         monkeypatch.setattr(sys, "executable", str(programs / "python3"))
         environment.make_environment(tmp_path / "env")
         assert (tmp_path / "env" / "bin" / "python").exists()
@@ -417,7 +417,7 @@ class TestMissing:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """`python3.13 -m cluster.install`, where python3 is another one."""
-        monkeypatch.setattr(environment, "probe", lambda python: {"python": "3.11.2"})
+        monkeypatch.setattr(environment, "inspect", lambda python: {"python": "3.11.2"})
         interpreters = []
 
         def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:

@@ -32,18 +32,18 @@ def fake_ssh(folder: Path, script: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def hosts() -> Iterator[list[testbed.Host]]:
+def hosts() -> Iterator[list[testbed.Node]]:
     """Two, each with an eth0."""
     yield from made(2)
 
 
 @pytest.fixture(scope="module")
-def odd_hosts() -> Iterator[list[testbed.Host]]:
+def odd_hosts() -> Iterator[list[testbed.Node]]:
     """Two whose network interfaces have different names."""
     yield from made(2, NICS[:2])
 
 
-def made(count: int, interfaces: list[str] | None = None) -> Iterator[list[testbed.Host]]:
+def made(count: int, interfaces: list[str] | None = None) -> Iterator[list[testbed.Node]]:
     if problem := testbed.missing():
         pytest.skip(f"no test hosts: {problem}")
     with testbed.Testbed(count, interfaces=interfaces) as hosts:
@@ -64,11 +64,11 @@ def project(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def on(hosts: list[testbed.Host]) -> Callable[..., subprocess.CompletedProcess[str]]:
+def on(hosts: list[testbed.Node]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """on(host, "cluster.sync", "-H", ...): what that module prints when run on one of the hosts."""
 
     def on(
-        host: testbed.Host, module: str, *arguments: str, cwd: Path = ROOT, **environment: str
+        host: testbed.Node, module: str, *arguments: str, cwd: Path = ROOT, **environment: str
     ) -> subprocess.CompletedProcess[str]:
         command = ["env", "-C", str(cwd), PYTHON, "-m", module, *arguments]
         return run(host.command(*command), **environment)

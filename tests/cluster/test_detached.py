@@ -31,18 +31,18 @@ def catches(pid: int, number: int) -> bool:
 On = Callable[..., subprocess.CompletedProcess[str]]
 
 
-def state_of(on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
+def state_of(on: On, host: testbed.Node, cwd: Path, run_id: str) -> dict:
     listed = json.loads(on(host, "cluster.jobs", "status", "--json", cwd=cwd).stdout)
     return next(state for state in listed if state["id"] == run_id)
 
 
-def launched(on: On, host: testbed.Host, cwd: Path, *arguments: str) -> str:
+def launched(on: On, host: testbed.Node, cwd: Path, *arguments: str) -> str:
     done = on(host, "cluster.jobs", "launch", *arguments, cwd=cwd)
     assert done.returncode == 0, done.stdout
     return done.stdout.split()[1].rstrip(",")
 
 
-def ended(on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
+def ended(on: On, host: testbed.Node, cwd: Path, run_id: str) -> dict:
     deadline = time.monotonic() + 90
     while (state := state_of(on, host, cwd, run_id))["state"] in ("starting", "running"):
         assert time.monotonic() < deadline, state
@@ -51,7 +51,7 @@ def ended(on: On, host: testbed.Host, cwd: Path, run_id: str) -> dict:
 
 
 def test_a_run_from_start_to_end(
-    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, hosts: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     train = [PYTHON, "template.py", "trainer.max_epochs=2"]
     run_id = launched(on, hosts[0], project, "-H", "node1:1,node2:1", *train)
@@ -65,7 +65,7 @@ def test_a_run_from_start_to_end(
     assert on(hosts[0], "cluster.jobs", "stop", cwd=project).returncode == 2
 
 
-def test_a_failure_is_told(on: On, hosts: list[testbed.Host], project: Path) -> None:
+def test_a_failure_is_told(on: On, hosts: list[testbed.Node], project: Path) -> None:
     fail = (
         "import os, sys, time; rank = int(os.environ['HOROVOD_RANK']); print('bye'); "
         "time.sleep(60 * (1 - rank)); sys.exit(3)"
@@ -82,7 +82,7 @@ def test_a_failure_is_told(on: On, hosts: list[testbed.Host], project: Path) -> 
 
 
 def test_stop_leaves_a_checkpoint(
-    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, hosts: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     train = [PYTHON, "template.py", "trainer.max_epochs=100000", f"log_dir={tmp_path}"]
     train.append("callbacks.early_stopping.patience=100000")
@@ -102,7 +102,7 @@ def test_stop_leaves_a_checkpoint(
 
 
 def test_another_stop_asks_for_the_same(
-    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, hosts: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """As of who has interrupted the first, or of two people; KILL=1 does not wait."""
     go = tmp_path / "go"
@@ -134,7 +134,7 @@ def test_another_stop_asks_for_the_same(
 
 
 def test_gpus_in_use_are_refused(
-    on: On, hosts: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, hosts: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: {node2: {slots: 1, gpus: [99]}}")
@@ -158,7 +158,7 @@ def test_gpus_in_use_are_refused(
 
 
 def test_a_job_for_later_waits_and_can_be_stopped(
-    on: On, hosts: list[testbed.Host], project: Path
+    on: On, hosts: list[testbed.Node], project: Path
 ) -> None:
     line = ["-H", "node1:1", "true"]
     run_id = launched(on, hosts[0], project, "--at", "2999-01-01 02:00", *line)
@@ -177,7 +177,7 @@ def test_a_job_for_later_waits_and_can_be_stopped(
 
 
 def test_one_that_waits_notes_itself_that_it_was_stopped(
-    on: On, hosts: list[testbed.Host], project: Path
+    on: On, hosts: list[testbed.Node], project: Path
 ) -> None:
     """Else `make status` beside `make stop` may take it for lost."""
     late = ["--at", "2999-01-01 02:00", "-H", "node1:1", "true"]
@@ -190,13 +190,13 @@ def test_one_that_waits_notes_itself_that_it_was_stopped(
 
 
 def test_a_launch_without_a_command_is_refused(
-    on: On, hosts: list[testbed.Host], project: Path
+    on: On, hosts: list[testbed.Node], project: Path
 ) -> None:
     done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1", cwd=project)
     assert done.returncode == 2 and "the command is missing" in done.stdout
 
 
-def test_a_killed_launcher_is_told(on: On, hosts: list[testbed.Host], project: Path) -> None:
+def test_a_killed_launcher_is_told(on: On, hosts: list[testbed.Node], project: Path) -> None:
     line = ["-H", "node1:1,node2:1", PYTHON, "-c", SLEEP]
     run_id = launched(on, hosts[0], project, *line)
     wait_until(lambda: len(sleepers()) == 2, 60, "both ranks")

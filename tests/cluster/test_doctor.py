@@ -31,12 +31,12 @@ On = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def many() -> Iterator[list[testbed.Host]]:
+def many() -> Iterator[list[testbed.Node]]:
     yield from made(6)
 
 
 def examined(
-    on: On, host: testbed.Host, project: Path, hostfile: str, **environment: str
+    on: On, host: testbed.Node, project: Path, hostfile: str, **environment: str
 ) -> tuple[int, list[dict]]:
     file = project.parent / "hosts.yaml"
     file.write_text(textwrap.dedent(hostfile))
@@ -48,7 +48,7 @@ def examined(
         raise AssertionError(done.stdout) from None
 
 
-def test_nothing_is_found_on_healthy_hosts(on: On, odd_hosts: list[testbed.Host]) -> None:
+def test_nothing_is_found_on_healthy_hosts(on: On, odd_hosts: list[testbed.Node]) -> None:
     done = on(odd_hosts[0], "cluster.doctor", "-H", "node1:1,node2:1")
     assert done.returncode == 0, done.stdout
     lines = done.stdout.splitlines()
@@ -59,7 +59,7 @@ def test_nothing_is_found_on_healthy_hosts(on: On, odd_hosts: list[testbed.Host]
 
 
 def test_each_trouble_of_ssh_is_told_from_the_others(
-    on: On, many: list[testbed.Host], project: Path
+    on: On, many: list[testbed.Node], project: Path
 ) -> None:
     """Refused, wrong key, unknown and changed host key, a hang, an unknown name: told apart."""
     key = project.parent / "key"
@@ -332,11 +332,11 @@ def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
     for python in (sys.executable, "/nowhere/bin/python"):
         monkeypatch.setattr(sys, "executable", python)
-        probe = doctor.Probe(Host("localhost", 1), "127.0.0.1", quick=True)
-        probe.close()
-        assert probe.facts, probe.trouble
+        contact = doctor.Contact(Host("localhost", 1), "127.0.0.1", quick=True)
+        contact.close()
+        assert contact.facts, contact.trouble
         monkeypatch.setenv("PATH", path)
-    assert probe.facts["versions"] == "No such file or directory"
+    assert contact.facts["versions"] == "No such file or directory"
 
 
 @pytest.mark.parametrize("none", ["", "-1"])
@@ -483,9 +483,9 @@ def test_the_probe_is_for_old_pythons_too() -> None:
 def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_ssh(tmp_path, GREETING + ' eval "$last"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    probe = doctor.Probe(Host("h1", 1), "127.0.0.1", quick=True)
-    probe.close()
-    assert probe.facts, probe.trouble
+    contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
+    contact.close()
+    assert contact.facts, contact.trouble
 
 
 def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
@@ -521,8 +521,8 @@ def test_what_hangs_with_an_ssh_is_not_waited_for(
     fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) & wait")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(doctor, "SSH_SECONDS", -1)
-    probe = doctor.Probe(Host("h1", 1), "127.0.0.1", quick=True)
-    assert probe.trouble and "no answer within 1 s" in probe.trouble.text, probe.trouble
+    contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
+    assert contact.trouble and "no answer within 1 s" in contact.trouble.text, contact.trouble
     assert not (tmp_path / "waited").exists()
 
 
@@ -533,8 +533,8 @@ def test_what_an_ssh_leaves_behind_is_not_waited_for(
     refused = "echo 'ssh: connect to host h1 port 22: Connection refused' >&2; exit 255"
     fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) >/dev/null & {refused}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    probe = doctor.Probe(Host("h1", 1), "127.0.0.1", quick=True)
-    assert probe.trouble and probe.trouble.text == "no sshd listens there", probe.trouble
+    contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
+    assert contact.trouble and contact.trouble.text == "no sshd listens there", contact.trouble
     assert not (tmp_path / "waited").exists()
 
 
@@ -635,20 +635,20 @@ def test_infiniband_counts_where_a_port_is_up(tmp_path: Path) -> None:
 
 def test_a_clock_that_is_wrong() -> None:
     host = Host("node1", 1)
-    probe = object.__new__(doctor.Probe)
-    probe.asked_at, probe.answered_at = 1000.0, 1001.0
+    contact = object.__new__(doctor.Contact)
+    contact.asked_at, contact.answered_at = 1000.0, 1001.0
     for there, level, words in (
         (1000.5, "ok", "as here"),
         (1061.0, "warn", "60 s ahead"),
         (940.0, "warn", "60 s behind"),
     ):
-        probe.facts = {"time": there}
-        (finding,) = findings.clock(host, doctor._clock(probe))
+        contact.facts = {"time": there}
+        (finding,) = findings.clock(host, doctor._clock(contact))
         assert (finding.level, words in finding.text) == (level, True), finding
 
 
 def test_a_launch_is_refused_where_hosts_do_not_fit(
-    on: On, hosts: list[testbed.Host], project: Path
+    on: On, hosts: list[testbed.Node], project: Path
 ) -> None:
     done = on(hosts[0], "cluster.jobs", "launch", "-H", "node1:1,node9:1", "true", cwd=project)
     assert done.returncode == 2 and "node9: ssh: no such host" in done.stdout

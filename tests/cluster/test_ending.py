@@ -40,7 +40,7 @@ def test_ends_that_are_rare(line: str, status: int, words: str, tmp_path: Path) 
     assert done.returncode == status and words in told, told
 
 
-def test_a_rank_is_killed(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_a_rank_is_killed(hosts: list[testbed.Node], tmp_path: Path) -> None:
     command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
     process = started(command, tmp_path / "log", 2)
     killed = next(
@@ -141,7 +141,7 @@ def test_a_rank_that_others_wait_for_at_the_start_is_named() -> None:
     ],
 )
 def test_an_agent_is_killed(
-    hosts: list[testbed.Host], rank: int, words: str, tmp_path: Path
+    hosts: list[testbed.Node], rank: int, words: str, tmp_path: Path
 ) -> None:
     command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
     process = started(command, tmp_path / "log", 2)
@@ -155,7 +155,7 @@ def test_an_agent_is_killed(
     assert not sleepers()
 
 
-def test_an_ssh_is_cut(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_an_ssh_is_cut(hosts: list[testbed.Node], tmp_path: Path) -> None:
     command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
     process = started(command, tmp_path / "log", 2)
     subprocess.run(["pkill", "-P", str(process.pid), "-x", "ssh"], check=True)
@@ -180,14 +180,14 @@ def test_a_rank_of_ddp_that_aborts_was_not_to_come_to_horovod() -> None:
     assert "hvd.init()" not in done.stdout
 
 
-def test_ranks_that_do_not_listen(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_ranks_that_do_not_listen(hosts: list[testbed.Node], tmp_path: Path) -> None:
     line = horovodrun("--stop-seconds", "1", "-H", "node1:1,node2:1", PYTHON, "-c", STUBBORN)
     process = started(hosts[0].command(*line), tmp_path / "log", 2)
     process.terminate()
     assert process.wait(timeout=60) == 143
 
 
-def test_the_launcher_is_killed(hosts: list[testbed.Host], project: Path, tmp_path: Path) -> None:
+def test_the_launcher_is_killed(hosts: list[testbed.Node], project: Path, tmp_path: Path) -> None:
     line = horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", STUBBORN)
     command = hosts[0].command("env", "-C", str(project), *line)
     process = started(command, tmp_path / "log", 4)

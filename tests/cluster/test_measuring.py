@@ -13,7 +13,7 @@ from tests.conftest import ROOT, run
 
 
 @pytest.mark.slow
-def test_a_job_is_measured_on_one_host_and_on_two(hosts: list[testbed.Host], project: Path) -> None:
+def test_a_job_is_measured_on_one_host_and_on_two(hosts: list[testbed.Node], project: Path) -> None:
     """With the all-reduces between them, from which the step on both is predicted."""
     make = ["make", f"PYTHON={PYTHON}", "HOSTS=node1:1,node2:1", "--assume-old=dev-environment"]
     allreduce = "ARGS=--repeats 2 --largest 65536"

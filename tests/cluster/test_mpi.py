@@ -46,7 +46,7 @@ class TestLine:
 @pytest.mark.skipif(
     not hvd.mpi_built() or not shutil.which("mpirun"), reason="Horovod without MPI, or no mpirun"
 )
-def test_the_template_trains_under_mpirun(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_the_template_trains_under_mpirun(hosts: list[testbed.Node], tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cluster.mpirun", "-H", "node1:2,node2:2", sys.executable]
     command += ["template.py", "trainer.max_epochs=2", f"log_dir={tmp_path}"]
     done = run(hosts[0].command(*command))

@@ -171,7 +171,7 @@ def test_a_step_has_the_cores_of_all_tasks(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture(scope="module")
-def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Host, dict]]:
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Node, dict]]:
     """The first node, from where jobs are submitted, and the variables that this takes."""
     for program in SLURM:
         if not shutil.which(program, path=f"{os.environ['PATH']}:/usr/sbin"):
@@ -227,7 +227,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[testbed.Ho
 
 
 def finished(
-    host: testbed.Host, environment: dict, output: Path, words: str, seconds: float
+    host: testbed.Node, environment: dict, output: Path, words: str, seconds: float
 ) -> str:
     """What a job printed, once these words are in it."""
     deadline = time.monotonic() + seconds
@@ -241,7 +241,7 @@ def finished(
 
 @pytest.mark.parametrize("strategy", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_a_job_has_its_tasks_on_both_nodes(
-    slurm: tuple[testbed.Host, dict], strategy: str, project: Path
+    slurm: tuple[testbed.Node, dict], strategy: str, project: Path
 ) -> None:
     """Two tasks on each of two nodes, without any ssh."""
     host, environment = slurm
@@ -256,7 +256,7 @@ def test_a_job_has_its_tasks_on_both_nodes(
     assert f"ranks   4: 2 on node1, 2 on node2; strategy {strategy}" in printed
 
 
-def test_srun_alone_is_refused(slurm: tuple[testbed.Host, dict], project: Path) -> None:
+def test_srun_alone_is_refused(slurm: tuple[testbed.Node, dict], project: Path) -> None:
     """Each of its processes would train for itself."""
     host, environment = slurm
     job = [sys.executable, "template.py", f"log_dir={project}/logs"]
@@ -270,7 +270,7 @@ def test_srun_alone_is_refused(slurm: tuple[testbed.Host, dict], project: Path) 
 
 
 def test_a_step_gets_the_cores_that_the_job_has_for_all_tasks(
-    slurm: tuple[testbed.Host, dict], tmp_path: Path
+    slurm: tuple[testbed.Node, dict], tmp_path: Path
 ) -> None:
     host, environment = slurm
     job = tmp_path / "job.py"
@@ -288,7 +288,7 @@ def test_a_step_gets_the_cores_that_the_job_has_for_all_tasks(
 
 @pytest.mark.parametrize("asked", ["--gpus-per-task=1", "--gpus=4", "--gpus-per-node=2"])
 def test_all_slots_of_a_node_have_its_gpus(
-    slurm: tuple[testbed.Host, dict], asked: str, tmp_path: Path
+    slurm: tuple[testbed.Node, dict], asked: str, tmp_path: Path
 ) -> None:
     """In whatever way the job has asked for them."""
     host, environment = slurm
@@ -306,7 +306,7 @@ def test_all_slots_of_a_node_have_its_gpus(
     assert "node2 has 2, ended" in printed, printed
 
 
-def start_again_soon(host: testbed.Host, environment: dict, number: str) -> None:
+def start_again_soon(host: testbed.Node, environment: dict, number: str) -> None:
     """A requeued job: Slurm lets it wait two minutes, and nodes refuse it in the second in which it
     was revoked."""
     soon = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
@@ -316,7 +316,7 @@ def start_again_soon(host: testbed.Host, environment: dict, number: str) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "asked"])
 def test_a_job_that_slurm_queues_again(
-    slurm: tuple[testbed.Host, dict], how: str, project: Path
+    slurm: tuple[testbed.Node, dict], how: str, project: Path
 ) -> None:
     """As when a node fails, or another job comes first, for which Slurm sends SIGTERM and waits a
     while: on from the last epoch, or from where it was stopped, not from an older checkpoint."""
@@ -349,7 +349,7 @@ def test_a_job_that_slurm_queues_again(
 
 @pytest.mark.slow
 def test_at_the_time_limit_a_job_is_queued_again_and_goes_on(
-    slurm: tuple[testbed.Host, dict], project: Path
+    slurm: tuple[testbed.Node, dict], project: Path
 ) -> None:
     """Slurm's signal before the end: a checkpoint, queued again, and on from there."""
     host, environment = slurm

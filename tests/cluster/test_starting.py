@@ -36,7 +36,7 @@ TELL = (
 
 @pytest.mark.parametrize("slots", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_plain_horovodrun_and_ours_compute_the_same(
-    hosts: list[testbed.Host], tmp_path: Path, slots: int
+    hosts: list[testbed.Node], tmp_path: Path, slots: int
 ) -> None:
     """The command of the README, on two hosts."""
     job = [PYTHON, "template.py", "trainer.max_epochs=1", "data.batch_size=16"]
@@ -56,7 +56,7 @@ def test_plain_horovodrun_and_ours_compute_the_same(
 
 @pytest.mark.parametrize("strategy", ["horovod", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_hosts_whose_interfaces_have_other_names(
-    odd_hosts: list[testbed.Host], strategy: str, tmp_path: Path
+    odd_hosts: list[testbed.Node], strategy: str, tmp_path: Path
 ) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text(
@@ -69,7 +69,7 @@ def test_hosts_whose_interfaces_have_other_names(
     assert f"ranks   2: 1 on node1, 1 on node2; strategy {strategy}" in done.stdout
 
 
-def test_each_rank_has_its_own(odd_hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_each_rank_has_its_own(odd_hosts: list[testbed.Node], tmp_path: Path) -> None:
     """GPU, interface, variables and place, before Horovod is initialized."""
     file = tmp_path / "hosts.yaml"
     file.write_text(
@@ -95,7 +95,7 @@ def test_each_rank_has_its_own(odd_hosts: list[testbed.Host], tmp_path: Path) ->
     assert {rank["cwd"] for rank in ranks} == {str(ROOT)}
 
 
-def test_as_many_files_as_may_be_open(hosts: list[testbed.Host]) -> None:
+def test_as_many_files_as_may_be_open(hosts: list[testbed.Node]) -> None:
     """Each rank has a connection to all others; a login has few files, and may have more."""
     code = "import resource, horovod.torch as hvd; hvd.init(); print('may open', hvd.size(), "
     code += "resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 18)"
@@ -111,7 +111,7 @@ def test_as_many_files_as_may_be_open(hosts: list[testbed.Host]) -> None:
     assert done.stdout.count("may open 4 True") == 4
 
 
-def test_no_secret_leaves(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_no_secret_leaves(hosts: list[testbed.Node], tmp_path: Path) -> None:
     """A token of the launcher is in no command line on any host, in no file, in no rank."""
     token = f"dummy-token-{os.getpid()}"
     command = hosts[0].command(*horovodrun("-H", "node2:2", PYTHON, "-c", SLEEP))
@@ -133,7 +133,7 @@ def test_no_secret_leaves(hosts: list[testbed.Host], tmp_path: Path) -> None:
         process.wait(timeout=30)
 
 
-def test_the_rendezvous_is_the_jobs(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_the_rendezvous_is_the_jobs(hosts: list[testbed.Node], tmp_path: Path) -> None:
     """On the interface towards the hosts only; a PUT without the secret is refused."""
     command = hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", SLEEP))
     process = started(command, tmp_path / "log", 2)
@@ -177,7 +177,7 @@ def test_a_missing_folder_ends_the_job(project: Path, tmp_path: Path) -> None:
         (["-H", "node1", "--hostfile", "hosts.yaml", "true"], "give one of them"),
     ],
 )
-def test_mistakes_are_one_line(hosts: list[testbed.Host], arguments: list[str], words: str) -> None:
+def test_mistakes_are_one_line(hosts: list[testbed.Node], arguments: list[str], words: str) -> None:
     done = run(hosts[0].command(*horovodrun(*arguments)))
     assert done.returncode == 2 and words in done.stdout
     assert len(done.stdout.splitlines()) == 1
@@ -224,7 +224,7 @@ def test_logs_that_lead_nowhere_are_refused(project: Path) -> None:
         assert done.stdout == "error: logs is a link to /nowhere/at/all: make that folder\n"
 
 
-def test_a_program_that_is_not_there(hosts: list[testbed.Host]) -> None:
+def test_a_program_that_is_not_there(hosts: list[testbed.Node]) -> None:
     done = run(hosts[0].command(*horovodrun("-H", "node1,node2", "nosuchprogram")))
     assert done.returncode == 2 and "nosuchprogram: No such file" in done.stdout
 

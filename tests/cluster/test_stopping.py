@@ -59,7 +59,7 @@ def test_a_signal_while_ranks_are_forked_reaches_them() -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_launcher_is_stopped(
-    hosts: list[testbed.Host], number: signal.Signals, tmp_path: Path
+    hosts: list[testbed.Node], number: signal.Signals, tmp_path: Path
 ) -> None:
     command = hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SLEEP))
     process = started(command, tmp_path / "log", 4)
@@ -68,7 +68,7 @@ def test_the_launcher_is_stopped(
     assert f"stopped by {number.name}" in (tmp_path / "log").read_text()
 
 
-def test_nobody_reads_any_more(hosts: list[testbed.Host], tmp_path: Path) -> None:
+def test_nobody_reads_any_more(hosts: list[testbed.Node], tmp_path: Path) -> None:
     """As with `| tee log`, which Ctrl-C ends first: the ranks still get their signal."""
     told = tmp_path / "told"
     tell = (

@@ -21,7 +21,7 @@ On = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def apart(project: Path, tmp_path: Path) -> Iterator[list[testbed.Host]]:
+def apart(project: Path, tmp_path: Path) -> Iterator[list[testbed.Node]]:
     """Two hosts; the second has another folder where the first has the project's parent."""
     for hosts in made(2):
         (tmp_path / "theirs").mkdir()
@@ -38,7 +38,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_missing_checkout(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     look = on(apart[0], "cluster.sync", "-H", "node1,node2", "--dry-run", cwd=project)
     assert look.returncode == 0 and "node2         would be:" in look.stdout, look.stdout
@@ -51,7 +51,7 @@ def test_a_missing_checkout(
     assert "node2         the same" in again.stdout
 
 
-def test_a_stale_checkout(on: On, apart: list[testbed.Host], project: Path, tmp_path: Path) -> None:
+def test_a_stale_checkout(on: On, apart: list[testbed.Node], project: Path, tmp_path: Path) -> None:
     """What changed, is new or gone; data, logs and secrets stay on both sides."""
     assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
     theirs = tmp_path / "theirs" / "project"
@@ -79,7 +79,7 @@ def test_a_stale_checkout(on: On, apart: list[testbed.Host], project: Path, tmp_
 
 
 def test_what_is_a_link_or_a_file_here_stays_there(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """Logs and data on a scratch disk, the .git of a worktree."""
     assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
@@ -98,7 +98,7 @@ def test_what_is_a_link_or_a_file_here_stays_there(
 
 
 def test_what_is_ignored_since_the_last_time_stays_there(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     assert on(apart[0], "cluster.sync", "-H", "node2", cwd=project).returncode == 0
     theirs = tmp_path / "theirs" / "project"
@@ -112,7 +112,7 @@ def test_what_is_ignored_since_the_last_time_stays_there(
 
 
 def test_a_look_tells_what_goes_and_what_stays(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """Where .gitignore has lost a line and gained one, a copy deletes what DRY=1 has shown."""
     (project / ".gitignore").write_text("/outputs\n")
@@ -134,7 +134,7 @@ def test_a_look_tells_what_goes_and_what_stays(
 
 
 def test_what_lies_beside_tracked_files_is_as_it_was(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """Folders of links, folders that are links, old code beside the last file of a folder."""
     with (project / ".gitignore").open("a") as file:
@@ -193,7 +193,7 @@ def test_a_git_of_another_language(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_git_tracks_is_copied_whatever_is_ignored(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """By a `!`, or added all the same; what lies beside it stays on both sides."""
     with (project / ".gitignore").open("a") as file:
@@ -217,7 +217,7 @@ def test_what_git_tracks_is_copied_whatever_is_ignored(
 
 
 def test_why_it_failed_is_told(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """By the other side's rsync, whose words get there most of the time."""
     (project / "large").write_bytes(os.urandom(1 << 20))
@@ -230,7 +230,7 @@ def test_why_it_failed_is_told(
 
 
 def test_a_folder_that_has_become_a_file(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """A cache in it goes with it; what is protected holds it, which is told."""
     with (project / ".gitignore").open("a") as file:
@@ -310,7 +310,7 @@ def test_a_checkout_that_cannot_be_written(
 
 
 def test_what_is_no_checkout_is_left_alone(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """And a host that fails keeps no other from its code."""
     other = tmp_path / "theirs" / "project"
@@ -325,7 +325,7 @@ def test_what_is_no_checkout_is_left_alone(
 
 
 def test_a_path_with_blanks(
-    on: On, apart: list[testbed.Host], project: Path, tmp_path: Path
+    on: On, apart: list[testbed.Node], project: Path, tmp_path: Path
 ) -> None:
     """Where rsync is older than 3.2.4, as it can be told to behave."""
     here = project.rename(project.with_name("my project"))
@@ -367,7 +367,7 @@ def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.M
     assert told == ["shares this file system: nothing to copy"]
 
 
-def test_a_shared_file_system(on: On, hosts: list[testbed.Host], project: Path) -> None:
+def test_a_shared_file_system(on: On, hosts: list[testbed.Node], project: Path) -> None:
     done = on(hosts[0], "cluster.sync", "-H", "node1,node2", "--env", cwd=project)
     assert done.returncode == 0 and "node2         shares this file system" in done.stdout
 
@@ -394,7 +394,7 @@ def test_hosts_that_share_a_folder_have_a_second_turn(
 
 
 def test_the_environment_comes_too(
-    apart: list[testbed.Host], on: On, project: Path, tmp_path: Path
+    apart: list[testbed.Node], on: On, project: Path, tmp_path: Path
 ) -> None:
     """A small one: what it lacks is told, as it is tried there."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", project / ".venv"], check=True)

@@ -46,14 +46,14 @@ def test_a_users_files_are_given_back(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 class TestHosts:
-    def test_have_names_and_let_each_other_in(self, hosts: list[testbed.Host]) -> None:
+    def test_have_names_and_let_each_other_in(self, hosts: list[testbed.Node]) -> None:
         for here in hosts:
             for there in hosts:
                 done = run(here.command("ssh", there.name, "hostname"))
                 assert (done.returncode, done.stdout.strip()) == (0, there.name)
 
     def test_share_the_cores(
-        self, hosts: list[testbed.Host], monkeypatch: pytest.MonkeyPatch
+        self, hosts: list[testbed.Node], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Ranks of both have as many threads as a host has cores, where that is one."""
         tell = [PYTHON, "-m", "cluster.horovodrun", "-H", "node1:1,node2:1", "sh", "-c"]
@@ -66,7 +66,7 @@ class TestHosts:
             done = run(hosts[0].command(*tell))
             assert done.stdout.count(f"threads {threads}.") == 2, done.stdout
 
-    def test_know_themselves(self, hosts: list[testbed.Host]) -> None:
+    def test_know_themselves(self, hosts: list[testbed.Node]) -> None:
         """Also by a second address, and where the kernel lets everyone bind to any."""
         names = ["localhost", "node1", "10.77.0.9", "node2"]
         ask = f"from cluster.hosts import Host; print([n for n in {names} if Host(n, 1).is_here])"
@@ -88,7 +88,7 @@ class TestHosts:
     def test_that_do_not_answer_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also where a login neither ends nor fails."""
         monkeypatch.setattr(testbed, "ANSWER_SECONDS", 1)
-        monkeypatch.setattr(testbed.Host, "command", lambda *_: ["sleep", "30"])
+        monkeypatch.setattr(testbed.Node, "command", lambda *_: ["sleep", "30"])
         bed = testbed.Testbed(2)
         with pytest.raises(RuntimeError, match="sshd of node1 does not answer"), bed:
             pass
@@ -124,7 +124,7 @@ class TestHosts:
 
 
 def test_the_template_trains_across_hosts_under_ddp(
-    hosts: list[testbed.Host], tmp_path: Path
+    hosts: list[testbed.Node], tmp_path: Path
 ) -> None:
     """One rank a host, each the first of its host. Horovod has test_starting.py."""
     overrides = ["strategy=ddp", "trainer.max_epochs=2", f"log_dir={tmp_path}"]

@@ -55,7 +55,7 @@ from runs.bottleneck import (
     straggler,
     verdict,
 )
-from runs.ranks import gather_texts
+from runs.ranks import gather_objects
 from strategies.clock import Moment, moment, seconds
 from strategies.cores import usable_cores
 
@@ -96,9 +96,8 @@ class Anatomy(Callback):
         self.found = None
         self._device = trainer.strategy.root_device
         self._take_exchanges = getattr(trainer.strategy, "take_exchanges", list)
-        cores = sum(1 << core for core in sorted(os.sched_getaffinity(0))[: usable_cores()])
-        texts = gather_texts(trainer.strategy, f"{socket.gethostname()} {cores:x}")
-        ranks = [(host, int(usable, 16)) for host, usable in map(str.split, texts)]
+        cores = sorted(os.sched_getaffinity(0))[: usable_cores()]
+        ranks = gather_objects(trainer.strategy, (socket.gethostname(), cores))
         self._hosts = [host for host, _ in ranks]
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when

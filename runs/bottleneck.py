@@ -183,18 +183,16 @@ def _network(part: str, wire: dict[str, Any] | None) -> str:
     )
 
 
-def crowded(ranks: list[tuple[str, int]]) -> str:
+def crowded(ranks: list[tuple[str, list[int]]]) -> str:
     """The first host with more ranks than cores, in words; empty if there is none.
 
     Args:
-        ranks: for each, its host and the cores that it may use, one bit each.
+        ranks: for each, its host and the cores that it may use.
     """
     for host, count in Counter(host for host, _ in ranks).items():
-        cores = 0
-        for other, usable in ranks:
-            cores |= usable if other == host else 0
-        if count > cores.bit_count():
-            return f"{count} ranks share the {cores.bit_count()} cores of {host}"
+        cores = {core for other, usable in ranks if other == host for core in usable}
+        if count > len(cores):
+            return f"{count} ranks share the {len(cores)} cores of {host}"
     return ""
 
 

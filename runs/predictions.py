@@ -19,8 +19,6 @@ from __future__ import annotations
 import copy
 import csv
 import io
-import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -40,7 +38,7 @@ from torch.utils.data import DataLoader, Subset
 
 from runs.beforehand import classes_of, is_sized
 from runs.folders import whole
-from runs.ranks import gather_rows, gather_texts
+from runs.ranks import gather_objects
 from runs.refusal import Refusal
 
 
@@ -113,7 +111,7 @@ class Predictions(BasePredictionWriter):
         leaves = [tree_leaves(prediction, _are_texts) for prediction in predictions]
         structure = tree_structure(predictions[0], _are_texts)
         seen = torch.tensor([index for batch in batches for index in batch])
-        indices, order = gather_rows(trainer.strategy, seen).sort()
+        indices, order = torch.cat(gather_objects(trainer.strategy, seen)).sort()
         gathered = [_of_all(trainer.strategy, parts, order) for parts in zip(*leaves)]
         self.samples = len(order)
         if trainer.is_global_zero:
@@ -153,21 +151,18 @@ def _of_all(strategy: Strategy, parts: Sequence[Any], order: Tensor) -> Tensor |
     Args:
         parts: for each batch of this rank.
     """
-    if not isinstance(parts[0], Tensor):
-        texts = _listed(strategy, [text for texts in parts for text in texts])
-        return [texts[place] for place in order.tolist()]
-    shapes = _listed(strategy, [[len(part), *part.shape[1:]] for part in parts])
-    if len({tuple(shape) for _, *shape in shapes}) == 1:
-        return gather_rows(strategy, torch.cat(list(parts)))[order]
-    numbers = gather_rows(strategy, torch.cat([part.flatten() for part in parts]))
-    batches = numbers.split([math.prod(shape) for shape in shapes])
-    samples = [row for batch, shape in zip(batches, shapes) for row in batch.view(shape)]
+    tensors = isinstance(parts[0], Tensor)
+    mine = [part.detach().clone() if tensors else [str(text) for text in part] for part in parts]
+    batches = _listed(strategy, mine)
+    if tensors and len({batch.shape[1:] for batch in batches}) == 1:
+        return torch.cat(batches)[order]
+    samples = [sample for batch in batches for sample in batch]
     return [samples[place] for place in order.tolist()]
 
 
 def _listed(strategy: Strategy, mine: list[Any]) -> list[Any]:
     """The lists of all ranks, joined in the order of ranks."""
-    return [one for its in gather_texts(strategy, json.dumps(mine)) for one in json.loads(its)]
+    return [one for its in gather_objects(strategy, mine) for one in its]
 
 
 def _check_loader(loader: Any, ranks: int) -> None:

@@ -1,33 +1,34 @@
-"""Texts and rows of all ranks, gathered under any strategy."""
+"""Objects of all ranks, gathered under any strategy."""
 
 from __future__ import annotations
 
 import hashlib
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from strategies import HorovodStrategy
 
-def gather_texts(strategy: Strategy, text: str) -> list[str]:
-    """The text of every rank, in the order of ranks. All ranks must call it."""
-    encoded = torch.tensor(list(text.encode() + b"\0"), dtype=torch.uint8)
-    return bytes(gather_rows(strategy, encoded).tolist()).decode().split("\0")[:-1]
+T = TypeVar("T")
 
 
-def gather_rows(strategy: Strategy, mine: Tensor) -> Tensor:
-    """The rows of every rank one below the other, in the order of ranks, on the CPU.
+def gather_objects(strategy: Strategy, mine: T) -> list[T]:
+    """The object of every rank, in the order of ranks. All ranks must call it.
 
-    Ranks may have different numbers of rows, of one shape and dtype. All ranks must call it.
+    Objects are pickled, and ranks on other hosts may have another Python: send plain types. A
+    tensor that is a view takes all of its storage along: clone it.
     """
-    device = strategy.root_device
-    counts = strategy.all_gather(torch.tensor(len(mine), device=device)).reshape(-1).tolist()
-    padded = torch.zeros((max(counts), *mine.shape[1:]), dtype=mine.dtype, device=device)
-    padded[: len(mine)] = mine
-    parts = strategy.all_gather(padded).reshape(-1, *padded.shape)
-    return torch.cat([part[:rows] for part, rows in zip(parts, counts)]).cpu()
+    if isinstance(strategy, HorovodStrategy) and strategy.world.has_several_ranks():
+        return strategy.world.gather_objects(mine)
+    if not torch.distributed.is_initialized():
+        return [mine]
+    objects: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(objects, mine)
+    return objects
 
 
 def same_on_all(strategy: Strategy, batch: Any) -> bool:
@@ -39,4 +40,4 @@ def same_on_all(strategy: Strategy, batch: Any) -> bool:
             digest.update(raw.numpy().tobytes())
         else:
             digest.update(repr(leaf).encode())
-    return len(set(gather_texts(strategy, digest.hexdigest()))) == 1
+    return len(set(gather_objects(strategy, digest.hexdigest()))) == 1

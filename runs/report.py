@@ -25,7 +25,7 @@ from runs.anatomy import Anatomy
 from runs.folders import ROOT, shown, whole
 from runs.hints import counted
 from runs.predictions import Predictions
-from runs.ranks import gather_texts
+from runs.ranks import gather_objects
 from runs.refusal import Refusal
 from runs.resuming import kept_settings, settings
 from runs.versions import commit, versions
@@ -105,7 +105,7 @@ class Report(pl.Callback):
         if self.hosts:
             return  # already, before training
         self._lr, self._asked = _lr(pl_module), settings(trainer)
-        self.hosts = dict(Counter(gather_texts(trainer.strategy, socket.gethostname())))
+        self.hosts = dict(Counter(gather_objects(trainer.strategy, socket.gethostname())))
         asked, ranks = self.config.data.get("batch_size"), trainer.world_size
         self.batch_size = self.batch_size or asked
         if not trainer.is_global_zero:

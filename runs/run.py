@@ -32,7 +32,7 @@ from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown
 from runs.mistakes import MISTAKES, ended_by_another, mistake, of_constructor
 from runs.predictions import Predictions
-from runs.ranks import gather_texts
+from runs.ranks import gather_objects
 from runs.refusal import (
     Refusal,
     launched_rank,
@@ -322,8 +322,8 @@ class Run:
         if self.strategy is None:
             return
         printed = set(self._warnings)
-        for rank, texts in enumerate(gather_texts(self.strategy, "\n".join(self._warnings))):
-            for text in filter(None, texts.split("\n")):
+        for rank, texts in enumerate(gather_objects(self.strategy, self._warnings)):
+            for text in texts:
                 if text not in printed and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
                 printed.add(text)

@@ -29,7 +29,7 @@ from pytorch_lightning.strategies import Strategy
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from runs.folders import shown
-from runs.ranks import gather_texts
+from runs.ranks import gather_objects
 
 NEXT_BATCH = ".train_dataloader_next"  # the action of Lightning's that a step begins with
 ROUNDS = 40  # of the measurement of clocks, 2 ms each
@@ -159,7 +159,7 @@ def clock(strategy: Strategy) -> tuple[int, int]:
     once. A bound is narrowest when the one that comes last comes late, so they take turns. Ranks of
     rank 0's host share its clock: nothing to measure.
     """
-    hosts = gather_texts(strategy, os.uname().nodename)
+    hosts = gather_objects(strategy, os.uname().nodename)
     if len(set(hosts)) == 1:
         return 0, 0
     rank = strategy.global_rank  # type: ignore[attr-defined]

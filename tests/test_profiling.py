@@ -261,7 +261,7 @@ def test_the_clock_of_another_host_is_measured(monkeypatch: pytest.MonkeyPatch) 
     now, rank = time.time_ns, threading.local()
     hosts = ["a", "b", "c"]
     monkeypatch.setattr(time, "time_ns", lambda: now() + ahead[getattr(rank, "number", 0)])
-    monkeypatch.setattr(runs.tracing, "gather_texts", lambda strategy, text: hosts)
+    monkeypatch.setattr(runs.tracing, "gather_objects", lambda strategy, host: hosts)
     clocks: dict[int, tuple[int, int]] = {}
 
     def measure(number: int) -> None:

@@ -15,8 +15,10 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, Subset
 
+import runs.predictions
 from runs.mistakes import mistake
 from runs.predictions import Predictions
 from runs.refusal import Refusal
@@ -137,6 +139,27 @@ def test_predictions_may_be_of_several_shapes(launch: Callable, tmp_path: Path) 
                 [number] * width for number, width in enumerate(expected)
             ]
             assert torch.equal(predicted["twice"], 2 * torch.arange(7))
+
+
+class Views(LightningModule):
+    """A column of a batch that is much larger."""
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return batch.unsqueeze(1).repeat(1, 1000)[:, 0]
+
+
+def test_views_do_not_send_what_they_look_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[Any] = []
+    monkeypatch.setattr(
+        runs.predictions, "gather_objects", lambda _, mine: [sent.append(mine) or mine]
+    )
+    predict(Views(), Numbers(), tmp_path)
+    tensors = [leaf for leaf in tree_leaves(sent) if isinstance(leaf, Tensor)]
+    assert len(tensors) == 4  # indices, and three batches
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors)
+    assert torch.load(tmp_path / "predictions.pt").tolist() == list(range(7))
 
 
 class Shuffled(Numbers):

@@ -36,11 +36,10 @@ from benchmarks import hardware
 from runs.anatomy import Anatomy
 from runs.folders import ROOT
 from runs.predictions import Predictions
-from runs.ranks import gather_rows, gather_texts
+from runs.ranks import gather_objects
 from runs.refusal import Refusal
 from runs.report import Report, _look, _lr
 from runs.versions import commit
-from strategies import HorovodStrategy
 from tests.matrix import trainings as matrix
 from tests.matrix.trainings import RANK
 from tests.runs.trainings import Fails, IsValidated, Stream, Times, TimesTwo, TrainsAndTests, train
@@ -128,32 +127,24 @@ def test_the_commit_in_a_summary_tells_of_files_that_differ(
         assert hardware._git("rev-parse", "HEAD")
 
 
-def texts_of_ranks(texts: list[list[str]]) -> list[list[str]]:
-    strategy = HorovodStrategy()
-    strategy.parallel_devices = [torch.device("cpu")]
-    return [gather_texts(strategy, each[strategy.global_rank]) for each in texts]
+OF_RANKS = [("", [0]), ("ü\nlonger", [0, 1])]
 
 
-def rows_under(strategy: str) -> tuple[list[int], list[str]]:
+def objects_under(strategy: str) -> list[tuple[str, list[int]]]:
     class Gathers(Callback):
         def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-            self.rows = gather_rows(trainer.strategy, torch.arange(1 + RANK)).tolist()
-            self.texts = gather_texts(trainer.strategy, "x" * RANK)
+            text, rows = OF_RANKS[RANK]
+            objects = gather_objects(trainer.strategy, (text, torch.tensor(rows)))
+            self.objects = [(text, rows.tolist()) for text, rows in objects]
 
     gathers = Gathers()
     matrix.trainer(strategy, callbacks=[gathers]).fit(matrix.Net(), matrix.loader())
-    return gathers.rows, gathers.texts
+    return gathers.objects
 
 
 @pytest.mark.parametrize("strategy", ["horovod", "ddp"])
-def test_ranks_may_have_different_numbers_of_rows(strategy: str, launch_anew: Callable) -> None:
-    """DDP reduces in place."""
-    assert launch_anew(rows_under, 2, strategy=strategy) == [([0, 0, 1], ["", "x"])] * 2
-
-
-def test_each_rank_has_a_text_also_where_it_is_empty(launch: Callable) -> None:
-    texts = [["a host", "ü\nlonger"], ["", "one"], ["", ""]]
-    assert launch(texts_of_ranks, 2, texts=texts) == [texts, texts]
+def test_objects_of_ranks_may_differ_in_size(strategy: str, launch_anew: Callable) -> None:
+    assert launch_anew(objects_under, 2, strategy=strategy) == [OF_RANKS] * 2
 
 
 @pytest.mark.parametrize(
@@ -182,7 +173,7 @@ def test_ranks_that_train_on_the_same_batches_are_told(
 ) -> None:  # fmt: skip
     """Of what Lightning has not split over them; a second rank's batch is `others` larger."""
     texts: list[str] = []
-    monkeypatch.setattr("runs.ranks.gather_texts", lambda _, text: texts.append(text) or texts)
+    monkeypatch.setattr("runs.ranks.gather_objects", lambda _, text: texts.append(text) or texts)
     trainer = SimpleNamespace(
         world_size=2, is_global_zero=True, strategy=None, train_dataloader=loaders
     )

@@ -103,18 +103,22 @@ def _check(arguments: list[str]) -> None:
         for override in overrides:
             if not _is_group(override):
                 _check_change(override, config)
-        changed: dict[str, Any] = {}  # callbacks, by the file that changes them
-        for override in groups:
-            changed |= _check_recipe(override, choices)
+        changed: list[tuple[str, Any]] = []  # where callbacks are set, and what is set there
+        for override in overrides:
+            changed += _check_recipe(override, choices)
+            match override.key_or_group.split("."):
+                case ["callbacks", name, key]:
+                    changed.append(("", {name: {key: override.value()}}))
+                case ["callbacks", name]:
+                    changed.append(("", {name: override.value()}))
         for choice in _listed(choices.get("callbacks")):
-            members = OmegaConf.load(CONF / "callbacks" / f"{choice}.yaml")
-            where = f"conf/callbacks/{choice}.yaml"
-            changed[where] = OmegaConf.to_container(members, resolve=False)
-        _check_modes(changed, overrides, config)
+            file = CONF / "callbacks" / f"{choice}.yaml"
+            members = OmegaConf.to_container(OmegaConf.load(file))
+            changed.append((f"conf/callbacks/{choice}.yaml: ", members))
+        _check_monitors(changed, config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
         _check_loggers(overrides, config)
-        _check_monitors(overrides)
 
 
 def _undecodable() -> str:
@@ -190,29 +194,30 @@ def _listed(choice: Any) -> list[Any]:
     return choice if isinstance(choice, list) else [] if choice is None else [choice]
 
 
-def _check_recipe(override: Override, choices: dict[str, Any]) -> dict[str, Any]:
+def _check_recipe(override: Override, choices: dict[str, Any]) -> list[tuple[str, Any]]:
     """Check an experiment's keys like those of a command line; it may add what code takes.
 
     Args:
         choices: the file of each group that was taken.
 
     Returns:
-        What it changes in callbacks, by its file.
+        What it changes in callbacks, with its file.
     """
     group = override.key_or_group.lstrip("/")
     if group not in recipes.RECIPES or override.is_delete():
-        return {}
+        return []
     others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
     chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
     base = compose("config", chosen, return_hydra_config=True).hydra.runtime.choices
     inner = [name for name in base if "/" in name and choices.get(name)]  # model/optimizer
     chosen += [f"{name}={choices[name]}" for name in inner]
-    keys, where = recipes.read(CONF, group, str(override.value())), f"{group}/{override.value()}"
+    where = f"conf/{group}/{override.value()}.yaml: "
+    keys = recipes.read(CONF, group, str(override.value()))
     try:
         _check_keys("", keys, compose("config", chosen))
     except Refusal as refusal:
-        raise Refusal(f"conf/{where}.yaml: {refusal}") from None
-    return {f"conf/{where}.yaml": keys.get("callbacks")}
+        raise Refusal(f"{where}{refusal}") from None
+    return [(where, keys.get("callbacks"))]
 
 
 def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
@@ -370,38 +375,28 @@ def _check_loggers(overrides: list[Override], config: DictConfig) -> None:
             )
 
 
-def _check_monitors(overrides: list[Override]) -> None:
-    """A metric to watch comes with what is better, lest the worst be kept as the best."""
-    keys = {override.key_or_group for override in overrides}
-    for override in overrides:
-        name, _, last = override.key_or_group.rpartition(".")
-        watches = name.startswith("callbacks.") and last == "monitor" and override.value()
-        if watches and f"{name}.mode" not in keys:
-            raise Refusal(f"{override.input_line}: say what is better too, {name}.mode=min or max")
-
-
-def _check_modes(changed: dict[str, Any], overrides: list[Override], config: DictConfig) -> None:
-    """The same for files of conf/ whose callbacks inherit a mode.
+def _check_monitors(changed: list[tuple[str, Any]], config: DictConfig) -> None:
+    """A metric to watch comes with what is better, lest a mode of before keeps the worst as best.
 
     Args:
-        changed: callbacks, by the file that has them.
+        changed: callbacks, with the file that has them, or "" where they were typed.
         config: of all groups.
     """
-    written = [
+    members = [
         (where, name, member)
-        for where, members in changed.items()
-        for name, member in (members.items() if isinstance(members, dict) else ())
+        for where, callbacks in changed
+        for name, member in (callbacks.items() if isinstance(callbacks, dict) else ())
         if isinstance(member, dict)
     ]
-    given = {override.key_or_group for override in overrides}
     # A mode beside a monitor is of that monitor.
-    given |= {f"callbacks.{n}.mode" for _, n, m in written if "mode" in m and "monitor" not in m}
-    for where, name, member in written:
-        inherits = "mode" in ((config.get("callbacks") or {}).get(name) or {})
-        asked = "monitor" in member and "mode" not in member
-        if asked and inherits and f"callbacks.{name}.mode" not in given:
+    given = {name for _, name, member in members if "mode" in member and "monitor" not in member}
+    for where, name, member in members:
+        key, inherited = f"callbacks.{name}", (config.get("callbacks") or {}).get(name) or {}
+        asked = member.get("monitor") and "mode" not in member and "mode" in inherited
+        if asked and name not in given:
             raise Refusal(
-                f"{where}: callbacks.{name}.monitor: say what is better too, mode: min or max"
+                f"{where}{key}.monitor={member['monitor']}: say what is better too, {key}.mode=min "
+                "or max"
             )
 
 

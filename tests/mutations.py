@@ -717,7 +717,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a file keeps the worst by a metric of its own", "config.py",
-        "if asked and inherits and", "if False and", "say_what_is_better", "test_config", "runs",
+        "if asked and name not in given:", "if False:", "say_what_is_better", "test_config", "runs",
     ),
     Mutation(
         "settings of a logger that nobody chose are passed over", "config.py",

@@ -100,6 +100,7 @@ from tests.conftest import run
         ),
         ("model.lr=0.1,0.2", "several values"),
         ("callbacks.best_checkpoint.monitor=val/acc", "too, callbacks.best_checkpoint.mode=min or"),
+        ("callbacks.best_checkpoint={monitor: a}", "too, callbacks.best_checkpoint.mode=min or"),
     ],
 )
 def test_a_mistake_is_refused_in_a_line_that_begins_with_its_key(
@@ -191,14 +192,18 @@ def test_callbacks_of_ones_own_say_what_is_better(
     monkeypatch.setattr(config, "CONF", tmp_path / "conf")
     file = tmp_path / "conf" / "callbacks" / "mine.yaml"
     file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc}\n")
-    with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
+    with pytest.raises(
+        Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor=val/acc: say"
+    ):
         check(["callbacks=mine"])
     check(["callbacks=mine", "callbacks.best_checkpoint.mode=max"])
     file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc, mode: max}\n")
     check(["callbacks=mine"])
     check(["callbacks=[default,mine]"])
     file.write_text("best_checkpoint: {monitor: val/acc}\n")
-    with pytest.raises(Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor: say"):
+    with pytest.raises(
+        Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor=val/acc: say"
+    ):
         check(["callbacks=[default,mine]"])
 
 
@@ -221,7 +226,7 @@ HEAD = "# @package _global_\n"
         (HEAD + "data: {batch_size: 0}", "data.batch_size=0: at least 1 is needed"),
         (HEAD + "model: {widht: 8}", r"model.widht: model has no key 'widht'; it has: lr, .*width"),
         (HEAD + "callbacks: {stop: {checkpiont: a}}", r"\(did you mean checkpoint\?\)"),
-        (HEAD + "callbacks: {best_checkpoint: {monitor: a}}", "monitor: say .* mode: min or max"),
+        (HEAD + "callbacks: {best_checkpoint: {monitor: a}}", "monitor=a: say .*mode=min or max"),
     ],
 )
 def test_an_experiment_with_a_mistake_is_named(
@@ -315,7 +320,7 @@ def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
         ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
         ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
-        ["callbacks.best_checkpoint.monitor=null"],
+        ["callbacks.best_checkpoint.monitor=null", "+callbacks.mine.monitor=a"],
         # Of any type for Lightning; without a hint; text that a number follows from.
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],
         ["model=gpt", "model.decay_steps=100", "callbacks.last_checkpoint.filename=3"],

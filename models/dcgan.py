@@ -5,22 +5,18 @@ Convolutional Generative Adversarial Networks", ICLR 2016, https://arxiv.org/abs
 x 4 pixels (or what `size` halves to), each layer doubles the image and halves the features.
 
 Batches are (images, labels): images of shape (batch, channels, size, size) with values from 0 to 1,
-and labels of shape (batch,), which only the score uses. A step trains the discriminator, then the
+and labels of shape (batch,), which only the judge uses. A step trains the discriminator, then the
 generator; Lightning counts it as two, one for each optimizer. Each rank draws its own latents.
 
 Neither loss tells how good the samples are. To judge them, `setup` trains a small classifier on up
-to 2,000 training images, each averaged to 8 x 8 grey pixels. Validation logs
-    val/loss        the Frechet distance between its features of samples and of validation images:
-                    |m - n|^2 + tr(S + T - 2 (S T)^(1/2)), means m, n, covariances S, T; falls
-                    (Heusel et al. 2017, https://arxiv.org/abs/1706.08500)
-    val/score       its inception score of the samples, 1 to the number of classes; rises:
-                    exp(mean of KL(p(label | sample), p(label)))
-                    (Salimans et al. 2016, https://arxiv.org/abs/1606.03498)
-    val/score_real  the inception score of the validation images, to compare with.
-Papers compute both with the Inception network, so compare these only with each other. They say much
-about digits, little about photographs, of which 8 x 8 pixels keep only the layout, and nothing
-about random images. The test logs the same as test/... Samples are in samples.png of the run's
-folder and, for each validation, in TensorBoard.
+to 2,000 training images, each averaged to 8 x 8 grey pixels. val/loss and test/loss are the Frechet
+distance between its features of samples and of real images:
+    |m - n|^2 + tr(S + T - 2 (S T)^(1/2)), means m, n, covariances S, T; falls
+    (Heusel et al. 2017, https://arxiv.org/abs/1706.08500)
+Papers compute it with the Inception network, so compare these figures only with each other. They
+say much about digits, little about photographs, of which 8 x 8 pixels keep only the layout, and
+nothing about random images. Samples are in samples.png of the run's folder and, for each
+validation, in TensorBoard.
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from pytorch_lightning import LightningModule
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, binary_cross_entropy_with_logits, cross_entropy
-from torchmetrics import Metric
 from torchmetrics.image.fid import FrechetInceptionDistance
 from torchvision.utils import make_grid, save_image
 
@@ -75,7 +70,6 @@ class DCGAN(LightningModule):
             network.apply(initialize)
         self.judge = Judge(classes).requires_grad_(False)
         self.distance = FrechetInceptionDistance(FeaturesAsTheyAre())
-        self.score, self.score_real = InceptionScore(classes), InceptionScore(classes)
 
     def forward(self, latents: Tensor) -> Tensor:
         """Samples from 0 to 1, of shape (batch, channels, size, size), of (batch, latent)."""
@@ -150,20 +144,13 @@ class DCGAN(LightningModule):
         self._judge("test", batch[0], batch_idx)
 
     def _judge(self, stage: str, images: Tensor, batch_idx: int) -> None:
-        """Score as many samples as there are images: of latents that differ by rank and batch, but
-        are the same in each evaluation."""
+        """Compare as many samples as there are images: of latents that differ by rank and batch,
+        but are the same in each evaluation."""
         seed = batch_idx * self.trainer.world_size + self.global_rank
         samples = self(self.latents(len(images), torch.Generator().manual_seed(seed)))
-        for pictures, real, score in (
-            (images, True, self.score_real),
-            (samples, False, self.score),
-        ):
-            features, logits = self.judge(pictures)
-            self.distance.update(features, real=real)
-            score.update(logits)
+        self.distance.update(self.judge(images), real=True)
+        self.distance.update(self.judge(samples), real=False)
         self.log(f"{stage}/loss", self.distance)
-        self.log(f"{stage}/score", self.score)
-        self.log(f"{stage}/score_real", self.score_real)
 
     def _show(self) -> None:
         if not self.trainer.is_global_zero:
@@ -246,10 +233,9 @@ class Judge(nn.Module):
         self.hidden = nn.Sequential(nn.Linear(64, self.features), nn.ReLU())
         self.last = nn.Linear(self.features, classes)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """Features (batch, 64) and logits (batch, classes) of images of any shape and size."""
-        features = self.hidden(grey(images))
-        return features.float(), self.last(features).float()
+    def forward(self, images: Tensor) -> Tensor:
+        """Features (batch, 64) of images of any shape and size."""
+        return self.hidden(grey(images)).float()
 
     def fit(self, images: Tensor, labels: Tensor) -> None:
         """Learn to tell the labels apart: 200 steps, each on all images."""
@@ -273,31 +259,3 @@ class FeaturesAsTheyAre(nn.Identity):
     """Takes the place of torchmetrics' Inception network: the features are computed already."""
 
     num_features = Judge.features
-
-
-class InceptionScore(Metric):
-    """exp(mean of KL(p(label | image), p(label))) over all ranks: high for clear and varied images.
-
-    Unlike torchmetrics' InceptionScore it keeps sums, not all logits.
-    """
-
-    full_state_update = False
-
-    def __init__(self, classes: int) -> None:
-        super().__init__()
-        self.labels: Tensor
-        self.certainty: Tensor
-        self.count: Tensor
-        self.add_state("labels", torch.zeros(classes), dist_reduce_fx="sum")
-        self.add_state("certainty", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("count", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, logits: Tensor) -> None:
-        logs = logits.log_softmax(dim=1)
-        self.labels += logs.exp().sum(dim=0)
-        self.certainty += (logs.exp() * logs).sum()
-        self.count += len(logits)
-
-    def compute(self) -> Tensor:
-        labels = self.labels / self.count
-        return (self.certainty / self.count - torch.xlogy(labels, labels).sum()).exp()

@@ -111,61 +111,76 @@ def verdict(found: dict[str, Any], precision: str, hidden: bool, late: str) -> s
         hidden: whether backward has an all-reduce in it that cannot be told apart.
         late: as `late_phase` gives it.
     """
+    name, share = _costliest(found)
+    part = f"{share:.0%} of the step"
     hosts = [rank["host"] for rank in found["ranks"]]
+    slow = found["straggler"]
+    match name:
+        case "data":
+            return (
+                f"data: {part} is waiting for batches: try data.num_workers where it has them, or "
+                "less work a sample"
+            )
+        case "optimizer":
+            return f"optimizer: {part}: try a fused one, or a larger data.batch_size"
+        case "straggler" if slow:
+            who = named(slow, hosts)
+            return f"straggler: {who}; ranks wait {part}: see its load, clock rate and data"
+        case _ if crowd := found["crowded"]:
+            return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
+        case "cores":
+            return f"cores: {contended(hosts, [rank['waits_for_core'] for rank in found['ranks']])}"
+        case "straggler":
+            try_ = (
+                "try more data.num_workers, or faster storage" if late == "data" else
+                "look for other load on the hosts, more ranks than cores, batches of unequal cost"
+            )  # fmt: skip
+            return (
+                f"uneven: ranks wait {part} for now one, now another, mostly in its {late}: {try_}"
+            )
+        case "rest":
+            return (
+                f"overhead: {part} of {found['step_ms']['median']:.1f} ms is hooks, logging and "
+                "checkpoints: try a larger data.batch_size, a larger trainer.log_every_n_steps, or "
+                "fewer checkpoints"
+            )
+        case "all_reduce":
+            return _network(part, found["wire"])
+        case _:
+            return _compute(part, found["gpu_keeps_up"] or 0.0, precision, hidden)
+
+
+def _costliest(found: dict[str, Any]) -> tuple[str, float]:
+    """Of the phases that take too much the one that takes most, else "compute"; and its share."""
     waits = [rank["waits_for_core"] for rank in found["ranks"]]
-    slow, crowd, keeps_up = found["straggler"], found["crowded"], found["gpu_keeps_up"] or 0.0
-    share = found["shares"] | {"cores": max(waits)}
+    share, slow = found["shares"] | {"cores": max(waits)}, found["straggler"]
+    share["compute"] = share["forward"] + share["backward"]
     cost = dict(share)
     if slow and len(waits) > 1 and share["straggler"] >= BOTTLENECK["straggler"]:
         # The mean of its phase has an n-th of a slow rank's excess; the others wait for the rest.
         cost[slow["phase"]] -= share["straggler"] / (len(waits) - 1)
     costly = {phase: cost[phase] for phase, limit in BOTTLENECK.items() if cost[phase] >= limit}
     name = max(costly, key=lambda phase: costly[phase], default="compute")
-    part = f"{share.get(name, share['forward'] + share['backward']):.0%} of the step"
-    if crowd and name not in ("data", "optimizer") and not (name == "straggler" and slow):
-        return f"cores: {crowd}, and wait for each other: start fewer there (NP=, -np, -H)"
-    if name == "compute" and keeps_up >= STARVED:
+    return name, share[name]
+
+
+def _compute(part: str, keeps_up: float, precision: str, hidden: bool) -> str:
+    if keeps_up >= STARVED:
         return (
             f"launches: in {keeps_up:.0%} of the steps the GPU waits for the program to queue its "
             "work: try a larger data.batch_size, or a compiled model (model.compile=true where it "
             "has that)"
         )
-    if name == "compute" and hidden:
+    if hidden:
         return (
             f"compute or network: forward and backward, with DDP's all-reduce in it, are {part}: "
             "strategy=horovod tells them apart"
         )
-    if name == "compute":
-        lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
-        return (
-            f"compute: forward and backward are {part}: try {lower}more ranks, each on a core or "
-            "GPU of its own"
-        )
-    if name == "data":
-        return (
-            f"data: {part} is waiting for batches: try data.num_workers where it has them, or less "
-            "work a sample"
-        )
-    if name == "cores":
-        return f"cores: {contended(hosts, waits)}"
-    if name == "straggler" and slow:
-        who = named(slow, hosts)
-        return f"straggler: {who}; ranks wait {part}: see its load, clock rate and data"
-    if name == "straggler":
-        try_ = (
-            "try more data.num_workers, or faster storage" if late == "data" else
-            "look for other load on the hosts, more ranks than cores, batches of unequal cost"
-        )  # fmt: skip
-        return f"uneven: ranks wait {part} for now one, now another, mostly in its {late}: {try_}"
-    if name == "optimizer":
-        return f"optimizer: {part}: try a fused one, or a larger data.batch_size"
-    if name == "rest":
-        return (
-            f"overhead: {part} of {found['step_ms']['median']:.1f} ms is hooks, logging and "
-            "checkpoints: try a larger data.batch_size, a larger trainer.log_every_n_steps, or "
-            "fewer checkpoints"
-        )
-    return _network(part, found["wire"])
+    lower = "a lower precision or " if precision in ("64-true", "32-true") else ""
+    return (
+        f"compute: forward and backward are {part}: try {lower}more ranks, each on a core or GPU "
+        "of its own"
+    )
 
 
 def _network(part: str, wire: dict[str, Any] | None) -> str:

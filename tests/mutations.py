@@ -502,7 +502,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a GPU that waits for the program is said to compute", "bottleneck.py",
-        "if name == \"compute\" and keeps_up >= STARVED:", "if False:",
+        "if keeps_up >= STARVED:", "if False:",
         "waits_for_the_program", "test_anatomy", "runs",
     ),
     Mutation(

@@ -97,45 +97,66 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
     """
     if match := NO_METRIC.match(str(error)):
         return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
-    frames = extract_tb(error.__traceback__)
-    if any(frame.filename.endswith(SAMPLER) for frame in frames):
-        return (
-            "DistributedSampler(data) asks torch.distributed for the ranks: leave it out, as each "
-            "rank gets its share by itself, or give it num_replicas=trainer.world_size and "
-            "rank=trainer.global_rank"
-        )
-    if match := NO_HYPERPARAMETER.match(f"{type(error).__name__}: {error}"):
-        by_key = isinstance(error, KeyError)
-        # Not TABLE[self.hparams["column"]], where it is TABLE that lacks something.
-        asked = rf"\[['\"]{match[1]}['\"]\]" if by_key else rf"\.{match[1]}\b"
-        for frame in frames[-1:] if by_key else frames[-2:-1]:
-            if re.search(rf"self\.hparams{asked}", frame.line or ""):
-                return (
-                    f"{frame.filename}, line {frame.lineno}: the hyperparameters have no "
-                    f"{match[1]!r}: call self.save_hyperparameters() in __init__, which takes it; "
-                    f"where that ignores it, write self.{match[1]}"
-                )
-    if "Original Traceback" in str(error):  # of a loader's worker: its last line says it
-        error = type(error)(str(error).strip().splitlines()[-1])
-    if ALONE in str(error) and (tasks := slurm_tasks()):
+    told = _of_sampler(error) or _of_hyperparameter(error) or _of_advice(error)
+    return told or (None if started else _of_configuration(error))
+
+
+def _of_sampler(error: BaseException) -> str | None:
+    if not any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
+        return None
+    return (
+        "DistributedSampler(data) asks torch.distributed for the ranks: leave it out, as each rank "
+        "gets its share by itself, or give it num_replicas=trainer.world_size and "
+        "rank=trainer.global_rank"
+    )
+
+
+def _of_hyperparameter(error: BaseException) -> str | None:
+    if not (match := NO_HYPERPARAMETER.match(f"{type(error).__name__}: {error}")):
+        return None
+    name, frames = match[1], extract_tb(error.__traceback__)
+    by_key = isinstance(error, KeyError)
+    # Not TABLE[self.hparams["column"]], where it is TABLE that lacks something.
+    asked = rf"self\.hparams\[['\"]{name}['\"]\]" if by_key else rf"self\.hparams\.{name}\b"
+    for frame in frames[-1:] if by_key else frames[-2:-1]:
+        if re.search(asked, frame.line or ""):
+            return (
+                f"{frame.filename}, line {frame.lineno}: the hyperparameters have no {name!r}: "
+                "call self.save_hyperparameters() in __init__, which takes it; where that ignores "
+                f"it, write self.{name}"
+            )
+    return None
+
+
+def _of_advice(error: BaseException) -> str | None:
+    text = _text(error)
+    if ALONE in text and (tasks := slurm_tasks()):
         return of_srun(tasks)
     for pattern, advice in ADVICE.items():
-        if match := re.search(pattern, str(error)):
+        if match := re.search(pattern, text):
             return advice.format(*match.groups())
-    if isinstance(error, MISTAKES):
-        return str(error)
-    if started:
-        return None
+    return text if isinstance(error, MISTAKES) else None
+
+
+def _of_configuration(error: BaseException) -> str | None:
+    """Of an error before the first batch."""
+    text, frames = _text(error), extract_tb(error.__traceback__)
     if (package := type(error).__module__.split(".")[0]) in LOGGERS:  # no account, no connection
-        return f"logger={package}: {' '.join(str(error).split())}"
+        return f"logger={package}: {' '.join(text.split())}"
     restored = any(frame.name == "load_model_state_dict" for frame in frames)  # by the strategy
-    if restored and "loading state_dict" in str(error):
-        lines = str(error).splitlines()
+    if restored and "loading state_dict" in text:
+        lines = text.splitlines()
         return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"
     if isinstance(error, (ValueError, OSError)):
         where = f"{place}; " if (place := place_of(error)) else ""
-        return f"{error} ({where}HYDRA_FULL_ERROR=1 shows where)"
+        return f"{text} ({where}HYDRA_FULL_ERROR=1 shows where)"
     return None
+
+
+def _text(error: BaseException) -> str:
+    """What it says; of an error in a loader's worker the last line."""
+    text = str(error)
+    return text.strip().splitlines()[-1] if "Original Traceback" in text else text
 
 
 def place_of(error: BaseException) -> str:

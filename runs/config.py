@@ -323,14 +323,21 @@ def _written(config: DictConfig, name: Any) -> Any:
     return OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
 
 
-def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
-    node, target = _written(parent, last), parent.get("_target_")
+def _check_value(key: str, name: Any, value: Any, parent: DictConfig) -> None:
+    node = _written(parent, name)
     if isinstance(value, dict) and isinstance(node, DictConfig):
-        for name, member in value.items():
-            if not _has(node, name):
-                raise Refusal(f"{key}.{name}: {_no_key(key, name, sorted(_keys(node)))}")
-            _check_value(f"{key}.{name}", name, member, node)
+        for inner, member in value.items():
+            if not _has(node, inner):
+                raise Refusal(f"{key}.{inner}: {_no_key(key, inner, sorted(_keys(node)))}")
+            _check_value(f"{key}.{inner}", inner, member, node)
         return
+    _check_limits(key, value, node)
+    if value is not None and not (isinstance(value, str) and "${" in value):
+        _check_kind(key, name, value, node, parent.get("_target_"))
+
+
+def _check_limits(key: str, value: Any, node: Any) -> None:
+    """What the keys of this repository may be, by their names."""
     if isinstance(value, (int, float)) and value < LEAST.get(key, value):
         raise Refusal(f"{key}={value}: at least {LEAST[key]} is needed there")
     if key in CHOICES and value not in CHOICES[key]:
@@ -339,22 +346,24 @@ def _check_value(key: str, last: Any, value: Any, parent: DictConfig) -> None:
         raise Refusal(f"{key}=: give a folder, or leave it out")
     if key == "ckpt_path" and value == "":
         raise Refusal("ckpt_path=: give a path, last or best; null for none")
-    if value is None and key in NEEDED:
+    if key in NEEDED and value is None:
         raise Refusal(f"{key}=null: a value is needed there, like {_shown(node)}")
-    if value is None or (isinstance(value, str) and "${" in value):
-        return
+
+
+def _check_kind(key: str, name: Any, value: Any, node: Any, target: str | None) -> None:
+    """A value is of the kind of that in conf/, or of another that the target's hint allows."""
     wanted = _expected(node, value)
     # limit_train_batches is a share or a number: what stands in conf/ may be the other.
-    numbers = _is_number(node) and _is_number(value)  # 0 in conf/ without a hint may be 0.1
-    if wanted and not (target and takes(target, last, value, unknown=numbers)):
+    other_number = _is_number(node) and _is_number(value)
+    if wanted and not (target and takes(target, name, value, unknown=other_number)):
         raise Refusal(f"{key}={value}: {wanted} is expected there, like {_shown(node)} in conf/")
-    if _is_number(value) and isinstance(node, str) and type_hint(target, last) is str:
+    if _is_number(value) and isinstance(node, str) and type_hint(target, name) is str:
         raise Refusal(
             f"{key}={value}: a text is expected there{f', like {node}' if node else ''}; a number "
             f"as text is quoted {_how_to_quote(key, value)}"
         )
-    if node is None and not takes(target, last, value):
-        raise Refusal(f"{key}={value}: {parent._target_} takes no {type(value).__name__} for it")
+    if node is None and not takes(target, name, value):
+        raise Refusal(f"{key}={value}: {target} takes no {type(value).__name__} for it")
 
 
 def _check_loggers(overrides: list[Override], config: DictConfig) -> None:

@@ -55,10 +55,13 @@ class Predictions(BasePredictionWriter):
         super().__init__(write_interval="epoch")
         self.file: Path | None = None
         self.samples = 0
-        self.names_files = self._of_test_set = self._checked = False
+        self.names_files = False
+        self._source: str | None = None  # the stage whose data is predicted, once it was checked
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse before training what would fail to predict after it."""
+        if stage == "test" and self._source:
+            return
         data = trainer.datamodule  # type: ignore[attr-defined]
         if not trainer.limit_predict_batches:
             raise Refusal("predict=true: trainer.limit_predict_batches=0 leaves nothing to predict")
@@ -67,26 +70,22 @@ class Predictions(BasePredictionWriter):
                 f"predict=true: {type(pl_module).__name__} has no predict_step(batch, batch_idx); "
                 "give it one that returns the predictions of a batch"
             )
-        if not is_overridden("predict_dataloader", data) or self._of_test_set:
-            if not is_overridden("test_dataloader", data):
-                raise Refusal(
-                    f"predict=true: {type(data).__name__} has neither predict_dataloader nor "
-                    "test_dataloader"
-                )
-            if stage == "predict":
-                data.setup("test")
-            data.predict_dataloader, self._of_test_set = data.test_dataloader, True
-        if stage == "test" and self._checked:
-            return
-        self._checked = True
-        if stage != "predict":
-            # A copy is set up, as a data module may hold the data of one stage at a time.
+        own = is_overridden("predict_dataloader", data)
+        self._source = self._source or ("predict" if own else "test")
+        if self._source == "test" and not is_overridden("test_dataloader", data):
+            raise Refusal(
+                f"predict=true: {type(data).__name__} has neither predict_dataloader nor "
+                "test_dataloader"
+            )
+        if stage != "predict":  # a copy, as a data module may hold the data of one stage at a time
             data = copy.copy(data)
-            data.setup("test" if self._of_test_set else "predict")
-        factory = data.test_dataloader if self._of_test_set else data.predict_dataloader
+        if stage != self._source:  # Lightning has set it up for `stage`
+            data.setup(self._source)
+        if self._source == "test":
+            data.predict_dataloader = data.test_dataloader
         # Re-create it as Lightning will, which fails if batch_size was given by position.
         with _replace_dunder_methods(DataLoader, "dataset"):
-            loader = factory()
+            loader = data.predict_dataloader()
         _check_loader(loader, trainer.world_size)
         _update_dataloader(loader, loader.sampler, RunningStage.PREDICTING)
 

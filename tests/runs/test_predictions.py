@@ -297,6 +297,7 @@ def test_what_cannot_be_predicted_is_refused(
 def test_predictions_refused_before_training(model: Any, data: Any, message: str) -> None:
     for stage in ("fit", "test"):  # also where nothing is trained
         trainer: Any = SimpleNamespace(datamodule=data(), world_size=8, limit_predict_batches=1.0)
+        trainer.datamodule.setup(stage)  # as Lightning does, before the callbacks
         with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
             Predictions().setup(trainer, model(), stage)
 

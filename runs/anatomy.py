@@ -66,6 +66,33 @@ SHORT = 10e-3  # seconds: of shorter steps only a share is timed
 SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 
 
+class Timed:
+    """The last of the timed steps, and sums over all of them."""
+
+    def __init__(self) -> None:
+        self.steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
+        # The sums over a step's exchanges: calls, bytes, bytes and seconds of busy ends, 1 each.
+        self.wire: deque[list[float]] = deque(maxlen=KEPT)
+        self.total = self.weight = 0.0  # seconds, and how many steps took them
+        self.waited = 0.0  # seconds without a core
+
+    def add(self, step: list[float], wire: list[float], waited: float) -> None:
+        self.steps.append(step)
+        self.wire.append(wire)
+        self.total += sum(step)
+        self.waited += waited
+        self.weight += 1
+
+    def thin(self, share: float, lot: random.Random) -> None:
+        """Keep a share of the steps, drawn by lot, where only that share is timed from now on: so
+        all count alike."""
+        kept = [lot.random() < share for _ in self.steps]
+        self.steps = deque(compress(self.steps, kept), KEPT)
+        self.wire = deque(compress(self.wire, kept), KEPT)
+        self.total, self.weight = share * self.total, share * self.weight
+        self.waited *= share
+
+
 class Anatomy(Callback):
     """Times the phases of each training step.
 
@@ -81,7 +108,7 @@ class Anatomy(Callback):
 
     def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
         self.warmup, self.share, self.batches = warmup, share, batches
-        self._timed = False  # whether this step is
+        self._timing = False  # whether this step is timed
         self.found: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -101,20 +128,20 @@ class Anatomy(Callback):
         self._hosts = [host for host, _ in ranks]
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
-        self._timed, self._drawn = True, 1.0  # this step, and the share of all that are timed
+        self._timing, self._drawn = True, 1.0  # this step, and the share of all that are timed
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._began = 0.0  # what `waited` was when this step began
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any], float]] = deque()
-        self._steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
-        # The sums over a step's exchanges: calls, bytes, bytes and seconds of busy ends, 1 each.
-        self._wire: deque[list[float]] = deque(maxlen=KEPT)
+        self._timed = Timed()
         self._batches = self._noted = 0  # all batches, and those that were timed
         self._count = self._logged = 0  # of the timed: those read, and those logged
-        self._total = self._weight = 0.0  # seconds of all timed steps, and how many
-        self._waited = 0.0  # seconds of them without a core
         self._asked = self._kept_up = 0  # how often a GPU was asked, and how often it had caught up
         self._near: Moment | None = None  # when it came to the last part of backward
         self._told: set[int] = set()  # ranks that were said to be slow
+        self._listen(trainer, pl_module)
+
+    def _listen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """To what no hook of Lightning's tells of, until training ends."""
         after = "rest" if pl_module.automatic_optimization else "forward"
         # Between a batch's end and the next fetch, loggers write and checkpoints are saved.
         loop = trainer.fit_loop.epoch_loop
@@ -136,11 +163,11 @@ class Anatomy(Callback):
     # ---------------------------------------------------------------- noting moments
 
     def _begin(self, phase: str) -> None:
-        if self._timed:
+        if self._timing:
             self._marks.append((phase, moment(self._device)))
 
     def _note_near(self, _: Tensor) -> None:
-        if self._timed and self._noted >= self.warmup:
+        if self._timing and self._noted >= self.warmup:
             self._near = moment(self._device)
 
     def _ask(self, _: Tensor) -> None:
@@ -186,14 +213,14 @@ class Anatomy(Callback):
         self._batches += 1
         if self._batches == self.batches:
             trainer.should_stop = True  # on all ranks: they count alike
-        if self._timed:
+        if self._timing:
             self._note_step()
-        if self._timed and self._noted % WINDOW == 0:
+        if self._timing and self._noted % WINDOW == 0:
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
-            if self._steps:
+            if self._timed.steps:
                 self._look_at_all(trainer)
-        self._timed = self._lot.random() < self._drawn
-        if self._timed:
+        self._timing = self._lot.random() < self._drawn
+        if self._timing:
             self._take_exchanges()  # of steps that were not timed
             self._begin_anew()
 
@@ -215,12 +242,9 @@ class Anatomy(Callback):
             spent[phase] += seconds(begun, ended)
         exposed = sum(seconds(exchange.backward, exchange.end) for exchange in exchanges)
         spent["backward"], spent["all_reduce"] = max(0.0, spent["backward"] - exposed), exposed
-        self._steps.append(list(spent.values()))
-        self._total += sum(spent.values())
-        self._waited += without_core
-        self._weight += 1
         figures = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end), 1) for e in exchanges]
-        self._wire.append([sum(values) for values in zip(*figures)])
+        wire = [sum(values) for values in zip(*figures)]
+        self._timed.add(list(spent.values()), wire, without_core)
 
     # ---------------------------------------------------------------- telling
 
@@ -231,7 +255,7 @@ class Anatomy(Callback):
     def _log(self, trainer: pl.Trainer, step: int) -> None:
         """Log the mean phases of this rank since the last time; only rank 0's loggers write."""
         count, self._logged = self._count - self._logged, self._count
-        steps = list(self._steps)[-count:] if count else []
+        steps = list(self._timed.steps)[-count:] if count else []
         if not steps or not trainer.loggers:
             return
         means = 1e3 * torch.tensor(steps).mean(0)
@@ -242,50 +266,44 @@ class Anatomy(Callback):
 
     def _gather(self, strategy: Strategy, last: int) -> Tensor:
         """Shape (ranks, steps, phases), in seconds: the last steps of all ranks."""
-        mine = torch.tensor(list(self._steps)[-last:], device=self._device)
+        mine = torch.tensor(list(self._timed.steps)[-last:], device=self._device)
         return strategy.all_gather(mine).reshape(-1, *mine.shape).cpu()
 
     def _look_at_all(self, trainer: pl.Trainer) -> None:
         steps = self._gather(trainer.strategy, WINDOW)
         if self._drawn > self.share and steps.sum(2).mean() < SHORT:
-            self._time_fewer()
+            self._drawn = self.share  # of the steps from now on, and of those timed so far
+            self._timed.thin(self.share, self._lot)
         slow = straggler(steps)
         if slow and slow["rank"] not in self._told:
             self._told.add(slow["rank"])
             if trainer.is_global_zero:
                 print(f"slow    {named(slow, self._hosts)}", flush=True)
 
-    def _time_fewer(self) -> None:
-        """Time a share of the steps from now on, and keep that share of those timed so far, so that
-        all steps count alike."""
-        self._drawn = self.share
-        kept = [self._lot.random() < self.share for _ in self._steps]
-        self._steps = deque(compress(self._steps, kept), KEPT)
-        self._wire = deque(compress(self._wire, kept), KEPT)
-        self._total, self._weight = self.share * self._total, self.share * self._weight
-        self._waited *= self.share
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._timed = False
+        self._timing = False
         for hook in self._hooks:
             hook.remove()
         del trainer.fit_loop.epoch_loop._on_before_fetch  # ours; the class has Lightning's
         while self._unread:
             self._read()
-        if not self._steps:
-            return
-        steps = self._gather(trainer.strategy, KEPT)
+        if self._timed.steps:
+            self.found = self._results(trainer)
+
+    def _results(self, trainer: pl.Trainer) -> dict[str, Any]:
+        """What `found` holds."""
+        steps, timed = self._gather(trainer.strategy, KEPT), self._timed
         totals = 1e3 * steps.sum(2).mean(0)
         p10, median, p90 = (round(float(totals.quantile(q)), 4) for q in (0.1, 0.5, 0.9))
-        mean = 1e3 * self._total / self._weight
+        mean = 1e3 * timed.total / timed.weight
         counts = torch.tensor([self._kept_up, self._asked], device=self._device)
         kept_up, asked = trainer.strategy.reduce(counts, reduce_op="sum").tolist()
         keeps_up = kept_up / asked if asked else None
         # A GPU goes on while its program waits for a core.
-        share_waited = self._waited / self._total if self._device.type == "cpu" else 0.0
+        share_waited = timed.waited / timed.total if self._device.type == "cpu" else 0.0
         mine = torch.tensor(share_waited, device=self._device)
         waits = trainer.strategy.all_gather(mine).reshape(-1).tolist()
-        self.found = {
+        found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},
             "phases_ms": {k: round(1e3 * float(x.median()), 4) for k, x in phases(steps).items()},
@@ -302,8 +320,8 @@ class Anatomy(Callback):
             "wire": self._on_the_wire(trainer.strategy),
         }
         hidden = len(steps) > 1 and not hasattr(trainer.strategy, "take_exchanges")
-        told = verdict(self.found, str(trainer.precision), hidden, late_phase(steps))
-        self.found["verdict"] = told
+        told = verdict(found, str(trainer.precision), hidden, late_phase(steps))
+        return {**found, "verdict": told}
 
     def _on_the_wire(self, strategy: Strategy) -> dict[str, Any] | None:
         """The median of steps that send something; None without an all-reduce that can be seen.
@@ -313,14 +331,14 @@ class Anatomy(Callback):
         count. It is that of the rank with the highest, which waits least for others. "exchanges" is
         of all steps: several if a batch has several backwards, 0 if most steps send nothing.
         """
-        sent = [step for step in self._wire if step]
+        sent = [step for step in self._timed.wire if step]
         if not sent or not hasattr(strategy, "sent_bytes"):
             return None
         columns = torch.tensor(sent, dtype=torch.float64)
         rates = columns[:, 2] / columns[:, 3]
         rate = strategy.sent_bytes(float(strategy.reduce(rates.median(), reduce_op="max")))
         calls, size, _, busy, _ = columns.median(0).values.tolist()
-        exchanges = median_low(step[-1] if step else 0 for step in self._wire)
+        exchanges = median_low(step[-1] if step else 0 for step in self._timed.wire)
         benchmarked = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
         return {
             "exchanges": exchanges, "calls": calls, "payload_bytes": size,

@@ -698,12 +698,12 @@ MUTATIONS = [
     ),
     Mutation(
         "all of short steps are timed", "anatomy.py",
-        "            self._time_fewer()\n", "            pass\n",
+        "            self._drawn = self.share  #", "            pass  #",
         "same_part", "test_anatomy", "runs",
     ),
     Mutation(
         "a rank that waits for a core is said to compute", "anatomy.py",
-        "        self._waited += without_core\n", "", "take_a_core", "test_anatomy", "runs",
+        "        self.waited += waited\n", "", "take_a_core", "test_anatomy", "runs",
     ),
     Mutation(
         "a stop in the last evaluation is passed over", "stopping.py",

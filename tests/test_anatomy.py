@@ -9,6 +9,7 @@ import contextlib
 import csv
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -29,7 +30,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from cluster import testbed
 from runs import anatomy, bottleneck
-from runs.anatomy import Anatomy
+from runs.anatomy import Anatomy, Timed
 from runs.bottleneck import PHASES, phases, shares, straggler, verdict
 from runs.curves import Curves
 from strategies import HorovodStrategy, clock
@@ -531,7 +532,8 @@ def test_what_is_on_the_wire(
     monkeypatch.setattr(anatomy, "measured", lambda *arguments: asked.append(arguments))
     timed = Anatomy()
     sent = [2, 4e6, 1e6, 0.5, 2]
-    timed._hosts, timed._wire = ["a", "b"], deque([[], sent, sent])
+    timed._hosts, timed._timed = ["a", "b"], Timed()
+    timed._timed.wire = deque([[], sent, sent])
     assert timed._on_the_wire(strategy) == {
         "exchanges": 2, "calls": 2, "payload_bytes": 4e6, "bytes": 6e6, "busy_ms": 500,
         "bus_bandwidth_mb_s": 3, "allreduce_mb_s": None, "pauses_count": True,
@@ -562,7 +564,7 @@ def test_a_long_warmup_leaves_nothing_to_tell(
         timed = Anatomy(warmup)
         trainer("horovod", callbacks=[timed], max_epochs=1).fit(Sleeps(0), loader())
         assert (timed.found and timed.found["steps"]) == steps
-        assert len(timed._steps) == (steps or 0)
+        assert len(timed._timed.steps) == (steps or 0)
     assert "slow " not in capfd.readouterr().out
 
 
@@ -603,13 +605,12 @@ def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
 
 
 def test_steps_count_alike_before_and_after_fewer_are_timed() -> None:
-    timed = Anatomy(warmup=0)
-    trainer("horovod", callbacks=[timed], max_epochs=1).fit(Net(), loader())
-    timed._steps, timed._wire = deque([[2.0]] * 1000), deque([[1.0]] * 1000)
-    timed._total, timed._weight, timed._waited = 2000.0, 1000.0, 500.0
-    timed._time_fewer()
-    assert 50 < len(timed._steps) < 200 and len(timed._wire) == len(timed._steps)
-    assert (timed._total, timed._weight, timed._waited) == pytest.approx((200, 100, 50))
+    timed = Timed()
+    for _ in range(1000):
+        timed.add([1.5, 0.5], [1.0], waited=0.5)
+    timed.thin(0.1, random.Random(0))
+    assert 50 < len(timed.steps) < 200 and len(timed.wire) == len(timed.steps)
+    assert (timed.total, timed.weight, timed.waited) == pytest.approx((200, 100, 50))
 
 
 class Spins(Net):

@@ -301,8 +301,7 @@ class Anatomy(Callback):
         keeps_up = kept_up / asked if asked else None
         # A GPU goes on while its program waits for a core.
         share_waited = timed.waited / timed.total if self._device.type == "cpu" else 0.0
-        mine = torch.tensor(share_waited, device=self._device)
-        waits = trainer.strategy.all_gather(mine).reshape(-1).tolist()
+        waits = gather_objects(trainer.strategy, share_waited)
         found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},

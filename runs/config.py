@@ -39,12 +39,8 @@ LEAST = {
 }  # fmt: skip
 # Hydra's own, which would change where each rank works, or make several runs in one process.
 FOLDERS = (
-    "hydra.run.dir",
-    "hydra.sweep.dir",
-    "hydra.sweep.subdir",
-    "hydra.mode",
-    "hydra.job.chdir",
-)
+    "hydra.run.dir", "hydra.sweep.dir", "hydra.sweep.subdir", "hydra.mode", "hydra.job.chdir",
+)  # fmt: skip
 CHOICES = {
     "lr_scaling": ["none", "linear", "sqrt"],
     "matmul_precision": ["highest", "high", "medium"],
@@ -100,11 +96,10 @@ def _check(arguments: list[str]) -> None:
         choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
         with open_dict(config):
             del config["hydra"]
+        changed: list[tuple[str, Any]] = []  # where callbacks are set, and what is set there
         for override in overrides:
             if not _is_group(override):
                 _check_change(override, config)
-        changed: list[tuple[str, Any]] = []  # where callbacks are set, and what is set there
-        for override in overrides:
             changed += _check_recipe(override, choices)
             match override.key_or_group.split("."):
                 case ["callbacks", name, key]:
@@ -282,9 +277,9 @@ def _check_change(override: Override, config: DictConfig) -> None:
         _check_added(override, config)
         return
     parent: Any = config
-    *parents, last = key.split(".")
-    for depth, part in enumerate([*parents, last]):
-        where = ".".join([*parents, last][:depth])
+    *parents, last = parts = key.split(".")
+    for depth, part in enumerate(parts):
+        where = ".".join(parts[:depth])
         if isinstance(parent, ListConfig):
             if not part.isdecimal() or int(part) >= len(parent):
                 raise Refusal(f"{key}: {where} is a list of {len(parent)}, counted from 0")
@@ -295,9 +290,7 @@ def _check_change(override: Override, config: DictConfig) -> None:
             name = int(part) if isinstance(parent, ListConfig) else part
             member = parent._get_node(name)
             parent = member if isinstance(member, ListConfig) else _written(parent, name)
-    if isinstance(parent, ListConfig):
-        return
-    if not override.is_delete():
+    if isinstance(parent, DictConfig) and not override.is_delete():
         _check_value(key, last, override.value(), parent)
 
 

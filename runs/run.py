@@ -87,15 +87,10 @@ class Run:
         self.config = config
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
-        predictions = [Predictions()] if config.predict else []
-        resuming = [
-            EvaluatesAverages(),
-            EndsEpochsOnce(),
-            KeepsPatience(),
-            KeepsUnfrozen(),
-            StepsPlateausFirst(),
-        ]
-        self.callbacks = [self.report, *resuming, *predictions]
+        self.callbacks = [
+            self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsPatience(), KeepsUnfrozen(),
+            StepsPlateausFirst(), *([Predictions()] if config.predict else []),
+        ]  # fmt: skip
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._parents: list[Path] = []  # of the folder: removed with it, if they are empty

@@ -37,6 +37,7 @@ LIFE_SECONDS = 3  # between signs of life
 # Silence after which the other side counts as gone. TCP retries after 0.2 s, then after twice as
 # long each time: a link that was down is used again 25 s, or 51 s, after it went.
 SILENCE_SECONDS = 60
+REACH_SECONDS = 20  # to connect to the launcher: TCP asks again after 1, 3, 7 and 15 s
 PRCTL = ctypes.CDLL(None).prctl
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 LONGEST_LINE = 1 << 20  # bytes that are passed on in one piece
@@ -78,6 +79,7 @@ class Agent:
         job = json.loads(line)
         try:
             environment = self._environment(job)
+            check_way(job["launcher"], int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]))
             if "SLURM_JOB_ID" not in os.environ:  # Slurm gives each job its own
                 visible = environment.get("CUDA_VISIBLE_DEVICES")
                 gpus = used_gpus(job["gpus"], visible, len(job["ranks"]))
@@ -336,6 +338,18 @@ def _become_rank() -> None:
     die_with_parent()
     for number in IGNORED:
         signal.signal(number, signal.SIG_DFL)
+
+
+def check_way(address: str, port: int) -> None:
+    """ValueError where this host does not reach the launcher's, where ranks find each other: they
+    would try for minutes, and say nothing."""
+    try:
+        socket.create_connection((address, port), timeout=REACH_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"does not reach this host at {address}, port {port}, where ranks find each other: "
+            f"{error}: sudo ufw allow from {own_address(address)}, or start from one of the hosts"
+        ) from None
 
 
 def allow_files() -> None:

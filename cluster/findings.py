@@ -203,11 +203,15 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
 
 def writable(host: Host, facts: dict[str, Any]) -> list[Finding]:
     """Of the first host, whose rank 0 writes the run's folder."""
-    if not (path := facts["readonly"]):
-        return []
-    text = f"{path} cannot be written; rank 0, which runs here, writes there"
-    mend = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
-    return [Finding("warn", "disk", host.name, text, mend)]
+    if path := facts["readonly"]:
+        text = f"{path} cannot be written; rank 0, which runs here, writes there"
+        mend = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
+        return [Finding("warn", "disk", host.name, text, mend)]
+    if facts["logs"] < FREE_DISK_MIB <= facts["disk"][str(ROOT)]:  # on a disk of its own
+        text = f"{facts['logs']:,} MiB free in {ROOT}/logs, where rank 0 writes, which runs here"
+        mend = f"ssh {host.destination} df -h {ROOT}/logs/, or give log_dir= another folder"
+        return [Finding("warn", "disk", host.name, text, mend)]
+    return []
 
 
 def clock(host: Host, ahead: float) -> list[Finding]:

@@ -177,7 +177,8 @@ def _took(state: dict[str, Any]) -> str:
     began = datetime.datetime.fromisoformat(state["began"])
     ended = state.get("ended")
     end = datetime.datetime.fromisoformat(ended) if ended else datetime.datetime.now()
-    return str(datetime.timedelta(seconds=int((end - began).total_seconds())))
+    # Not negative where the clock of another host, which began it, is ahead.
+    return str(datetime.timedelta(seconds=max(0, int((end - began).total_seconds()))))
 
 
 def _named(name: str | None, alive: bool = False, logged: bool = False) -> dict[str, Any]:

@@ -250,6 +250,7 @@ def facts(request: dict) -> dict:
         "cores": usable_cores(),
         "memory": memory(),
         "disk": {path: free(path) for path in (root, "/tmp")},
+        "logs": free(logs),
         "readonly": "" if os.access(written, os.W_OK) or not os.path.isdir(root) else written,
         "files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],  # jobs raise theirs to it
         "memlock": resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],

@@ -215,9 +215,10 @@ def _rsync(
     ssh = shlex.join(host.ssh_options())
     path = shlex.quote(str(folder))
     remote_rsync = "rsync" if dry_run else f"mkdir -p {path} && rsync"
-    # -s: else rsync before 3.2.4 splits the path at its blanks there, and deletes in part of it.
+    # -O: only its owner, maybe a colleague, can set a folder's times. -s: else rsync before 3.2.4
+    # splits the path at its blanks there, and deletes in part of it.
     output = _run([
-        "rsync", "-azs", "--delete", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
+        "rsync", "-azs", "-O", "--delete", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
         f"--rsync-path={remote_rsync}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
         f"{folder}/", f"{target}:{folder}/",
     ], host, stdin=filters)  # fmt: skip
@@ -258,7 +259,7 @@ def _rsync_failed(host: Host, status: int, errors: str) -> str:
     """Why an rsync failed, and what to do."""
     # Of many lines the first that names a cause; the last one only counts them.
     holds = "could not make way for|cannot delete non-empty"
-    cause = rf"^(?:rsync.*(?:failed: |No space)|mkdir: |{holds}).*$"
+    cause = rf"^(?:rsync.*(?:failed|No space)|mkdir: |{holds}).*$"
     causes = re.findall(cause, errors, re.MULTILINE)
     if status == 11 and not causes:  # the receiver's words may get lost on the way
         return f"cannot write there, as where a disk is full: ssh {host.destination} df -h {ROOT}"

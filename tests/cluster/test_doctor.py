@@ -370,6 +370,19 @@ def test_code_that_is_only_there_is_told(name: str, level: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("checkout", "logs", "told"),
+    [
+        (1 << 20, 5, [f"5 MiB free in {ROOT}/logs, where rank 0 writes, which runs here"]),
+        (5, 5, []),  # of the checkout's disk, which is told by itself
+        (1 << 20, 1 << 20, []),
+    ],
+)
+def test_a_disk_for_logs_alone_that_is_full(checkout: int, logs: int, told: list[str]) -> None:
+    facts = {"readonly": "", "logs": logs, "disk": {str(ROOT): checkout}}
+    assert [finding.text for finding in findings.writable(Host("node1", 1), facts)] == told
+
+
+@pytest.mark.parametrize(
     ("infiniband", "memlock", "level"),
     [(True, 1 << 16, "warn"), (True, -1, "ok"), (False, 1 << 16, "ok")],
 )
@@ -660,7 +673,8 @@ def test_the_cores_of_a_container_are_told(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(probe, "usable_cores", lambda: 7)
     monkeypatch.setattr(probe, "memory", lambda: 77)
+    monkeypatch.setattr(probe, "free", lambda path: {f"{ROOT}/logs": 7}.get(path, 777))
     monkeypatch.setattr(probe, "ask", lambda *_: {})
     request = {"root": str(ROOT), "python": "", "launcher": "127.0.0.1", "kinds": [".toml"]}
     facts = probe.facts({**request, "packages": [], "quick": True})
-    assert (facts["cores"], facts["memory"]) == (7, 77)
+    assert (facts["cores"], facts["memory"], facts["logs"]) == (7, 77, 7)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -91,9 +93,27 @@ def test_a_job_that_is_suspended_goes_on(tmp_path: Path) -> None:
 
 def test_a_launcher_that_falls_silent_is_told_of() -> None:
     """Before the ranks end, and so before their ends: to whom may hear it again."""
-    job = {"run": "x", "command": ["sleep", "60"], "environment": {}, "ranks": {"0": {}},
-           "nic": "lo", "launcher": "127.0.0.1", "gpus": [], "preload": False,
-           "silence": 0.5}  # fmt: skip
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+        status, said = agent_says(rendezvous.getsockname()[1])
+    assert status == 1
+    assert said[0] == {"error": "the launcher was not heard for 0.5 s: all has ended here"}
+
+
+def test_a_launcher_that_a_host_does_not_reach_is_told_of() -> None:
+    """As behind a firewall that lets ssh through alone; its ranks would wait, and say nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+        port = rendezvous.getsockname()[1]
+    status, (told,) = agent_says(port)
+    assert status == 0
+    assert told["error"].startswith(f"does not reach this host at 127.0.0.1, port {port}, ")
+    assert "ufw allow from 127.0.0.1" in told["error"]
+
+
+def agent_says(port: int) -> tuple[int, list[dict[str, Any]]]:
+    """The end, and the lines, of an agent whose launcher has this port and then says nothing."""
+    job = {"run": "x", "command": ["sleep", "60"], "ranks": {"0": {}}, "nic": "lo",
+           "environment": {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}, "launcher": "127.0.0.1",
+           "gpus": [], "preload": False, "silence": 0.5}  # fmt: skip
     agent = subprocess.Popen(
         [PYTHON, "-m", "cluster.agent"], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
@@ -102,9 +122,7 @@ def test_a_launcher_that_falls_silent_is_told_of() -> None:
     agent.stdin.write(json.dumps(job) + "\n")
     agent.stdin.flush()
     said = [json.loads(line) for line in agent.stdout if line.startswith("{")]
-    assert agent.wait(timeout=10) == 1
-    said = [what for what in said if what]
-    assert said[0] == {"error": "the launcher was not heard for 0.5 s: all has ended here"}
+    return agent.wait(timeout=10), [what for what in said if what]
 
 
 def test_timeouts_outlast_tcps_next_try(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,11 @@ def test_an_hour_that_is_past_is_tomorrows(
     assert jobs._start(at) == datetime.datetime.fromisoformat(expected)
 
 
+def test_a_run_that_began_by_a_clock_ahead_of_ours() -> None:
+    later = datetime.datetime.now() + datetime.timedelta(hours=1)
+    assert jobs._took({"began": later.isoformat()}) == "0:00:00"
+
+
 def test_what_a_run_notes_in_its_last_moment_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

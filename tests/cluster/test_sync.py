@@ -340,6 +340,13 @@ def test_a_path_with_blanks(
     assert files(tmp_path / "theirs" / "my project") == files(here)
 
 
+def test_what_rsync_may_not_set_is_told() -> None:
+    """Permissions of a colleague's file: its last line only says that something failed."""
+    cause = 'rsync: [generator] failed to set permissions on "/p/a": Operation not permitted (1)'
+    last = "rsync error: some files/attrs were not transferred (code 23) at main.c(1394)"
+    assert sync._rsync_failed(Host("node2", 1), 23, f"{cause}\n{last}\n") == cause
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """By Ctrl-C, which a terminal tells all its processes, or by a signal for it alone."""

@@ -78,9 +78,8 @@ def head(results: dict[str, Any]) -> str:
     warning = f" Take care: other load {busy:.0%}." if busy > BUSY_SHARE else ""
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
-        f"{hosts}, {results['network']}: {' + '.join(kinds)}; {versions(results)}; commit "
-        f"{results['commit']}; medians of {results['repeats']} repetitions, each the time of its "
-        f"slowest rank.{warning}"
+        f"{hosts}, {results['network']}: {' + '.join(kinds)}; {versions(results)}. Medians of "
+        f"{results['repeats']} repetitions, each the time of its slowest rank.{warning}"
     )
 
 

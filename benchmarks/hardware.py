@@ -82,8 +82,10 @@ def software() -> dict[str, Any]:
 
 
 def versions(results: dict[str, Any]) -> str:
-    """Those of the packages that results were measured with, in words."""
-    return ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    """Those of Python and packages that results were measured with, and the commit and its day."""
+    packages = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    commit = f"commit {results['commit']}, {results['date'][:10]}"
+    return f"Python {results['python']}, {packages}; {commit}"
 
 
 def _changes() -> str | None:

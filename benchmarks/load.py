@@ -30,14 +30,12 @@ PIECES, ADDITIONS = 20, 200_000  # about 0.2 s in all
 
 
 def before() -> dict[str, Any]:
-    """Busy shares of cores and GPUs in a second, GPU temperature, ms of arithmetic, counters."""
+    """Busy shares of cores and GPUs in a second, ms of arithmetic, counters."""
     busy = psutil.cpu_percent(interval=1) / 100
-    gpus = nvidia_smi("utilization.gpu", "temperature.gpu")
-    used, heat = ([int(row[i]) for row in gpus if row[i].isdecimal()] for i in (0, 1))
+    used = [int(share) for (share,) in nvidia_smi("utilization.gpu") if share.isdecimal()]
     return {
         "busy": round(busy, 3),
         "gpu_busy": max(used) / 100 if used else None,
-        "gpu_celsius": max(heat) if heat else None,
         "arithmetic_ms": round(arithmetic(), 3),
         "counters": counters(),
     }

@@ -89,8 +89,7 @@ def description(results: Results) -> str:
         for job in results["jobs"]
     )
     return (
-        f"{processors(results)}; Python {results['python']}, {versions(results)}; commit "
-        f"{results['commit']}, {results['date'][:10]}. {results['steps']} steps; val/loss over all "
+        f"{processors(results)}; {versions(results)}. {results['steps']} steps; val/loss over all "
         "ranks, and its difference from that of one process as a share of it. Equal: at most "
         f"{EQUAL:.0e} in 64 bits.\n\n{jobs}"
     )

@@ -165,8 +165,7 @@ def main() -> int:
     text = table(results)
     head = (
         f"What our own tools cost, all ranks on one host: {results['cpu']}, {results['cores']} "
-        f"cores; {versions(results)}; commit {results['commit']}; medians of {results['repeats']} "
-        "interleaved repeats.\n\n"
+        f"cores; {versions(results)}. Medians of {results['repeats']} interleaved repeats.\n\n"
     )
     write_json(results, file)
     write_text(file.with_suffix(".md"), head + text + "\n")

@@ -14,7 +14,6 @@ described:
     gpus_per_host              ranks of a host
     inside                     a host: pcie, nvlink, or a rate
     operations                 nccl, gloo or mpi, where the all-reduces do not say it
-    controller                 gloo (as in `make train`) or mpi: how ranks agree
     controller_latency         the least time of a hop while they agree, as 20us
 
 Assumed: the batch of a rank, its compute, and the ranks of a host stay as they were. The formulas,

@@ -64,9 +64,7 @@ CASES = (  # at best, likely, at worst
 Results = list[dict[str, Any]]
 Options = dict[str, Any]  # of NETWORK
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
-KEYS = (
-    "rate", "latency", "gpus_per_host", "inside", "operations", "controller", "controller_latency",
-)  # fmt: skip
+KEYS = ("rate", "latency", "gpus_per_host", "inside", "operations", "controller_latency")
 
 
 def quantity(text: str, what: str, units: Sequence[str]) -> float:
@@ -114,8 +112,7 @@ def _value(key: str, text: str) -> Any:
         if not re.fullmatch("[1-9][0-9]{0,3}", text):
             raise Refusal(f"NETWORK: gpus_per_host={text}: write how many, as 8")
         return int(text)
-    choices = ("gloo", "mpi") if key == "controller" else ("nccl", "gloo", "mpi")
-    if text not in choices:
+    if text not in (choices := ("nccl", "gloo", "mpi")):
         raise Refusal(f"NETWORK: {key}={text}: there are {', '.join(choices)}")
     return text
 
@@ -306,7 +303,7 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
     operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
-    controller = options.get("controller", "mpi" if operations == "mpi" else "gloo")
+    controller = "mpi" if operations == "mpi" else "gloo"  # how ranks agree
     joined = one_host or "inside" in options or options.get("gpus_per_host", slots) == 1
     if operations == "nccl" and "rate" in options and not joined:
         raise Refusal(
@@ -314,7 +311,7 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
             "not measured"
         )
     # Measured times contain the agreement already.
-    unknown = operations == "nccl" and controller == "gloo" and ("rate" in options or not several)
+    unknown = operations == "nccl" and ("rate" in options or not several)
     hop = options.get("controller_latency", TCP if unknown else 0.0)
     cases = [
         replace(

@@ -146,10 +146,9 @@ def head(results: dict[str, Any]) -> str:
     fitted, job, stub = results["fit"], results["job"], results["stub"]
     return (
         f"# The cost model, tried\n\n{results['cpu']}, {results['cores']} cores, hosts of "
-        f"cluster/testbed.py with a rank each; {versions(results)}; commit {results['commit']}; "
-        f"{results['date']}. A stub with sleeping compute, {stub['layers']} layers of "
-        f"{stub['layer_bytes'] / 2**20:.3g} MiB of gradients; alone it takes "
-        f"{(job['forward'] + job['backward'] + job['rest']) * 1e3:.1f} ms a step, standard "
+        f"cluster/testbed.py with a rank each; {versions(results)}. A stub with sleeping compute, "
+        f"{stub['layers']} layers of {stub['layer_bytes'] / 2**20:.3g} MiB of gradients; alone it "
+        f"takes {(job['forward'] + job['backward'] + job['rest']) * 1e3:.1f} ms a step, standard "
         f"deviation {job['deviation'] * 1e3:.1f} ms. Medians of {stub['steps']} steps on all "
         f"ranks.\n\n"
         f"Fitted to all-reduces on {', '.join(map(str, RANKS))} ranks at "

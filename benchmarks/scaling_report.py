@@ -107,8 +107,7 @@ def description(results: Results) -> str:
     text = (
         f"`{job}` ({trial['model']}) on {hosts}{note}: {hardware_of(results)}; {network}, "
         f"{trial['operations'] or 'torch.distributed'}; {settings['threads']} "
-        f"thread{'s' * (settings['threads'] > 1)} a process. Python {results['python']}, "
-        f"{versions(results)}; commit {results['commit']}, {results['date'][:10]}. Medians of "
+        f"thread{'s' * (settings['threads'] > 1)} a process. {versions(results)}. Medians of "
         f"{repeats} interleaved repeat{'s' * (repeats > 1)} of {measured} after a warm-up"
     )
     if repeats > 1:

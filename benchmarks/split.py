@@ -155,9 +155,9 @@ def description(results: dict[str, Any]) -> str:
     job = " ".join([EXPERIMENT, *results["arguments"]])
     return (
         f"`{job}`, global batch {results['batch']}: {device(results)}, a thread a process, devices "
-        f"{', '.join(results['devices'])}{note}. {versions(results)}; commit {results['commit']}, "
-        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats of "
-        f"{results['steps']} steps; in brackets {spread_in_words(results['repeats'])}."
+        f"{', '.join(results['devices'])}{note}. {versions(results)}. Medians of "
+        f"{results['repeats']} interleaved repeats of {results['steps']} steps; in brackets "
+        f"{spread_in_words(results['repeats'])}."
     )
 
 

@@ -158,8 +158,8 @@ def description(results: dict[str, Any]) -> str:
     job = " ".join(["template.py", *results["arguments"]])
     return (
         f"From the launch of `{job}` to its first step, all ranks on one host: {results['cpu']}, "
-        f"{results['cores']} cores. {versions(results)}; commit {results['commit']}, "
-        f"{results['date'][:10]}. Medians of {results['repeats']} interleaved repeats; in "
+        f"{results['cores']} cores. {versions(results)}. Medians of {results['repeats']} "
+        "interleaved repeats; in "
         f"brackets {spread_in_words(results['repeats'])}; ratios within a repeat; "
         "look-ups of one run."
     )

@@ -24,7 +24,7 @@ def report(results: dict[str, Any]) -> str:
     busy = results["busy_before"]
     head = (
         f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
-        f"{results['cores']} cores; {versions(results)}; commit {results['commit']}; medians of "
+        f"{results['cores']} cores; {versions(results)}. Medians of "
         f"{results['repeats']} interleaved blocks, one thread{batch} a rank"
         + ("." if results["finished"] else "; not all models are there yet.")
         + (f" Take care: other load {busy:.0%}." if busy > load.BUSY_SHARE else "")

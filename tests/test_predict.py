@@ -247,8 +247,9 @@ def test_ranks_agree_over_tcp_though_nccl_is_faster() -> None:
         assert all_reduce_seconds(0, 8, network) == pytest.approx(
             min(alone, latencies(network, 8, "tree"))
         )
-    for other in (words.replace("nccl", "gloo"), f"{words} controller=mpi"):
-        assert networks([], described(other), 4)[0][1].agreement_latency == 0
+    for other in ("gloo", "mpi"):
+        network = networks([], described(words.replace("nccl", other)), 4)[0][1]
+        assert network.agreement_latency == 0
 
 
 def test_the_expected_maximum_is_exact() -> None:
@@ -283,9 +284,11 @@ def test_the_back_test_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models with the numbers of parameters that their papers give; and of what is assumed."""
     for name, millions in (("inception_v3", 23.8), ("resnet101", 44.5), ("vgg16", 138.4)):
         assert sum(p for p, _ in published.layers(name)) == pytest.approx(millions * 1e6, rel=0.01)
-    assert (
-        published.P100["resnet152"] < published.p100_speed("resnet101") < published.P100["resnet50"]
-    )
+    work = {name: sum(work for _, work in published.layers(name))
+            for name in ("resnet50", "resnet101", "resnet152")}  # fmt: skip
+    share = (work["resnet101"] - work["resnet50"]) / (work["resnet152"] - work["resnet50"])
+    between = 1 / ((1 - share) / 219.0 + share / 91.8)
+    assert published.P100["resnet101"] == pytest.approx(between, rel=1e-3)
     rows = published.rows()
     assert [row["published"] for row in rows[:3]] == pytest.approx([0.90, 0.90, 0.68])
     assert all(row["worst"] < row["predicted"] < row["best"] <= 1 for row in rows)
@@ -788,7 +791,7 @@ def test_the_hosts_that_take_part_tell_what_they_are(
     monkeypatch.setattr(sys, "argv", ["allreduce", *options, *sizes])
     assert allreduce.main() == 0
     output = capsys.readouterr().out
-    assert "CPU A, 8 cores + CPU B, 4 cores; torch" in output
+    assert "CPU A, 8 cores + CPU B, 4 cores; Python" in output
     assert "of its slowest rank. Take care: other load 98%." in " ".join(output.split())
     (file,) = tmp_path.glob("allreduce_2-hosts-2-ranks_network_cpu-a_*.json")
     results = json.loads(file.read_text())

@@ -1,16 +1,12 @@
 """The results of benchmarks/losses.py for readers: Markdown and a plot.
 
-    python -m benchmarks.losses_report benchmarks/results/losses_....json      its files, again
-
 The upper panels show the losses in 32 bits, each line over a wider one, as they coincide. The lower
 ones show their differences from those of one process: thick in 32 bits, thin in 64.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -145,11 +141,3 @@ def report(results: Results, name: Path) -> str:
     write_text(name.with_name(f"{name.name}.md"), body)
     draw(results, name)
     return f"{body}\nwritten to {name}.json, .md, .png and .svg"
-
-
-if __name__ == "__main__":
-    for given in map(Path, sys.argv[1:]):
-        try:
-            print(report(json.loads(given.read_text()), given.with_suffix("")))
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            sys.exit(f"error: {given}: {error!r}; give a file of make bench-losses")

@@ -1,7 +1,5 @@
 """The results of benchmarks/scaling.py for readers: Markdown, CSV, a plot, the README's table.
 
-    python -m benchmarks.scaling_report benchmarks/results/scaling_....json    its files, again;
-                                       with --predict predicted anew, from the newest all-reduces
     make bench-readme                                  the README's table from the newest result
 
 Nothing is measured here, and no figure is typed, except those that others have published, which
@@ -23,13 +21,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks import scaling_plot
-from benchmarks.check import read
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.files import RESULTS, markdown, write_json, write_text
 from benchmarks.hardware import ROOT, processors, versions
 from benchmarks.scaling_plan import accumulated
 from benchmarks.scaling_predicted import predicted
-from cluster.hosts import Refusal
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"
@@ -153,14 +149,9 @@ def as_csv(results: Results) -> str:
     return output.getvalue()
 
 
-def write(results: Results, file: Path, predict: bool = True) -> str:
-    """Write the tables and the plot beside a result file, and then the file; the text to print.
-
-    Args:
-        predict: anew, from the newest all-reduces of these hosts; else the results keep theirs.
-    """
-    all_reduces = list(RESULTS.glob("allreduce_*.json"))
-    curve, sources = predicted(results, all_reduces) if predict else ([], [])
+def write(results: Results, file: Path) -> str:
+    """Write the tables and the plot beside a result file, and then the file; the text to print."""
+    curve, sources = predicted(results, RESULTS.glob("allreduce_*.json"))
     if curve:
         results |= {"predicted": curve, "predicted_from": sources}
     results.setdefault("predicted", [])
@@ -215,21 +206,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.scaling_report", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("files", type=Path, nargs="*")
-    parser.add_argument("--readme", action="store_true", help="write the README's table")
-    parser.add_argument("--predict", action="store_true", help="anew, by the newest all-reduces")
-    arguments = parser.parse_args()
-    for file in arguments.files:
-        try:
-            print(write(read(file), file, arguments.predict))
-        except Refusal as refusal:
-            raise SystemExit(f"error: {refusal}") from None
-        except (LookupError, TypeError) as error:
-            raise SystemExit(f"error: {file}: lacks what make bench writes: {error!r}") from None
-    if arguments.readme:
-        file = newest(RESULTS.glob("scaling_*.json"))
-        write_text(README, with_block(README.read_text(), readme_block(file)))
-        print(f"README.md: from {file.name if file else 'no result'}", file=sys.stderr)
+    parser.add_argument(
+        "--readme", action="store_true", required=True, help="write the README's table"
+    )
+    parser.parse_args()
+    file = newest(RESULTS.glob("scaling_*.json"))
+    write_text(README, with_block(README.read_text(), readme_block(file)))
+    print(f"README.md: from {file.name if file else 'no result'}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-import re
-import runpy
 import statistics
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -211,20 +208,3 @@ def test_only_the_block_of_the_readme_changes(tmp_path: Path) -> None:
     readme = f"before\n{scaling_report.BEGIN}\nold \\1\n{scaling_report.END}\nafter\n"
     changed = scaling_report.with_block(readme, "new \\1")
     assert changed == f"before\n{scaling_report.BEGIN}\n\nnew \\1\n\n{scaling_report.END}\nafter\n"
-
-
-def test_a_report_of_no_result_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "none.json").write_text("{}")
-    older = results() | {"finished": True}
-    del older["settings"]
-    (tmp_path / "older.json").write_text(json.dumps(older))
-    for report, name, message in (
-        ("scaling", "none.json", "not made by make bench"),
-        ("scaling", "gone.json", "No such file"),
-        ("scaling", "older.json", "lacks what make bench writes: KeyError('settings')"),
-        ("losses", "gone.json", "No such file"),
-        ("losses", "older.json", "KeyError('jobs'); give a file of make bench-losses"),
-    ):
-        monkeypatch.setattr(sys, "argv", ["", str(tmp_path / name)])
-        with pytest.raises(SystemExit, match=f"^error: .*{re.escape(message)}"):
-            runpy.run_path(f"{ROOT}/benchmarks/{report}_report.py", run_name="__main__")

@@ -142,7 +142,7 @@ MUTATIONS = [
     ),
     Mutation(
         "lists of metrics have what fills them up in them", "metrics.py",
-        "if i // world.size < lengths[i % world.size]", "if True",
+        "if i // ranks < lengths[i % ranks]", "if True",
         "horovod-2 and sampler_of_ones_own",
     ),
     Mutation(
@@ -295,7 +295,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a backward that trains nothing ends an epoch", "buckets.py",
-        "        if not trained:\n            return lambda: True\n", "",
+        "        votes[-1 if self._last_batch else -2] = 0\n", "",
         "horovod-2 and nothing_trained",
     ),
     Mutation(

@@ -301,7 +301,8 @@ class Anatomy(Callback):
         keeps_up = kept_up / asked if asked else None
         # A GPU goes on while its program waits for a core.
         share_waited = timed.waited / timed.total if self._device.type == "cpu" else 0.0
-        waits = gather_objects(trainer.strategy, share_waited)
+        mine = torch.tensor(share_waited, device=self._device)
+        waits = trainer.strategy.all_gather(mine).reshape(-1).tolist()
         found = {
             "steps": self._count - self.warmup,
             "step_ms": {"median": median, "mean": round(mean, 4), "p10": p10, "p90": p90},

@@ -16,8 +16,43 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
-from pathlib import Path
 
+WHERE = "NP HOSTS HOSTFILE"
+TAKES = {  # each target, beside ANYWHERE; targets of your own are not checked without a line here
+    "install": "",
+    "train": f"{WHERE} LAUNCHER STOP_SECONDS ARGS",
+    "sweep": f"{WHERE} TRIALS METRIC MODE LAUNCHER STOP_SECONDS ARGS",
+    "hello": WHERE,
+    "doctor": f"{WHERE} JSON",
+    "sync": f"{WHERE} ENV DRY",
+    "launch": f"{WHERE} AT STOP_SECONDS ARGS",
+    "status": "JSON",
+    "logs": "RUN RANK FOLLOW",
+    "stop": "RUN KILL",
+    "profile": f"{WHERE} STEPS ARGS",
+    "new": "NAME DIR",
+    "test": "ARGS",
+    "test-slow": "ARGS",
+    "test-gpu": "ARGS",
+    "test-mutations": "ARGS",
+    "check": "",
+    "bench": f"{WHERE} STRATEGY MODE REPEATS STEPS EPOCHS WARMUP NETWORK ARGS",
+    "bench-check": "OLD NEW",
+    "bench-readme": "",
+    "bench-step": "NP HOSTS REPEATS ARGS",
+    "bench-step-slow": "REPEATS ARGS",
+    "bench-overheads": "NP REPEATS ARGS",
+    "bench-allreduce": f"{WHERE} NETWORK ARGS",
+    "bench-split": "BATCH STEPS REPEATS ARGS",
+    "bench-start": "NP REPEATS ARGS",
+    "bench-losses": "NP STEPS ARGS",
+    "predict": "NP RUN ALLREDUCE NETWORK ARGS",
+    "predict-proof": "ARGS",
+    "export": "CKPT FORMAT",
+    "tensorboard": "ARGS",
+    "clean": "",
+}
+TAKEN = {name for takes in TAKES.values() for name in takes.split()}
 ANYWHERE = ["PYTHON", "INSTALL", "MPI"]
 # What make, the installer and ranks read from the environment; shells that complete set the last.
 ENVIRONMENT = [
@@ -25,32 +60,8 @@ ENVIRONMENT = [
     "MKL_*", "OPENBLAS_*", "TORCH*", "PYTORCH_*", "PL_*", "HYDRA_*", "PIP_*", "CXX", "SHELL",
     "MAKEFLAGS", "__BASH_MAKE_COMPLETION__",
 ]  # fmt: skip
-MAKEFILE = (Path(__file__).resolve().parent.parent / "Makefile").read_text()
-# Variables that are made of others; one that is made of itself is still the caller's.
-MADE = {
-    name: text
-    for name, text in re.findall(r"^ *([A-Z][A-Z0-9_]*) :?= (.*)", MAKEFILE, re.MULTILINE)
-    if "$(" in text and f"$({name})" not in text
-}
-MADE["WHERE"] = "$(NP) $(HOSTS) $(HOSTFILE)"  # by this module
-# Targets and recipes. Those that make other targets, whose variables they take too, are left out.
-RULE = re.compile(r"^([\w-]+):(?: (?:dev-)?environment)?(?: *#.*)?\n((?:\t.*\n)+)", re.MULTILINE)
-
-
-def uses(text: str) -> set[str]:
-    """The caller's variables in a text of the Makefile, also in what it is made of."""
-    names = {*re.findall(r"\$[($]([A-Z][A-Z0-9_]*)", text)}
-    return (names - MADE.keys()).union(*(uses(MADE[name]) for name in names & MADE.keys()))
-
-
-# What each target takes, beside ANYWHERE; of targets that are left out nothing is refused.
-TAKES = {
-    target: uses(recipe) - {*ANYWHERE, "MAKEFILE_LIST"}
-    for target, recipe in RULE.findall(MAKEFILE)
-    if "$(MAKE)" not in recipe
-}
-TAKEN = set().union(*TAKES.values())
 START = {target for target, takes in TAKES.items() if "HOSTFILE" in takes} - {"bench"}
+OTHERS = {"help", "environment", "dev-environment"}
 HOST = r"[A-Za-z0-9._-]+(:[0-9]+)?"
 
 
@@ -64,15 +75,15 @@ def typed(overrides: str) -> dict[str, str]:
 
 def in_environment() -> dict[str, str]:
     """The variables that make takes from there; others of our names mean other things there."""
-    names = ("NP", "HOSTS", "HOSTFILE", "ARGS")
+    names = [*WHERE.split(), "ARGS"]
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def taken_by(goals: list[str]) -> set[str]:
     """What these targets take together; all, with one that is not ours."""
-    if {*goals} - TAKES.keys():
+    if {*goals} - TAKES.keys() - OTHERS:
         return TAKEN
-    return {name for goal in goals for name in TAKES[goal]}
+    return {name for goal in goals for name in TAKES.get(goal, "").split()}
 
 
 def is_known(name: str) -> bool:
@@ -94,8 +105,7 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
     taken = taken_by(goals)
     for name, value in given.items():
         if name in TAKEN - taken and goals:
-            takes = " ".join(sorted(TAKES[goals[0]])) or "nothing"
-            yield f"{name}={value}: make {goals[0]} takes {takes}"
+            yield f"{name}={value}: make {goals[0]} takes {TAKES.get(goals[0]) or 'nothing'}"
 
     all_ = {**{name: v for name, v in in_environment().items() if name in taken}, **given}
     for name, value in all_.items():
@@ -162,7 +172,7 @@ def main(overrides: str, level: str, goals: str) -> None:
         print("error:", mistake)
         return
     # Not for others: nvidia-smi takes seconds, or for ever where a driver hangs.
-    if {*targets} & START or {*targets} - TAKES.keys():
+    if {*targets} & START or {*targets} - TAKES.keys() - OTHERS:
         print(where({**in_environment(), **given}))
 
 

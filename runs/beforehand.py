@@ -101,6 +101,25 @@ def refuse_classes(model: pl.LightningModule, classes: list[str], choice: str) -
         )
 
 
+def refuse_clashes(
+    trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
+) -> None:
+    """A hyperparameter to which model and data give two values: loggers keep one."""
+    if not (trainer.loggers and model._log_hyperparams and data._log_hyperparams):
+        return
+    ours, theirs = model.hparams_initial, data.hparams_initial
+    clashes = [
+        f"model.{name}={ours[name]} and data.{name}={theirs[name]}"
+        for name in ours
+        if name in theirs and (type(ours[name]), ours[name]) != (type(theirs[name]), theirs[name])
+    ]
+    if clashes:
+        raise Refusal(
+            f"{', '.join(clashes)}: loggers keep one value of a name; give both the same, or keep "
+            "one out: self.save_hyperparameters(ignore=[...])"
+        )
+
+
 def _check_held_out(loader: Any, ranks: int, choice: str, what: str, without: str) -> None:
     if is_sized(loader) and (samples := len(loader.dataset)) < ranks:
         raise Refusal(

@@ -27,7 +27,7 @@ NO_HYPERPARAMETER = re.compile(
     r"(?:KeyError: |AttributeError: 'AttributeDict' object has no attribute )'(\w+)'"
 )
 ALONE = "each of which would train alone"  # HorovodStrategy's, of other launchers
-# What an error says, and what to tell the user instead; {} and {0} are what brackets match.
+# What an error says, and what to tell the user instead; {} is what the brackets match.
 ADVICE = {
     # Lightning, which makes each loader anew for a rank's share
     r"more than one `__init__` argument": (
@@ -46,12 +46,6 @@ ADVICE = {
     r"(?s)^\s*`?val_check_interval`? \((\d+)\) must be less than or equal to .*?\((\d+)\)": (
         "trainer.val_check_interval={}: a rank has {} batches an epoch: give at most that, or "
         "count over epochs with trainer.check_val_every_n_epoch=null"
-    ),
-    # Lightning, before the first batch, of hyperparameters
-    r"the keys \[(.+)\] are present in both the LightningModule's": (
-        "model and data have different values of {0}: loggers keep one value of a name; give both "
-        "the same (model.NAME=, data.NAME=), or keep one out: "
-        "self.save_hyperparameters(ignore=[{0}])"
     ),
     # torch, of the loss, and of a label on a CPU
     r"does not require grad and does not have a grad_fn": (

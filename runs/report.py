@@ -77,7 +77,10 @@ class Report(pl.Callback):
         if profiler.dirpath:  # under DDP only now can ranks hear of the run's folder
             profiler.dirpath = trainer.strategy.broadcast(profiler.dirpath)
         data = trainer.datamodule  # type: ignore[attr-defined]
-        if data is None or stage != "fit":
+        if data is None:
+            return
+        beforehand.refuse_clashes(trainer, pl_module, data)
+        if stage != "fit":
             return
         beforehand.refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
         loader = data.train_dataloader()

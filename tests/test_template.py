@@ -423,7 +423,7 @@ class TestMistakes:
             (["model=denoiser", "model.depth=2"], "model=denoiser: "),
             (
                 ["data=fake", "data.classes=20"],
-                "error: model and data have different values of 'c",
+                "model.classes=10 and data.classes=20, model.channels=1 and data.channels=3: log",
             ),
             ([*pictures, "model.classes=2"], "classes=2: data=folder has 3 classes; give model"),
             ([FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning import LightningDataModule, LightningModule
+from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.loggers.utilities import _log_hyperparams
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from runs.beforehand import refuse_batch_sampler, refuse_model, refuse_shares
+from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, refuse_shares
 from runs.refusal import Refusal
 from runs.report import Report
-from tests.runs.trainings import Fails, Numbers, OneAtATime
+from tests.runs.trainings import Fails, Numbers, OneAtATime, Times
 
 
 class Validates(Numbers):
@@ -117,6 +121,30 @@ def test_a_look_at_what_will_be_tested_leaves_the_training_set() -> None:
     data.setup("fit")
     refuse_shares(trainer, data, data.train_dataloader(), test=True, choice="own")
     assert torch.equal(data.numbers, torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "logs", "refused"),
+    [({"size": 1}, {"size": 1}, True, False), ({"size": 1}, {"other": 2}, True, False),
+     ({"size": 1}, {"size": 2}, True, True), ({"size": 1}, {"size": True}, True, True),
+     ({"size": 1}, {"size": 2}, False, False)],
+)  # fmt: skip
+def test_what_loggers_would_refuse_is_refused_before(
+    ours: dict[str, Any], theirs: dict[str, Any], logs: bool, refused: bool, tmp_path: Path
+) -> None:
+    model, data = Times(), LightningDataModule()
+    model.save_hyperparameters(ours)
+    data.save_hyperparameters(theirs)
+    logger = logs and CSVLogger(tmp_path)
+    trainer = Trainer(accelerator="cpu", logger=logger, enable_checkpointing=False)
+    trainer.strategy.connect(model)
+    trainer.datamodule = data
+    outcomes: list[str] = []
+    for refuse in (_log_hyperparams, lambda trainer: refuse_clashes(trainer, model, data)):
+        with contextlib.suppress(RuntimeError, Refusal):
+            refuse(trainer)
+            outcomes.append("nothing")
+    assert outcomes == ([] if refused else ["nothing"] * 2)
 
 
 class HasLoaders(Fails):

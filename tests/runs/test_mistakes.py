@@ -16,7 +16,6 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningModule, Trainer
-from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loops.optimization import automatic
 from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -28,7 +27,7 @@ from runs.mistakes import mistake, no_metric
 from runs.refusal import Refusal
 from runs.report import Report
 from runs.run import Run
-from tests.runs.trainings import IsValidated, Times, TrainsAndTests
+from tests.runs.trainings import IsValidated
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -50,26 +49,6 @@ def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
         trainer.fit(IsValidated(), ones, ones)
     told = mistake(caught.value, started=True)
     assert told and told.startswith("trainer.val_check_interval=50: a rank has 13 batches an epoch")
-
-
-@pytest.mark.parametrize("logs", [True, False])
-def test_hyperparameters_of_which_loggers_keep_one_are_told(logs: bool, tmp_path: Path) -> None:
-    model, data = Times(), TrainsAndTests()
-    model.save_hyperparameters({"size": 1, "same": 1})
-    data.save_hyperparameters({"size": True, "same": 1, "other": 2})
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path), enable_autolog_hparams=logs, max_epochs=1,
-        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
-    )  # fmt: skip
-    told: str | None = ""
-    try:
-        trainer.fit(model, data)
-    except RuntimeError as error:
-        told = mistake(error, started=False)
-    start = "model and data have different values of 'size': loggers keep one value of a name; give"
-    cure = "out: self.save_hyperparameters(ignore=['size'])"
-    assert bool(told) == logs
-    assert not told or (told.startswith(start) and told.endswith(cure))
 
 
 class Kept:

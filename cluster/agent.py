@@ -348,7 +348,7 @@ def check_way(address: str, port: int) -> None:
     except OSError as error:
         raise ValueError(
             f"does not reach this host at {address}, port {port}, where ranks find each other: "
-            f"{error}: sudo ufw allow from {own_address(address)}, or start from one of the hosts"
+            f"{error}: let it through the firewall here, or start from one of the hosts"
         ) from None
 
 

@@ -342,7 +342,7 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
     look = f"NCCL_DEBUG=INFO {make(f'hello {typed(group)}')}"
     results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
-        reason = " ".join(errors.strip().splitlines()[-1:])[:200]
+        reason = " ".join(errors.strip().splitlines()[-1:])[:300]
         if reason.startswith("error: "):  # by the launcher, which says what to do
             return Finding("FAIL", "all-reduce", name, reason.removeprefix("error: "))
         return Finding("FAIL", "all-reduce", name, reason, f"HOROVOD_LOG_LEVEL=debug {look}")

@@ -120,7 +120,7 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     wanted = host.gpus or visible or tuple(sorted(by_index))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
-        mend = f"set its slots to {len(wanted)}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
+        mend = f"{few(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
         return [fail(text, mend)]
     lent = [by_index[number] for number in wanted[: host.slots]]
     findings = [warn(text, look) for gpu in lent if (text := _taken(gpu, answer["processes"]))]
@@ -174,7 +174,7 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     if available < wanted:
         text = f"{available:,} MiB free for {host.slots} processes; {wanted:,} are wanted"
         fit = max(1, available // FREE_MEMORY_MIB)
-        findings.append(Finding("FAIL", "memory", host.name, text, f"set its slots to {fit}"))
+        findings.append(Finding("FAIL", "memory", host.name, text, few(fit)))
     else:
         findings.append(Finding("ok", "memory", host.name, f"{available >> 10} GiB free"))
     cores, has_gpus = facts["cores"], bool(facts["gpus"]["devices"])
@@ -184,7 +184,7 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
         findings.append(Finding("warn", "cores", host.name, text, mend))
     elif not has_gpus and cores < host.slots:
         text = f"{host.slots} processes on {cores} cores: slower than {cores}"
-        findings.append(Finding("warn", "cores", host.name, text, f"set its slots to {cores}"))
+        findings.append(Finding("warn", "cores", host.name, text, few(cores)))
     else:
         findings.append(Finding("ok", "cores", host.name, f"{cores} cores"))
     files = OPEN_FILES + ranks + host.slots  # Gloo connects it to all, twice within a host
@@ -199,6 +199,10 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     else:
         findings.append(Finding("ok", "limits", host.name, f"{facts['files']:,} open files"))
     return findings
+
+
+def few(slots: int) -> str:
+    return f"give it {slots} slots at most, by HOSTS=, slots in HOSTFILE, or NP="
 
 
 def writable(host: Host, facts: dict[str, Any]) -> list[Finding]:

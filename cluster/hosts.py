@@ -279,7 +279,7 @@ def _host(name: str, said: Any, file: Path) -> Host:
     for key, value in said.items():
         if key not in EXAMPLES:
             raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(EXAMPLES)}")
-        if type(value) is not type(EXAMPLES[key]) or value == "":
+        if type(value) is not type(EXAMPLES[key]) or value in ("", "~", "null"):
             raise Refusal(f"{where}: {key}={value}: write as {EXAMPLES[key]}")
     if "slots" not in said:
         raise Refusal(f"{where}: it needs its slots, as {{slots: 4}}")

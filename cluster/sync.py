@@ -295,11 +295,11 @@ def main() -> int:
     def one(host: Host, alone: bool = False) -> None:
         try:
             lines = sync(host, Path(mark.name).name, arguments.dry_run, arguments.env)
-        except Refusal as error:
+        except (Refusal, OSError) as error:
             if isinstance(error, Disturbed) and not alone:
                 disturbed.append(host)
                 return
-            failed.append(str(error))
+            failed.append(str(error) if isinstance(error, Refusal) else f"{host.name}: {error}")
             lines = ["FAILED"]
         print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
 
@@ -307,9 +307,13 @@ def main() -> int:
         hosts = chosen(arguments)
         if shutil.which("rsync") is None:
             raise Refusal("rsync is missing here: sudo apt-get install rsync")
-        mark = tempfile.NamedTemporaryFile(dir=ROOT, prefix=".sync-")  # noqa: SIM115
-    except (Refusal, OSError) as error:
+        mark = tempfile.NamedTemporaryFile(dir=ROOT, prefix=f".sync-{os.getpid()}-")  # noqa: SIM115
+    except Refusal as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        why = f"{error.strerror}, where a file is made meanwhile: see ls -ld {ROOT}"
+        print(f"error: {ROOT} cannot be written: {why}", file=sys.stderr)
         return 2
     with mark, ThreadPoolExecutor(max_workers=8) as pool:  # see cluster/ssh.py
         try:

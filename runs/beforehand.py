@@ -105,7 +105,8 @@ def refuse_clashes(
     trainer: pl.Trainer, model: pl.LightningModule, data: pl.LightningDataModule
 ) -> None:
     """A hyperparameter to which model and data give two values: loggers keep one."""
-    if not (trainer.loggers and model._log_hyperparams and data._log_hyperparams):
+    logs = trainer.loggers and trainer.enable_autolog_hparams
+    if not (logs and model._log_hyperparams and data._log_hyperparams):
         return
     ours, theirs = model.hparams_initial, data.hparams_initial
     clashes = [

@@ -394,8 +394,8 @@ def _check_monitors(changed: list[tuple[str, Any]], config: DictConfig) -> None:
     given = {name for _, name, member in members if "mode" in member and "monitor" not in member}
     for where, name, member in members:
         key, inherited = f"callbacks.{name}", (config.get("callbacks") or {}).get(name) or {}
-        asked = member.get("monitor") and "mode" not in member and "mode" in inherited
-        if asked and name not in given:
+        alone = member.get("monitor") and "mode" not in member and name not in given
+        if alone and ("mode" in inherited or not where):
             raise Refusal(
                 f"{where}{key}.monitor={member['monitor']}: say what is better too, {key}.mode=min "
                 "or max"

@@ -548,6 +548,11 @@ MUTATIONS = [
         '"-azs"', '"-az"', "path_with_blanks", "cluster/test_sync", "cluster",
     ),
     Mutation(
+        "ranks start where they cannot find each other", "agent.py",
+        'check_way(job["launcher"], int(environment["HOROVOD_GLOO_RENDEZVOUS_PORT"]))', "pass",
+        "does_not_reach_is_told", "cluster/test_ending", "cluster",
+    ),
+    Mutation(
         "what a rank leaves behind is read to its end", "agent.py",
         "while left >= 0 and", "while", "ends_that_are_rare", "cluster/test_ending", "cluster",
     ),
@@ -717,7 +722,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a file keeps the worst by a metric of its own", "config.py",
-        "if asked and name not in given:", "if False:", "say_what_is_better", "test_config", "runs",
+        "if alone and (\"mode\" in inherited or not where):", "if False:", "say_what_is_better", "test_config", "runs",
     ),
     Mutation(
         "settings of a logger that nobody chose are passed over", "config.py",

@@ -320,7 +320,7 @@ def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
         ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
         ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
-        ["callbacks.best_checkpoint.monitor=null", "+callbacks.mine.monitor=a"],
+        ["callbacks.best_checkpoint.monitor=null"],
         # Of any type for Lightning; without a hint; text that a number follows from.
         ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],
         ["model=gpt", "model.decay_steps=100", "callbacks.last_checkpoint.filename=3"],

@@ -140,7 +140,7 @@ def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
     twins = [Host("node1", 2), Host("node2", 2)]
     found = findings.joined([line for host in twins for line in findings.room(host, facts, 4)])
     mends = [(line.check, line.host, line.mend) for line in found if line.mend]
-    assert mends == [(check, "node1,node2", "set its slots to 1") for check in ("memory", "cores")]
+    assert mends == [(check, "node1,node2", findings.few(1)) for check in ("memory", "cores")]
     # Of two hosts already: each pair has its own.
     pairs = [findings.Finding("FAIL", "all-reduce", a, "x", f"make hello HOSTS={a}") for a in "ab"]
     pairs = [replace(pair, mend=f"{pair.mend}:1,c:1") for pair in pairs]
@@ -294,8 +294,8 @@ def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None
     bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
     assert not [finding for finding in bad if finding[1:3] == ("limits", "node4")]
     for level, check, host, words, mend in (
-        ("FAIL", "memory", "node1", "for 9999 processes", "set its slots to "),
-        ("warn", "cores", "node1", "9999 processes on", "set its slots to "),
+        ("FAIL", "memory", "node1", "for 9999 processes", " slots at most"),
+        ("warn", "cores", "node1", "9999 processes on", " slots at most"),
         ("FAIL", "network", "node2", "no interface ib7 with an address; there are", "mend nic"),
         ("FAIL", "limits", "node2", "256 open files a process", "raise nofile"),
         ("warn", "GPUs", "node3", "GPU 0 has 900 of 15,000 MiB free", "ssh node3 nvidia-smi"),

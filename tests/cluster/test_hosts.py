@@ -108,6 +108,7 @@ class TestFile:
             ("hosts: {node1: {slots: [4]}}", "slots=['4']: write as 4"),
             ("hosts: {node1: {slots: 1, gpus: 0}}", "node1: gpus=0: write as [0, 1]"),
             ("hosts: {node1: {slots: 1, nic: }}", "node1: nic=: write as eth0"),
+            ("hosts: {node1: {slots: 1, user: ~}}", "node1: user=~: write as ada"),
             ("hosts: {node1: {slots: 1, ssh: A=b}}", "ssh=A=b: write as ['ProxyJump=login']"),
             ("hosts: {node1: {slots: 1, env: []}}", "env=[]: write as {'NCCL_DEBUG': 'INFO'}"),
             ("hosts: {node1: {slots: 0}}", "slots=0"),

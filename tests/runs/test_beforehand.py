@@ -145,6 +145,8 @@ def test_what_loggers_would_refuse_is_refused_before(
             refuse(trainer)
             outcomes.append("nothing")
     assert outcomes == ([] if refused else ["nothing"] * 2)
+    trainer.enable_autolog_hparams = False
+    refuse_clashes(trainer, model, data)
 
 
 class HasLoaders(Fails):

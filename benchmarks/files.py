@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hardware import ROOT
+from cluster.hosts import Refusal
 
 RESULTS = ROOT / "benchmarks" / "results"
 _LOCKED: dict[Path, int] = {}  # folder: its lock, held as long as this process lives
@@ -97,9 +98,8 @@ def measure_alone(folder: Path) -> None:
         except PermissionError:  # another user's, such as root's; enough on a local disk
             lock = os.open(folder / ".lock", os.O_RDONLY)
     except OSError as error:
-        raise SystemExit(
-            f"error: {folder}: {error.strerror}: results are written there, mend that"
-        ) from None
+        told = f"{folder}: {error.strerror}: results are written there, mend that"
+        raise Refusal(told) from None
     if folder in _LOCKED:
         os.close(lock)
         return
@@ -107,9 +107,9 @@ def measure_alone(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise SystemExit(
-            f"error: another measurement writes to {folder} now: wait for its end, as both would "
-            "disturb each other"
+        raise Refusal(
+            f"another measurement writes to {folder} now: wait for its end, as both would disturb "
+            "each other"
         ) from None
     except OSError:  # a file system without locks
         pass

@@ -78,7 +78,8 @@ def kept(file: Path) -> Iterator[None]:
     try:
         yield
     except (Failed, KeyboardInterrupt) as end:
-        goes_on = f"; {file} is kept: the same command goes on" if file.exists() else ""
+        goes_on = f"; what is whole in {file} is kept: the same command goes on"
+        goes_on = goes_on if file.exists() else ""
         raise type(end)(f"{end}{goes_on}") from None
 
 

@@ -223,6 +223,8 @@ def given(arguments: argparse.Namespace) -> Given:
     named = [Path(name) for name in ([names] if os.path.isfile(names) else names.split())]
     with inputs.of_our_form(f"RUN={run}"):
         summary = inputs.read(run, "RUN")
+        if not summary["hosts"]:
+            raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
         job, slots = inputs.job_of(summary, run), max(summary["hosts"].values())
         median = summary["anatomy"]["step_ms"]["median"] / 1e3
         measured = {} if network else {summary["world_size"]: median}

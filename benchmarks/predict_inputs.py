@@ -32,7 +32,8 @@ RATES, TIMES = ("kbit", "mbit", "gbit"), ("ns", "us", "ms")
 
 
 class Link(NamedTuple):
-    """What joins ranks inside a host, or hosts; the fixed time of a round where it is fitted."""
+    """What joins ranks inside a host, or hosts: latency in seconds, bandwidth in bytes per second,
+    and seconds that each round takes, where they are fitted."""
 
     latency: float
     bandwidth: float
@@ -137,8 +138,8 @@ def of_our_form(name: str) -> Iterator[None]:
     try:
         yield
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-        told = f"{name}: nothing can be predicted from it: {error!r}: is it the right file?"
-        raise Refusal(told) from None
+        why = error if isinstance(error, ValueError) else f"{error!r}: is it the right file?"
+        raise Refusal(f"{name}: nothing can be predicted from it: {why}") from None
 
 
 def newest_run() -> Path:
@@ -169,9 +170,9 @@ def newest_all_reduces(
     are any. Files that are half copied or of another form are passed over.
 
     Args:
-        machines: the hosts, by what they call themselves, each with its "cpu" and "cores", or None:
-            another machine may have had the name.
-        network: if it has a name, results of networks with other names are left.
+        machines: the hosts, by what they call themselves, each with its "cpu" and "cores", as
+            another machine may have had the name; None where they are not known.
+        network: if it has a name, results of networks with other names are left out.
     """
 
     def suits(result: dict[str, Any]) -> bool:

@@ -28,8 +28,8 @@ GBIT = 125e6  # bytes per second
 # deviation of a rank's step over its mean.
 ASSUMED = ((0.95, 5e-6, 0.0), (0.85, 10e-6, 0.02), (0.70, 20e-6, 0.05))
 BACKWARD = 2 / 3  # of the compute: gradients of inputs and of weights, beside one forward
-# Images/s. That of ResNet-101 is not known: its step is taken for as long as its multiply-adds are
-# many, between those of ResNet-50 (219.0 images/s) and ResNet-152 (91.8).
+# Images/s. ResNet-101 was not measured: its time for an image is interpolated, by multiply-adds,
+# between those of ResNet-50 (219.0 images/s) and ResNet-152 (91.8).
 P100 = {"inception_v3": 142.0, "resnet101": 129.4, "vgg16": 154.0}
 
 

@@ -57,8 +57,11 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
     _finish(efficiency, sizes, "efficiency, %", mode)
     speedup.set_xscale("log", base=2)
     speedup.set_yscale("log", base=2)
-    speedup.yaxis.set_major_locator(plt.LogLocator(base=2))
-    speedup.yaxis.set_major_formatter("{x:g}")
+    lost = [half for half in (0.125, 0.25, 0.5) if half > speedup.get_ylim()[0]]
+    apart = [np / sizes[0] for np in _apart(sizes)]
+    beyond = [apart[-1] * 2**n for n in (1, 2, 3) if apart[-1] * 2**n <= speedup.get_ylim()[1]]
+    ticks = [*lost, *apart, *beyond]
+    speedup.set_yticks(ticks, [f"{value:g}" for value in ticks])
     efficiency.set_xscale("log", base=2)
     for panel in (speedup, efficiency):
         panel.set_xticks(_apart(sizes), [str(np) for np in _apart(sizes)])

@@ -1,9 +1,9 @@
 """The predicted curve in the plot of `make bench`.
 
 The job's compute comes from its smallest size, its gradients from what a larger one sent, and the
-network from the newest `make bench-allreduce` on the same hosts: nothing else of what was measured
-is used. Only weak scaling under horovod is predicted, and only at sizes with a core or GPU for each
-rank, as benchmarks/cost_model.py covers nothing else.
+network from the newest `make bench-allreduce` on these hosts or some of them: nothing else of what
+was measured is used. Only weak scaling under horovod is predicted, and only at sizes with a core or
+GPU for each rank, as benchmarks/cost_model.py covers nothing else.
 """
 
 from __future__ import annotations
@@ -42,8 +42,13 @@ def predicted(
     ]
     first = [run for run in runs if run["np"] == settings["sizes"][0] and run.get("phases_ms")]
     wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
+    machines: dict[str, Any] = {}
+    for host in results["hosts"].values():
+        kind = {key: host[key] for key in ("cpu", "cores")}
+        # None for hosts that call themselves alike, as clones do, and are not.
+        machines[host["node"]] = kind if machines.get(host["node"], kind) == kind else None
     measured = newest_all_reduces(
-        all_reduces, {host["node"]: host for host in results["hosts"].values()},
+        all_reduces, machines,
         results["trial"]["operations"], settings["network"],
     )  # fmt: skip
     between = any(len(result["hosts"]) > 1 for result in measured.values())

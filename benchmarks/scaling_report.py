@@ -162,8 +162,9 @@ def write(results: Results, file: Path) -> str:
     write_json(results, file)
     if not results["predicted"]:
         body += (
-            "\nno predicted curve: it needs make bench-allreduce on these hosts, and weak scaling "
-            "under horovod to a size with a core for each rank, with one all-reduce a batch\n"
+            "\nno predicted curve: it needs make bench-allreduce on these hosts (and with the same "
+            "NETWORK), and weak scaling under horovod to a size with a core or GPU for each rank, "
+            "with one all-reduce a batch\n"
         )
     return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"
 

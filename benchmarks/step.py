@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import load
 from benchmarks.files import RESULTS, continued, slug, write_json, write_text
 from benchmarks.hardware import hardware
-from benchmarks.launching import Failed, command, kept, say
+from benchmarks.launching import command, kept, say
 from benchmarks.step_ranks import Group, Variant, start
 from benchmarks.step_report import ALONE, OURS, report
 from cluster.hosts import Refusal, parse
@@ -126,8 +126,8 @@ def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
     With --batch, or beside other processes, they may need more than lacks_memory knows."""
     peak_kib = max(group.peak_kib * len(group.ranks) for group in groups)
     if memory() << 10 < 1.2 * peak_kib:
-        raise Failed(
-            f"error: {model}: memory ends at {len(groups)} of {variants} variants, each with "
+        raise Refusal(
+            f"{model}: memory ends at {len(groups)} of {variants} variants, each with "
             f"{peak_kib / 2**20:.1f} GiB; name fewer with --variants"
         )
 

@@ -722,7 +722,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a file keeps the worst by a metric of its own", "config.py",
-        "if alone and (\"mode\" in inherited or not where):", "if False:", "say_what_is_better", "test_config", "runs",
+        "if alone and (\"mode\" in inherited or not where):", "if False:",
+        "say_what_is_better", "test_config", "runs",
     ),
     Mutation(
         "settings of a logger that nobody chose are passed over", "config.py",

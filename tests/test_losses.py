@@ -137,13 +137,16 @@ def test_only_what_is_kept_goes_on(
     monkeypatch.setattr(losses, "measure", measure)
     monkeypatch.setattr("sys.argv", ["losses", "--out", str(tmp_path)])
     assert losses.main() == 130
-    files = [f"; {file} is kept: the same command goes on" for file in tmp_path.glob("*.json")]
+    files = [
+        f"; what is whole in {file} is kept: the same command goes on"
+        for file in tmp_path.glob("*.json")
+    ]
     assert len(files) == kept
     goes_on = "".join(files)
     assert capsys.readouterr().err == f"\nstopped{goes_on}\n"
 
 
-def test_files_are_made_again_from_the_json(tmp_path: Path) -> None:
+def test_a_report_follows_from_the_json_alone(tmp_path: Path) -> None:
     name = tmp_path / "losses_x"
     benchmark = results(Source(1e-6, 1e-15), Job("toy"))
     losses_report.report(benchmark, name)

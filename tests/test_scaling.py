@@ -22,8 +22,9 @@ from tests.conftest import ROOT, run, wait_until
 from tests.scaling_source import HERE, MACHINE, QUIET, Source, results
 
 
+@pytest.mark.parametrize("end", [KeyboardInterrupt(), Failed("error: np=2 failed")])
 def test_what_was_measured_is_kept_and_not_measured_again(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    end: BaseException, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Interrupted in the 5th run of 9; the 4th, of the same repeat as the 5th, is measured again
     with it, as they are set against each other. Another command writes its own file."""
@@ -31,11 +32,12 @@ def test_what_was_measured_is_kept_and_not_measured_again(
 
     def interrupted(job: Job, length: list[str]) -> dict[str, Any]:
         if len(source.asked) == 5:
-            raise KeyboardInterrupt
+            raise end
         return source(job, length)
 
     file, benchmark = scaling.open_file(results(), tmp_path)
-    with pytest.raises(KeyboardInterrupt, match=f"{file} is kept: the same"), kept(file):
+    told = f"^{end}; what is whole in {re.escape(str(file))} is kept: the same command goes on$"
+    with pytest.raises(type(end), match=told), kept(file):
         scaling.run(benchmark, interrupted, lambda: files.write_json(benchmark, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
     named, _ = scaling.open_file(results(network="10 Gbit/s"), tmp_path)

@@ -414,7 +414,8 @@ def main() -> int:
         output = json.dumps({"fit": is_fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
         output = f"{table(findings)}\n{'fit' if is_fit else 'not fit: mend what is marked FAIL'}"
-    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
+    if sys.stdout is not None:  # not closed, as by `>&-`
+        sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:
         print(output, flush=True)
     except BrokenPipeError:  # make doctor | head

@@ -362,7 +362,17 @@ def seconds(text: str) -> float:
     return float(text)
 
 
+def open_missing() -> None:
+    """Put /dev/null where stdin, stdout or stderr is closed (`>&-`): no pipe may get its number."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
+        pass
+    os.close(descriptor)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
+
+
 def main() -> int:
+    open_missing()
     parser = argparse.ArgumentParser(
         prog="python -m cluster.horovodrun", description=__doc__.partition("\n")[0]
     )

@@ -44,11 +44,14 @@ def test_ranks_wait_for_who_takes_what_they_print() -> None:
         process.wait()
 
 
-def test_an_input_that_is_closed() -> None:
-    line = horovodrun("-np", "1", "sh", "-c", "echo out; echo err >&2")
-    done = run(["sh", "-c", 'exec "$@" <&-', "sh", *line])
-    assert done.returncode == 0, done.stdout
-    assert "[0]<stdout>:out" in done.stdout and "[0]<stderr>:err" in done.stdout
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed(closed: str, tmp_path: Path) -> None:
+    ran = tmp_path / "ran"
+    line = horovodrun("-np", "1", "sh", "-c", f"echo out; echo err >&2; echo ran >{ran}")
+    done = run(["sh", "-c", f'exec "$@" {closed}', "sh", *line])
+    assert (done.returncode, ran.exists()) == (0, True), done.stdout
+    assert ("[0]<stdout>:out" in done.stdout) == (">&-" not in closed.split())
+    assert ("[0]<stderr>:err" in done.stdout) == ("2>&-" not in closed)
 
 
 @pytest.mark.parametrize("ends", ["fails", "stops"])

@@ -224,7 +224,7 @@ def test_the_load_of_other_gpus_is_none(
     gpus: tuple[int, ...] | None, visible: str | None, busy: float,
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    rows = "0, GPU-a, 50, 40\n1, GPU-b, 98, 80\n"
+    rows = "0, GPU-a, 50\n1, GPU-b, 98\n"
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{rows}'\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")

@@ -176,7 +176,7 @@ check: dev-environment ## lint, format and types
 	@$(BIN)/mypy
 
 test: dev-environment ## run the tests; some of them: ARGS="-k strategy"
-	@$(PYTHON) -m pytest -n 2 --dist loadfile $(ARGS)
+	@$(PYTHON) -m pytest $(ARGS)
 
 test-slow: dev-environment ## train laptop-sized jobs to their expected results (23 minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)

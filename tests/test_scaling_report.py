@@ -162,6 +162,9 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     assert [each["np"] for each in predicted(apart, [between, right])[0]] == [1, 2, 4]
     # Two ranks fit on one host, of which nothing was measured.
     assert [each["np"] for each in predicted(apart, [between])[0]] == [1, 4]
+    # Clones may call themselves alike, and be unlike.
+    apart["hosts"] = {"localhost": host, "b": host | {"cores": 9}}
+    assert predicted(apart, [all_reduce(tmp_path, "clones", hosts=hosts)])[0]
     strong = benchmark | {"settings": benchmark["settings"] | {"modes": ["strong"]}}
     assert not predicted(strong, [right])[0]
 

@@ -37,7 +37,7 @@ from benchmarks.files import RESULTS, continued, slug, write_json
 from benchmarks.hardware import hardware, machine, processors
 from benchmarks.launching import Failed, command, kept, say, train
 from benchmarks.losses_report import Results, unequal
-from benchmarks.scaling_plan import batch_size_of, configuration, refuse_ours
+from benchmarks.overrides import batch_size_of, configuration, refuse_ours
 from cluster.hosts import Refusal
 
 STEPS, POINTS = 200, 40

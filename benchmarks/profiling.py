@@ -25,7 +25,7 @@ from pathlib import Path
 from benchmarks import phases, traces
 from benchmarks.files import whole
 from benchmarks.launching import command
-from benchmarks.scaling_plan import refuse_ours
+from benchmarks.overrides import refuse_ours
 from cluster.doctor import quick
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
 from cluster.ssh import diagnose

@@ -33,7 +33,8 @@ from benchmarks import scaling_report
 from benchmarks.efficiency import Results, Run, runs_of
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
 from benchmarks.launching import Failed, Job, command, kept, say
-from benchmarks.scaling_plan import accumulated, jobs, length, plan, steps_of, turns, whole_updates
+from benchmarks.overrides import accumulated, steps_of
+from benchmarks.scaling_plan import jobs, length, plan, turns, whole_updates
 
 SECONDS = 5  # that a run measures, unless the number of steps or epochs is given
 MIN_STEPS, TRIAL_STEPS, WARMUP = 30, 20, 10

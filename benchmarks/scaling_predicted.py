@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.efficiency import Results, interval
+from benchmarks.overrides import accumulated
 from benchmarks.predict import predictions
 from benchmarks.predict_inputs import job_of, networks, newest_all_reduces, of_our_form
-from benchmarks.scaling_plan import accumulated
 from cluster.hosts import Refusal
 
 

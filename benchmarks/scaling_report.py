@@ -24,7 +24,7 @@ from benchmarks import scaling_plot
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.files import RESULTS, markdown, write_json, write_text
 from benchmarks.hardware import ROOT, processors, versions
-from benchmarks.scaling_plan import accumulated
+from benchmarks.overrides import accumulated
 from benchmarks.scaling_predicted import predicted
 
 README = ROOT / "README.md"

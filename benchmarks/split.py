@@ -41,7 +41,7 @@ from benchmarks.files import (
 )
 from benchmarks.hardware import hardware, versions
 from benchmarks.launching import Job, Launcher, command, kept, say
-from benchmarks.scaling_plan import configuration, refuse_ours, steps_of
+from benchmarks.overrides import configuration, refuse_ours, steps_of
 from cluster.hosts import Host, Refusal
 from models.split import Split
 

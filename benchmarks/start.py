@@ -40,7 +40,7 @@ from benchmarks.files import (
 )
 from benchmarks.hardware import ROOT, hardware, versions
 from benchmarks.launching import Failed, command, kept, say
-from benchmarks.scaling_plan import refuse_ours
+from benchmarks.overrides import refuse_ours
 
 OURS = [sys.executable, "-m", "cluster.horovodrun"]
 WAYS = {  # command, and whether the ranks of a host share their imports

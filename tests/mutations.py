@@ -770,17 +770,9 @@ def survives(mutation: Mutation) -> str | None:
         file.write_text(text.replace(mutation.old, mutation.new))
         # A hang is a failure too, and one that takes a minute is enough.
         pytest = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "not gpu",
-            "--timeout=100",
-            "-p",
-            "no:cacheprovider",
-        ]
+            sys.executable, "-m", "pytest", "-q", "-x", "-m", "not gpu", "--timeout=100",
+            "-p", "no:cacheprovider",
+        ]  # fmt: skip
         tests = [f"tests/{mutation.module}.py", "-k", mutation.tests]
         done = subprocess.run([*pytest, *tests], cwd=copy, capture_output=True, text=True)
     if done.returncode != 1 or "FAILED tests/" not in done.stdout:

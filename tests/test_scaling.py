@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import files, scaling, scaling_plan, scaling_plot
+from benchmarks import files, overrides, scaling, scaling_plot
 from benchmarks.launching import Failed, Job, Launcher, command, kept
 from cluster.hosts import Refusal, parse
 from tests.conftest import ROOT, run, wait_until
@@ -188,7 +188,7 @@ def launched() -> list[dict[str, Any]]:
     """Two ranks, and two processes that are alone, on this host."""
     hosts = parse("localhost:2")
     launcher = Launcher(hosts, ["-H", "localhost:2"], ["data.num_workers=0"], threads=1)
-    length = scaling_plan.steps_of(2, 5)
+    length = overrides.steps_of(2, 5)
     return [launcher.run(Job("horovod", 2, 16, alone), length) for alone in (False, True)]
 
 
@@ -205,4 +205,4 @@ def test_a_job_that_fails_tells_its_last_words() -> None:
     launcher = Launcher(parse("localhost:2"), ["-H", "localhost:1"], [], threads=1)
     words = "(?s)NP=2 processes on 1 slots.*\nerror: np=2 horovod, batch 16 a process: ended with"
     with pytest.raises(Failed, match=words):
-        launcher.run(Job("horovod", 2, 16), scaling_plan.steps_of(2, 5))
+        launcher.run(Job("horovod", 2, 16), overrides.steps_of(2, 5))

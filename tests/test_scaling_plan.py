@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hardware, launching, scaling, scaling_plan, scaling_report
+from benchmarks import hardware, launching, overrides, scaling, scaling_plan, scaling_report
 from benchmarks.launching import Failed, Job
 from cluster.hosts import Host, Refusal, parse
 from tests.scaling_source import MACHINE, Source, measured, results
@@ -142,7 +142,7 @@ def test_a_trainer_whose_steps_cannot_be_counted_is_refused(
 @pytest.mark.parametrize("data", [{"_target_": "my.Data"}, None, {"batch_size": "${oc.env:HOME}"}])
 def test_data_without_a_number_for_its_batch_is_refused(data: dict[str, Any] | None) -> None:
     with pytest.raises(Refusal, match="data.batch_size"):
-        scaling_plan.batch_size_of({"data": data})
+        overrides.batch_size_of({"data": data})
 
 
 def test_numbers_of_the_configuration_may_be_interpolations(
@@ -156,14 +156,14 @@ size: 8
 data: {batch_size: "${oc.decode:'32'}", data_dir: "${data_dir}"}
 trainer: {limit_train_batches: "${size}", accumulate_grad_batches: 1}
 """
-    monkeypatch.setattr(scaling_plan, "_output", lambda command: written)
-    config = scaling_plan.configuration([], ["horovod"])
+    monkeypatch.setattr(overrides, "_output", lambda command: written)
+    config = overrides.configuration([], ["horovod"])
     assert config["data"] == {"batch_size": 32, "data_dir": "${data_dir}"}
     assert config["trainer"] == {"limit_train_batches": 8, "accumulate_grad_batches": 1}
     assert config["task"] == "x_${now:%H%M%S}"
     written = "data: {batch_size: '${nothing}'}"
     with pytest.raises(Refusal, match="data.batch_size: Interpolation key 'nothing' not found"):
-        scaling_plan.configuration([], ["horovod"])
+        overrides.configuration([], ["horovod"])
 
 
 def test_cores_are_counted_on_machines_not_on_hosts() -> None:

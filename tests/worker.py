@@ -36,7 +36,7 @@ def main() -> None:
         if (order := json.loads(file.read_text())) is None:
             break
         function = getattr(importlib.import_module(order["module"]), order["function"])
-        faulthandler.dump_traceback_later(220)  # where it hangs: conftest.py waits for 240 s
+        faulthandler.dump_traceback_later(500)  # where it hangs: conftest.py waits for 540 s
         result = function(**order["arguments"])
         faulthandler.cancel_dump_traceback_later()
         hvd.init()

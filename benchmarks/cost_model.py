@@ -16,8 +16,13 @@ link of the ring sets beta, and alpha is the mean over its links. NCCL takes the
 (its double binary trees, Sanders, Speck & Traeff 2009, have the terms of the tree).
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
-warm that is one tiny all-reduce: over Gloo a ring again, 2 (p - 1) alpha, which is what limits Gloo
-on many ranks. Rounds begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
+warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own builds, which is
+what limits it on many ranks; ours (cluster/patches.py) takes
+
+    dissemination    (1 + log2(p)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
+
+whose first message is the permission to send. Rounds begin at least a cycle (HOROVOD_CYCLE_TIME)
+apart.
 
 Overlap. Backward fills buckets (strategies/buckets.py), each ready after its share of backward.
 Horovod's thread takes those that are ready, agrees on them, and sends them one after the other.
@@ -57,7 +62,8 @@ class Network:
         ranks_per_host: ranks on one host, joined by inside_latency and inside_bandwidth.
         fixed: seconds of a round that depend on neither ranks nor bytes.
         algorithms: "ring", "tree"; the faster of those given is used.
-        controller: how ranks agree, by "ring" (Gloo) or "tree" (MPI).
+        controller: how ranks agree, by "dissemination" (Gloo), "ring" (Gloo in builds that are not
+            ours) or "tree" (MPI).
         agreement_latency: the least that a hop of an agreement takes. Gloo agrees over TCP, even
             inside a host, and even where NCCL moves the gradients.
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).
@@ -73,7 +79,7 @@ class Network:
     inside_bandwidth: float = math.inf
     fixed: float = 0.0
     algorithms: tuple[str, ...] = ("ring",)
-    controller: str = "ring"
+    controller: str = "dissemination"
     agreement_latency: float = 0.0
     asynchronous: bool = False
     cycle: float = CYCLE
@@ -128,8 +134,8 @@ class Measurement:
 
     Attributes:
         rate: bytes per second of its links, where it is known.
-        hops: how often it and the agreement before it pay the latency that is fitted; None: 4 (p -
-            1), as two rings over hosts of one rank do.
+        hops: how often it and the agreement before it pay the latency that is fitted; None: as
+            often as over Gloo, on hosts of one rank.
         known: seconds of latency that are not fitted, such as that inside hosts.
     """
 
@@ -142,7 +148,9 @@ class Measurement:
 
     @property
     def latencies(self) -> float:
-        return 4 * (self.ranks - 1) if self.hops is None else self.hops
+        if self.hops is not None:
+            return self.hops
+        return sum(hops(self.ranks, self.ranks, each)[0] for each in ("ring", "dissemination"))
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,9 @@ def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
     if algorithm == "tree":
         inside = math.ceil(ranks / hosts)
         return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
+    if algorithm == "dissemination":  # in each round some rank's message leaves its host
+        rounds = 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
+        return (rounds, 0) if hosts > 1 else (0, rounds)
     if hosts == 1:
         return 0, 2 * (ranks - 1)
     return 2 * (ranks - 1) / ranks * hosts, 2 * (ranks - 1) / ranks * (ranks - hosts)

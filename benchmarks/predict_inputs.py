@@ -253,6 +253,14 @@ def algorithms(operations: str) -> tuple[str, ...]:
     return ("ring",) if operations == "gloo" else ("ring", "tree")
 
 
+def controller_of(operations: str, horovod: str) -> str:
+    """How ranks agree with this version of Horovod: see `Network`. Ours is named by its patches."""
+    if operations == "mpi":
+        return "tree"
+    patches = re.search(r"\.p(\d+)\b", horovod)
+    return "dissemination" if patches and int(patches[1]) >= 7 else "ring"
+
+
 def measurements_of(result: dict[str, Any], times: str, inside: float | None) -> list[Measurement]:
     """The all-reduces of a file; their times contain the agreement of the ranks before each.
 
@@ -262,7 +270,7 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
     operations = result["operations"].lower()
-    controller = "tree" if operations == "mpi" else "ring"
+    controller = controller_of(operations, result.get("horovod", ""))
     transfer = min(hops(count, hosts, algorithm) for algorithm in algorithms(operations))
     between, within = (sum(pair) for pair in zip(transfer, hops(count, hosts, controller)))
     if inside is None or hosts == 1:
@@ -304,7 +312,6 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
     operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
-    controller = "mpi" if operations == "mpi" else "gloo"  # how ranks agree
     joined = one_host or "inside" in options or options.get("gpus_per_host", slots) == 1
     if operations == "nccl" and "rate" in options and not joined:
         raise Refusal(
@@ -319,13 +326,15 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
             _constants(one_host, several, options, case),
             ranks_per_host=options.get("gpus_per_host") or slots,
             algorithms=algorithms(operations),
-            controller="ring" if controller == "gloo" else "tree",
+            controller="tree" if operations == "mpi" else "dissemination",
             agreement_latency=hop if "controller_latency" in options else case.slower * hop,
             asynchronous=operations == "nccl",
         )
         for case in CASES
     ]
-    agreement = f"operations {operations}, agreement over {controller}"
+    agreement = (
+        f"operations {operations}, agreement over {'mpi' if operations == 'mpi' else 'gloo'}"
+    )
     agreement += f", at least {hop * 1e6:g} µs a hop" if hop else ""
     return cases, [agreement, *_sources(cases[1], one_host, several, options)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import re
 import sys
 import threading
@@ -82,6 +83,31 @@ def test_collectives(launch: Callable) -> None:
         # Of both ranks, from what stands at this rank's place.
         weights = torch.arange(12.0).reshape(2, 2, 3)
         assert torch.equal(rank["strided"], 2 * weights[:, index])
+
+
+def sums_in_any_order() -> int:
+    """Operations that each rank begins in an order and at times of its own, some of them with other
+    shapes than before; how many gave the sum of all ranks."""
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    draws, right = random.Random(rank), 0
+    for step in range(12):
+        names = [f"sum {number}" for number in range(70)]  # more than an integer has bits
+        handles = {}
+        for name in draws.sample(names, len(names)):
+            if draws.random() < 0.02:
+                time.sleep(0.01 * draws.random())
+            mine = torch.full((3 + step // 4,), float(rank + 1))
+            handles[name] = hvd.allreduce_async(mine, op=hvd.Sum, name=name)
+        total = torch.full((3 + step // 4,), size * (size + 1) / 2)
+        right += sum(hvd.synchronize(handles[name]).equal(total) for name in names)
+    return right
+
+
+def test_ranks_agree_on_what_all_of_them_have_begun(launch_anew: Callable) -> None:
+    """Also where their number is no power of two: in rounds, in each of which one hears of twice as
+    many others (cluster/patches.py)."""
+    assert launch_anew(sums_in_any_order, 5) == [12 * 70] * 5
 
 
 def barrier(file: str) -> bool:

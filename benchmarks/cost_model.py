@@ -21,7 +21,8 @@ what limits it on many ranks; ours (cluster/patches.py) takes
 
     dissemination    (1 + log2(p)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
-whose first message is the permission to send. Rounds begin at least a cycle (HOROVOD_CYCLE_TIME)
+whose first message is the permission to send, which rings have too (once, which a fit puts into
+what does not depend on p). Rounds begin at least a cycle (HOROVOD_CYCLE_TIME)
 apart.
 
 Overlap. Backward fills buckets (strategies/buckets.py), each ready after its share of backward.
@@ -176,9 +177,14 @@ def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
     if algorithm == "tree":
         inside = math.ceil(ranks / hosts)
         return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
-    if algorithm == "dissemination":  # in each round some rank's message leaves its host
+    if algorithm == "dissemination":
         rounds = 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
-        return (rounds, 0) if hosts > 1 else (0, rounds)
+        if hosts == 1:
+            return 0, rounds
+        # Messages from the last ranks of a host leave it in each round, but of those that follow
+        # one another only the permission, one of the rounds within a host, and all later ones.
+        between = 1 + math.ceil(math.log2(hosts)) + (ranks > hosts)
+        return between, rounds - between
     if hosts == 1:
         return 0, 2 * (ranks - 1)
     return 2 * (ranks - 1) / ranks * hosts, 2 * (ranks - 1) / ranks * (ranks - hosts)

@@ -270,7 +270,7 @@ def measurements_of(result: dict[str, Any], times: str, inside: float | None) ->
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
     operations = result["operations"].lower()
-    controller = controller_of(operations, result.get("horovod", ""))
+    controller = controller_of(operations, result.get("versions", {}).get("horovod", ""))
     transfer = min(hops(count, hosts, algorithm) for algorithm in algorithms(operations))
     between, within = (sum(pair) for pair in zip(transfer, hops(count, hosts, controller)))
     if inside is None or hosts == 1:
@@ -300,7 +300,8 @@ def fits(results: Results, case: Case, inside: float | None = None) -> Link | No
 
 
 def networks(results: Results, options: Options, slots: int) -> tuple[list[Network], list[str]]:
-    """The network at best, likely, and at worst; and where its constants come from.
+    """The network at best, likely, and at worst; and where its constants come from. Its ranks agree
+    as with the Horovod that `make install` builds now.
 
     Args:
         options: of `described`.

@@ -42,6 +42,7 @@ from benchmarks.cost_model import (
     bucket_sizes,
     expected_maximum,
     fit,
+    hops,
     latencies,
     predict,
 )  # fmt: skip
@@ -137,7 +138,7 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
         return {
             "operations": operations, "hosts": [{"name": f"node{n}"} for n in range(hosts)],
             "ranks": [f"node{rank // slots}" for rank in range(ranks)], "sizes": rows,
-            "horovod": horovod,
+            "versions": {"horovod": horovod},
         }  # fmt: skip
 
     files = [file(1, 2), file(1, 4), file(2, 4), file(4, 8)]
@@ -162,7 +163,7 @@ def test_no_latency_inside_hosts_is_known_too() -> None:
     truth = Network(5e-5, 3e9, 4, 0.0, 1e10)
     rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
     result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
-    result["horovod"] = "0.28.1+torch2.11.0.cpu.p7"
+    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p7"}
     fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=0.0))
     assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
 
@@ -239,6 +240,23 @@ def test_a_tree_has_logarithmic_latency_and_the_faster_algorithm_counts() -> Non
     assert latencies(TRUTH, 1, "dissemination") == 0
     both = replace(TRUTH, algorithms=("ring", "tree"))
     assert all_reduce_seconds(1e6, 1024, both) == all_reduce_seconds(1e6, 1024, tree)
+
+
+@pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (8, 2), (64, 8), (512, 64), (16, 16), (8, 1)])
+def test_the_hops_of_an_agreement_are_those_of_its_longest_chain(ranks: int, hosts: int) -> None:
+    """Of messages as cluster/patches.py sends them: 1 between hosts, 1e-3 inside one."""
+
+    def hop(source: int, target: int) -> float:
+        return 1.0 if source * hosts // ranks != target * hosts // ranks else 1e-3
+
+    knows, distance = [0.0] * ranks, 1
+    while distance < ranks:
+        to = [(rank + distance) % ranks for rank in range(ranks)]
+        sent = [max(knows[r], hop(to[r], r)) + hop(r, to[r]) for r in range(ranks)]
+        knows = [max(knows[r], sent[(r - distance) % ranks]) for r in range(ranks)]
+        distance *= 2
+    between, inside = hops(ranks, hosts, "dissemination")
+    assert max(knows) == pytest.approx(between + 1e-3 * inside)
 
 
 def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:

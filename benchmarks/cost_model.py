@@ -21,9 +21,8 @@ what limits it on many ranks; ours (cluster/patches.py) takes
 
     dissemination    (1 + log2(p)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
-whose first message is the permission to send, which rings have too (once, which a fit puts into
-what does not depend on p). Rounds begin at least a cycle (HOROVOD_CYCLE_TIME)
-apart.
+whose first message is the permission to send. (A ring has one too, which a fit puts into what does
+not depend on p.) Rounds of operations begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
 
 Overlap. Backward fills buckets (strategies/buckets.py), each ready after its share of backward.
 Horovod's thread takes those that are ready, agrees on them, and sends them one after the other.
@@ -183,7 +182,7 @@ def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
             return 0, rounds
         # Messages from the last ranks of a host leave it in each round, but of those that follow
         # one another only the permission, one of the rounds within a host, and all later ones.
-        between = 1 + math.ceil(math.log2(hosts)) + (ranks > hosts)
+        between = min(1 + math.ceil(math.log2(hosts)) + (ranks > hosts), rounds)
         return between, rounds - between
     if hosts == 1:
         return 0, 2 * (ranks - 1)

@@ -242,7 +242,22 @@ def test_a_tree_has_logarithmic_latency_and_the_faster_algorithm_counts() -> Non
     assert all_reduce_seconds(1e6, 1024, both) == all_reduce_seconds(1e6, 1024, tree)
 
 
-@pytest.mark.parametrize(("ranks", "hosts"), [(2, 2), (8, 2), (64, 8), (512, 64), (16, 16), (8, 1)])
+@pytest.mark.parametrize(
+    ("ranks", "hosts"),
+    [
+        (2, 2),
+        (8, 2),
+        (64, 8),
+        (512, 64),
+        (16, 16),
+        (8, 1),
+        (4, 3),
+        (6, 5),
+        (20, 5),
+        (24, 3),
+        (40, 5),
+    ],
+)
 def test_the_hops_of_an_agreement_are_those_of_its_longest_chain(ranks: int, hosts: int) -> None:
     """Of messages as cluster/patches.py sends them: 1 between hosts, 1e-3 inside one."""
 

@@ -333,9 +333,8 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
         )
         for case in CASES
     ]
-    agreement = (
-        f"operations {operations}, agreement over {'mpi' if operations == 'mpi' else 'gloo'}"
-    )
+    over = "mpi" if operations == "mpi" else "gloo"
+    agreement = f"operations {operations}, agreement over {over}"
     agreement += f", at least {hop * 1e6:g} µs a hop" if hop else ""
     return cases, [agreement, *_sources(cases[1], one_host, several, options)]
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p7"
+PATCH = "p8"
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
+CONTEXT = "horovod/common/gloo/gloo_context.cc"
 STORE, MPI_OPS = "horovod/common/gloo/http_store", "horovod/torch/mpi_ops_v2.cc"
 SEND = "sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]"
 PATCHES = [
@@ -228,6 +229,46 @@ void GlooController::CrossRankBitwiseAnd("""),
     (f"{GLOO}/rendezvous/context.cc",
      "  store.set(localKey, value);\n\n  for (int i = 0; i < size; i++) {\n",
      "  for (int i = rank; i < size; i++) {\n"),
+    # What a rank puts there is p - 1 addresses, of which each other rank needs one. Our rendezvous
+    # (cluster/rendezvous.py) picks them: one answer with all that a rank needs.
+    (f"{GLOO}/rendezvous/context.cc", "  // Connect every pair\n", """\
+  std::vector<char> addresses;  // of those that we connect to, in their order
+  if (size > 1 && !store.get("picks").empty()) {
+    const auto key = "to_" + std::to_string(rank) + "_of_" + std::to_string(size);
+    store.wait({key}, getTimeout());
+    addresses = store.get(key);
+  }
+
+  // Connect every pair
+"""),
+    (f"{GLOO}/rendezvous/context.cc",
+     "    // Wait for address of other side of this pair to become available\n", """\
+    if (!addresses.empty()) {
+      const auto length = addresses.size() / (size - 1);
+      const auto address = addresses.begin() + (i < rank ? i : i - 1) * length;
+      transportContext->getPair(i)->connect(std::vector<char>(address, address + length));
+      continue;
+    }
+
+    // Wait for address of other side of this pair to become available
+"""),
+    # All ranks connected to all others four times: for Horovod as a whole and for the process set
+    # of all ranks, in each for all ranks, and for those of a host, or one of each host. Now once,
+    # and for the latter two where they are not all ranks.
+    (CONTEXT, "  assert(global_context.IsEnabled());\n", """\
+  assert(global_context.IsEnabled());
+  if (registered_ranks.empty()) {
+    global_ctx = ctx = global_context.ctx;
+    local_ctx = global_context.local_ctx;
+    cross_ctx = global_context.cross_ctx;
+    return;
+  }
+"""),
+    (CONTEXT, "  local_ctx = Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,",
+     "  local_ctx = local_size == size ? ctx : Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,"),
+    (CONTEXT, "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
+     "  cross_ctx = cross_size == size ? ctx : Rendezvous(\n"
+     "      HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),"),
     # Before a rank connects to another it waits for Gloo's thread, which sleeps for 10 ms; now
     # that is woken.
     (f"{GLOO}/transport/tcp/loop.cc", "    cv_.wait(lock);\n",

@@ -5,9 +5,12 @@ This one listens only on the interfaces towards the hosts, and answers only thos
 secret, which is part of the path. Gloo requests "http://" + address + ":" + port + "/" + key: ranks
 are given "host:port/secret/" as the address, and what Gloo appends only lengthens the path.
 
-Each of p ranks asks for what every other one has put, each time over a new connection: p^2
-requests. So one thread answers them all, in 0.1 ms each (http.server's threads: 0.5 ms), and a
-request for a value that is not there yet waits here (else Gloo would ask 100 times a second).
+Each of p ranks puts p - 1 addresses here, one for each other rank, and then asks for what every
+other one has put, each time over a new connection: p^2 requests with p^3 addresses. Our Horovod
+(cluster/patches.py) asks whether this server picks addresses ("picks"), and then for those of its
+own ("to_3_of_8"): p requests with p^2 addresses. One thread answers all, in 0.1 ms each
+(http.server's threads: 0.5 ms), and a request for what is not there yet waits here (else Gloo would
+ask 100 times a second).
 
 What remains unsafe: anyone who can read the network between the hosts can read the secret, and the
 connections that Gloo and NCCL then make between ranks have no authentication. Use a network of your
@@ -29,6 +32,7 @@ MOST_KEYS = 1 << 20
 MOST_HEAD = 1 << 14  # bytes of a request, without the value
 WAIT_SECONDS = 1.0  # that a request waits for a value; then Gloo asks again, or gives up
 QUIET_SECONDS = 30.0  # in which a connection must have sent its request
+PICKED = re.compile(r"(.*/)to_(\d+)_of_(\d+)")
 LENGTH = re.compile(rb"^content-length: *(\d+)", re.IGNORECASE | re.MULTILINE)
 
 
@@ -68,6 +72,17 @@ class Rendezvous:
             "HOROVOD_GLOO_RENDEZVOUS_PORT": str(self.port),
         }
 
+    def addresses(self, scope: str, rank: int, size: int) -> list[bytes]:
+        """Where all others, in order, expect a rank: each has put an address for each other."""
+        picked = []
+        for other in range(size):
+            if other != rank:
+                theirs = self.store[f"{scope}{other}"]
+                length = len(theirs) // (size - 1)
+                place = rank if rank < other else rank - 1
+                picked.append(theirs[place * length : (place + 1) * length])
+        return picked
+
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
@@ -89,7 +104,8 @@ class _Connection(asyncio.Protocol):
     def __init__(self, rendezvous: Rendezvous) -> None:
         self._rendezvous = rendezvous
         self._received = b""
-        self._key = ""
+        self._key = self._awaited = ""
+        self._found = 0  # ranks, in their order, whose addresses are there
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -100,7 +116,7 @@ class _Connection(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._limit.cancel()
         self._rendezvous.connected.discard(self._transport)
-        self._rendezvous.waiting.get(self._key, set()).discard(self)
+        self._rendezvous.waiting.get(self._awaited, set()).discard(self)
 
     def data_received(self, data: bytes) -> None:
         self._received += data
@@ -125,13 +141,30 @@ class _Connection(asyncio.Protocol):
             self.answer(HTTPStatus.OK)
 
     def _get(self) -> None:
+        """Called again when what it waited for has come."""
         rendezvous = self._rendezvous
-        if (value := rendezvous.store.get(self._key)) is not None:
+        if self._key.endswith("/picks"):
+            self.answer(HTTPStatus.OK, b"yes")
+        elif picked := PICKED.fullmatch(self._key):
+            scope, rank, size = picked[1], int(picked[2]), int(picked[3])
+            while self._found < size and f"{scope}{self._found}" in rendezvous.store:
+                self._found += 1
+            if self._found < size:
+                self._wait(f"{scope}{self._found}")
+            else:
+                self.answer(HTTPStatus.OK, b"".join(rendezvous.addresses(scope, rank, size)))
+        elif (value := rendezvous.store.get(self._key)) is not None:
             self.answer(HTTPStatus.OK, value)
-            return
-        rendezvous.waiting.setdefault(self._key, set()).add(self)
-        self._limit.cancel()
-        self._limit = rendezvous.loop.call_later(WAIT_SECONDS, self.answer, HTTPStatus.NOT_FOUND)
+        else:
+            self._wait(self._key)
+
+    def _wait(self, key: str) -> None:
+        if not self._awaited:
+            self._limit.cancel()
+            not_there = HTTPStatus.NOT_FOUND
+            self._limit = self._rendezvous.loop.call_later(WAIT_SECONDS, self.answer, not_there)
+        self._awaited = key
+        self._rendezvous.waiting.setdefault(key, set()).add(self)
 
     def _put(self, value: bytes, length: int) -> None:
         """Called with all that has come so far, until the value is complete."""
@@ -142,7 +175,7 @@ class _Connection(asyncio.Protocol):
             rendezvous.store[self._key] = value[:length]
             self.answer(HTTPStatus.OK)
             for connection in rendezvous.waiting.pop(self._key, ()):
-                connection.answer(HTTPStatus.OK, value[:length])
+                connection._get()
 
     def _refuse(self) -> None:
         asker = self._transport.get_extra_info("peername")[0]

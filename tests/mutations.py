@@ -540,6 +540,11 @@ MUTATIONS = [
         "too_early_waits", "cluster/test_hosts", "cluster",
     ),
     Mutation(
+        "the rendezvous picks the address for another rank", "rendezvous.py",
+        "rank if rank < other else rank - 1", "rank - 1",
+        "picks_the_addresses", "cluster/test_hosts", "cluster",
+    ),
+    Mutation(
         "ranks have as few files as a login starts with", "agent.py",
         "        allow_files()\n", "", "files_as_may_be_open", "cluster/test_starting", "cluster",
     ),

@@ -297,6 +297,29 @@ class TestRendezvous:
                 connection.close()
             server.close()
 
+    def test_picks_the_addresses_of_each_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Out of what all others have put, whoever is the last of them."""
+        monkeypatch.setattr("cluster.rendezvous.WAIT_SECONDS", 60)
+        server = Rendezvous(["127.0.0.1"])
+        path = f"/{server.secret}/:1/global/"
+        try:
+            assert self.ask(server, "GET", f"{path}picks") == (200, b"yes")
+            with ThreadPoolExecutor(4) as pool:
+                asked = [
+                    pool.submit(self.ask, server, "GET", f"{path}to_{rank}_of_4")
+                    for rank in range(4)
+                ]
+                for rank, waits_for in (1, 0), (0, 0), (3, 2), (2, 2):
+                    key = f"global/{waits_for}"
+                    wait_until(lambda key=key: len(server.waiting.get(key, ())) == 4, 10, "four")
+                    mine = "".join(f"{rank}{other}" for other in range(4) if other != rank)
+                    assert self.ask(server, "PUT", f"{path}{rank}", mine.encode()) == (200, b"")
+                picked = [b"102030", b"012131", b"021232", b"031323"]
+                assert [each.result() for each in asked] == [(200, these) for these in picked]
+            assert not server.waiting
+        finally:
+            server.close()
+
     def test_nobody_waits_for_one_that_has_ended(self) -> None:
         server = Rendezvous(["127.0.0.1"])
         with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import time
 from pathlib import Path
@@ -93,6 +94,32 @@ def test_each_rank_has_its_own(odd_hosts: list[testbed.Node], tmp_path: Path) ->
     assert [of["NCCL_SOCKET_IFNAME"] for of in variables] == [f"={nic}" for nic in nics]
     assert {of["CUDA_DEVICE_ORDER"] for of in variables} == {"PCI_BUS_ID"}
     assert {rank["cwd"] for rank in ranks} == {str(ROOT)}
+
+
+@pytest.mark.parametrize(
+    ("where", "connections"),
+    [("node1:3", [2, 2, 2]), ("node1:1,node2:1", [1, 1]), ("node1:2,node2:1", [4, 3, 3])],
+)
+def test_ranks_are_connected_once(
+    hosts: list[testbed.Node], where: str, connections: list[int]
+) -> None:
+    """And once more among those of a host, or one of each host, unless these are all; each asks
+    the rendezvous once for the addresses of all others."""
+    code = (
+        "import os, sys, torch, horovod.torch as hvd; "
+        "links = lambda: sum('socket:' in os.readlink(link) for link in "
+        "[f'/proc/self/fd/{fd}' for fd in os.listdir('/proc/self/fd')] if os.path.exists(link)); "
+        "before = links(); hvd.init(); after = links(); "
+        "total = hvd.allreduce(torch.ones(1), op=hvd.Sum); "
+        "sys.stderr.write(f'rank {hvd.rank()} of {int(total)} has {after - before} links\\n')"
+    )  # not to stdout, into whose lines Horovod's thread writes its trace
+    command = horovodrun("-H", where, PYTHON, "-c", code)
+    done = run(hosts[0].command(*command), HOROVOD_LOG_LEVEL="trace")
+    assert done.returncode == 0, done.stdout
+    for rank, links in enumerate(connections):
+        assert f"rank {rank} of {len(connections)} has {links} links" in done.stdout
+        assert f"/global/to_{rank}_of_{len(connections)}\n" in done.stdout
+    assert not re.search(r"Send GET request to \S+/\d+\n", done.stdout)
 
 
 def test_as_many_files_as_may_be_open(hosts: list[testbed.Node]) -> None:

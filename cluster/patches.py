@@ -252,7 +252,7 @@ void GlooController::CrossRankBitwiseAnd("""),
 
     // Wait for address of other side of this pair to become available
 """),
-    # All ranks connected to all others four times: for Horovod as a whole and for the process set
+    # Ranks connected to all others up to four times: for Horovod as a whole and for the process set
     # of all ranks, in each for all ranks, and for those of a host, or one of each host. Now once,
     # and for the latter two where they are not all ranks.
     (CONTEXT, "  assert(global_context.IsEnabled());\n", """\

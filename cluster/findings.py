@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.environment import ROOT
-from cluster.hosts import Host, environment_folder, make
+from cluster.hosts import Host, environment_folder, folded, make
 from cluster.probe import CODE
 
 # What a host needs.
@@ -42,7 +42,7 @@ def joined(findings: list[Finding]) -> list[Finding]:
     hosts: dict[Finding, list[str]] = {}
     for finding in findings:
         hosts.setdefault(replace(finding, host=""), []).append(finding.host)
-    return [replace(finding, host=",".join(names)) for finding, names in hosts.items()]
+    return [replace(finding, host=",".join(folded(names))) for finding, names in hosts.items()]
 
 
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:

@@ -1,6 +1,6 @@
 """The hosts of a job: which they are, how each is reached, and what the job may use of each.
 
-    HOSTS=node1:4,node2:4                  as horovodrun's -H
+    HOSTS=node1:4,node2:4                  as horovodrun's -H; also node[1-16]:4
     HOSTFILE=hosts.yaml                    says more about each:
 
     hosts:
@@ -17,6 +17,7 @@ import argparse
 import base64
 import contextlib
 import functools
+import itertools
 import os
 import re
 import shlex
@@ -34,6 +35,7 @@ import psutil
 import yaml
 
 from cluster.environment import ROOT
+from cluster.variables import unfolded
 
 NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -196,7 +198,40 @@ def typed(hosts: Sequence[Host]) -> str:
     """What to type behind make for these hosts: HOSTS=, or the host file that they are from."""
     if hosts[0].file:
         return f"HOSTFILE={hosts[0].file}"
-    return "HOSTS=" + ",".join(f"{host.name}:{host.slots}" for host in hosts)
+    return "HOSTS=" + shlex.quote(listed({host.name: host.slots for host in hosts}))
+
+
+def listed(hosts: dict[str, int]) -> str:
+    """Names and slots as HOSTS= takes them: node[1-8]:4,login:1."""
+    groups = [(slots, [*names]) for slots, names in itertools.groupby(hosts, hosts.get)]
+    return ",".join(f"{name}:{slots}" for slots, names in groups for name in folded(names))
+
+
+def folded(names: Sequence[str]) -> list[str]:
+    """The names, with three and more that are numbered in order as one: node[1-3]."""
+    runs: list[list[str]] = []
+    for name in names:
+        if runs and name == _following(runs[-1][-1]):
+            runs[-1].append(name)
+        else:
+            runs.append([name])
+    texts = []
+    for run in runs:
+        (begin, first, end), (_, last, _) = _numbered(run[0]), _numbered(run[-1])
+        texts += [f"{begin}[{first}-{last}]{end}"] if len(run) > 2 else run
+    return texts
+
+
+def _numbered(name: str) -> tuple[str, str, str]:
+    """A name around its last number, which may be empty."""
+    begin, number, end = re.fullmatch(r"(.*?)(\d*)(\D*)", name).groups()  # type: ignore[union-attr]
+    return begin, number, end
+
+
+def _following(name: str) -> str:
+    """The name with the next number, written as wide; empty where there is no number."""
+    begin, number, end = _numbered(name)
+    return f"{begin}{int(number) + 1:0{len(number)}}{end}" if number else ""
 
 
 def own_addresses() -> set[str]:
@@ -207,22 +242,21 @@ def own_addresses() -> set[str]:
 
 
 def parse(text: str) -> list[Host]:
-    """Hosts of a list such as `node1:4,node2:4`; a host without a number has one slot.
+    """Hosts of a list such as `node1:4,node2:4` or `node[1-2]:4`; without a number, of one slot.
 
     Raises:
         Refusal: when the list is malformed, or names a host twice.
     """
     hosts = []
-    for item in text.split(","):
+    for item in unfolded(text):
         name, colon, slots = item.strip().partition(":")
         if not NAME.fullmatch(name) or (colon and not re.fullmatch("[1-9][0-9]{0,4}", slots)):
             raise Refusal(
                 f"HOSTS={text}: '{item}' is no host: write name:slots, as node1:4,node2:4"
             )
         hosts.append(Host(name, int(slots or 1)))
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(host.name for host in hosts).items():
+        if count > 1:
             raise Refusal(f"HOSTS={text}: {name} is there twice: add up its slots")
     return hosts
 
@@ -365,8 +399,8 @@ def ranks(hosts: list[Host], size: int | None = None) -> list[Rank]:
     slots = sum(host.slots for host in hosts)
     size = slots if size is None else size
     if not 1 <= size <= slots:
-        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise Refusal(f"NP={size} processes on {slots} slots ({listed}): take 1 to {slots}")
+        there = listed({host.name: host.slots for host in hosts})
+        raise Refusal(f"NP={size} processes on {slots} slots ({there}): take 1 to {slots}")
     local_sizes, left = [], size
     for host in hosts:
         local_sizes.append(min(host.slots, left))

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from cluster.doctor import leave, quick
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
-from cluster.hosts import Refusal, add_arguments, chosen, given, ranks, used
+from cluster.hosts import Refusal, add_arguments, chosen, given, listed, ranks, used
 from cluster.record import ALIVE, FOLDER, begun, birth, new_folder, note_end, place, write
 
 NOTE_SECONDS = 30  # that `launch` has to write run.json, with the id of the process it started
@@ -163,7 +163,7 @@ def status(arguments: argparse.Namespace) -> int:
     rows = [("RUN", "STATE", "RANKS", "TOOK", "HOSTS", "WHAT")]
     for state in shown:
         why = state.get("reason") or (f"at {state['at']}" if state["state"] == "waiting" else "")
-        hosts = ",".join(f"{name}:{slots}" for name, slots in state["hosts"].items())
+        hosts = listed(state["hosts"])
         # The command may have several lines, as python -c has.
         what = " ".join(state["command"].split()) + (f" ({' '.join(why.split())})" if why else "")
         rows.append((state["id"], state["state"], str(state["ranks"]), _took(state), hosts, what))

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,6 +64,8 @@ ENVIRONMENT = [
 START = {target for target, takes in TAKES.items() if "HOSTFILE" in takes} - {"bench"}
 OTHERS = {"help", "environment", "dev-environment"}
 HOST = r"[A-Za-z0-9._-]+(:[0-9]+)?"
+NUMBERS = "[0-9]{1,6}(?:-[0-9]{1,6})?"
+SEVERAL = re.compile(rf"([^\[\]]*)\[({NUMBERS}(?:,{NUMBERS})*)\]([^\[\]]*)")
 
 
 def typed(overrides: str) -> dict[str, str]:
@@ -121,7 +124,7 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
         yield f"NP={np}: give a number of processes, as NP=2"
     if len(np.split()) > 1 and {*START, "bench-step"} & {*goals}:
         yield f'NP="{np}": give one number of processes; several are for make bench'
-    if not re.fullmatch(f"{HOST}(, *{HOST})* *", hosts):
+    if not all(re.fullmatch(HOST, host) for host in unfolded(hosts)):
         yield f"HOSTS={hosts}: write name:slots, with commas between, as node1:4,node2:4"
     if "bench-step" in goals and {"NP", "HOSTS"} <= all_.keys():
         yield f"NP={np}: HOSTS={hosts} says how many processes make bench-step starts"
@@ -134,6 +137,22 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
     if "bench-check" in goals and not (given.get("OLD") and given.get("NEW")):
         old, new = given.get("OLD", ""), given.get("NEW", "")
         yield f"OLD={old} NEW={new}: give two files of benchmarks/results/"
+
+
+def unfolded(hosts: str) -> list[str]:
+    """Each host of a list, in which several may be written as Slurm does: node[1-3,7]:4."""
+    found = []
+    for host in re.split(r", *(?![^\[]*\])", hosts.strip()):
+        if (match := SEVERAL.fullmatch(host)) is None:
+            found.append(host)
+            continue
+        begin, numbers, end = match.groups()
+        for part in numbers.split(","):
+            first, _, last = part.partition("-")
+            several = range(int(first), int(last or first) + 1)
+            # None from 9 to 1: who gets the list refuses it as it was written.
+            found += [f"{begin}{number:0{len(first)}}{end}" for number in several] or [host]
+    return found
 
 
 def default_size() -> int:
@@ -155,12 +174,14 @@ def where(given: dict[str, str]) -> str:
     np, hosts = given.get("NP"), given.get("HOSTS", "").replace(" ", "")
     if given.get("HOSTFILE"):
         size = f"-np {np} " if np else ""
-        return f'{size}--hostfile "{given["HOSTFILE"]}"' + (f" -H {hosts}" if hosts else "")
+        return f'{size}--hostfile "{given["HOSTFILE"]}"' + (
+            f" -H {shlex.quote(hosts)}" if hosts else ""
+        )
     if not hosts:
         np = np or str(default_size())
         hosts = f"localhost:{np}"
-    slots = [int(host.partition(":")[2] or 1) for host in hosts.split(",")]
-    return f"-np {np or sum(slots)} -H {hosts}"
+    slots = [int(host.partition(":")[2] or 1) for host in unfolded(hosts)]
+    return f"-np {np or sum(slots)} -H {shlex.quote(hosts)}"
 
 
 def main(overrides: str, level: str, goals: str) -> None:

@@ -30,6 +30,7 @@ from runs.refusal import Refusal
 from runs.resuming import kept_settings, settings
 from runs.versions import commit, versions
 
+MOST_HOSTS = 4  # that are named; summary.json has all
 SLOW = ("advanced", "pytorch", "trace")  # profilers that make steps longer
 
 
@@ -112,9 +113,9 @@ class Report(pl.Callback):
             return
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
-        hosts = ", ".join(f"{count} on {host}" for host, count in self.hosts.items())
         operations = getattr(trainer.strategy, "operations", None)
         over = f" over {operations}" if operations and ranks > 1 else ""
+        strategy = self.choices["strategy"]
         curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
         device = trainer.strategy.root_device
         gpu = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else ""
@@ -122,7 +123,7 @@ class Report(pl.Callback):
             {
                 "model": f"{self.choices['model']}, {parameters:,} parameters{lr}",
                 "data": f"{self.choices['data']}{self._samples_to_train()}",
-                "ranks": f"{ranks}: {hosts}; strategy {self.choices['strategy']}{over}",
+                "ranks": f"{ranks}: {_places(self.hosts)}; strategy {strategy}{over}",
                 "device": f"{gpu or device}, precision {trainer.precision}",
                 "batch": self._global_batch(trainer),
                 "warning": hints.divided_batches(asked, self.batch_size, ranks),
@@ -349,6 +350,14 @@ def _tell(lines: dict[str, str]) -> None:
     for name, text in lines.items():
         if text:
             print(f"{name:<7} {text}", flush=True)
+
+
+def _places(hosts: dict[str, int]) -> str:
+    """How many ranks are on each host; of many hosts the first and the last."""
+    places = [f"{count} on {host}" for host, count in hosts.items()]
+    if len(places) > MOST_HOSTS:
+        places[2:-1] = ["..."]
+    return ", ".join(places)
 
 
 def _look(folder: Path) -> str:

@@ -27,6 +27,14 @@ def test_make_takes_hosts_with_blanks_between(where: list[str]) -> None:
     assert done.returncode == 0 and " -np 3 -H a:1,b:2 " in done.stdout, done.stdout
 
 
+def test_make_takes_hosts_as_slurm_lists_them() -> None:
+    """And keeps the shell from reading a pattern of file names."""
+    done = run(["make", "-n", "hello", "HOSTS=node[1-3,7]:2"])
+    assert done.returncode == 0 and " -np 8 -H 'node[1-3,7]:2' " in done.stdout, done.stdout
+    done = run(["make", "-n", "hello", "HOSTS=node[3-1]:2"])
+    assert done.returncode == 2 and "HOSTS=node[3-1]:2: write name:slots" in done.stdout
+
+
 def test_what_surrounds_make_test_is_kept_from_tests(tmp_path: Path) -> None:
     """A hook's repository, a git that signs, an allocation, variables of make and Hydra."""
     assert run(["git", "init", "-q", str(tmp_path)]).returncode == 0

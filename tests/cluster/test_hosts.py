@@ -24,7 +24,18 @@ from hypothesis import strategies as draw
 from cluster import agent, findings, gpus
 from cluster.doctor import quick
 from cluster.forwarding import addresses, forwarded
-from cluster.hosts import Host, Refusal, entry, environment_folder, make, parse, ranks, read, used
+from cluster.hosts import (
+    Host,
+    Refusal,
+    entry,
+    environment_folder,
+    listed,
+    make,
+    parse,
+    ranks,
+    read,
+    used,
+)
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose
@@ -39,6 +50,9 @@ class TestList:
         ("text", "words"),
         [
             ("node1:4,,node2", "'' is no host"),
+            ("node[3-1]:4", "'node[3-1]:4' is no host"),
+            ("node[1-3:4", "'node[1-3:4' is no host"),
+            ("node[1-3],node2", "node2 is there twice"),
             ("node1:four", "'node1:four' is no host"),
             ("node1:0", "'node1:0' is no host"),
             ("node1:4 node2:4", "is no host: write name:slots"),
@@ -224,6 +238,31 @@ def test_any_login_shell_runs_a_script_of_lines(
         pytest.skip(f"there is no {shell}")
     done = subprocess.run([shell, "-c", line], input="Ada\n", capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (3, "it's\nAda! a\n", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "shorter"),
+    [
+        ("node1:2,node2:2", "node1:2,node2:2"),
+        ("node1:2,node2:2,node3:2,node7:2", "node[1-3]:2,node7:2"),
+        ("node9:4,node10:4,node11:4,login:1", "node[9-11]:4,login:1"),
+        ("n098.x.org:1,n099.x.org:1,n100.x.org:1", "n[098-100].x.org:1"),
+        ("r1n1:1,r1n2:1,r1n3:1,r2n1:1,r2n2:1,r2n3:1", "r1n[1-3]:1,r2n[1-3]:1"),
+        ("n1:4,n2:4,n3:4,n4:2,n5:2,n6:2", "n[1-3]:4,n[4-6]:2"),
+        ("n3:1,n2:1,n1:1", "n3:1,n2:1,n1:1"),
+        ("a:1,b:1,c:1", "a:1,b:1,c:1"),
+    ],
+)
+def test_many_hosts_are_listed_as_slurm_does(text: str, shorter: str) -> None:
+    """And are read so."""
+    hosts = parse(text)
+    assert listed({host.name: host.slots for host in hosts}) == shorter
+    assert parse(shorter) == hosts
+
+
+def test_numbers_of_hosts_may_be_any() -> None:
+    hosts = [*(Host(f"n{number}-ib", 4) for number in ("1", "2", "07", "9", "10")), Host("a", 1)]
+    assert parse("n[1-2,07,9-10]-ib:4, a") == hosts
 
 
 def test_without_hosts_it_is_this_one() -> None:

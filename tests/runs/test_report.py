@@ -38,7 +38,7 @@ from runs.folders import ROOT
 from runs.predictions import Predictions
 from runs.ranks import gather_objects
 from runs.refusal import Refusal
-from runs.report import Report, _look, _lr
+from runs.report import Report, _look, _lr, _places
 from runs.versions import commit
 from tests.matrix import trainings as matrix
 from tests.matrix.trainings import RANK
@@ -54,6 +54,12 @@ def test_a_run_elsewhere_is_looked_at_there(tmp_path: Path) -> None:
     words = shlex.split(arguments.removeprefix("ARGS="))
     tensorboard.configure(["", "--logdir", "logs", *words])  # as the Makefile does
     assert tensorboard.flags.logdir == str(folder)
+
+
+def test_of_many_hosts_the_first_and_the_last_are_named() -> None:
+    assert _places({"a": 2, "b": 1}) == "2 on a, 1 on b"
+    assert _places(dict.fromkeys("abcd", 1)) == "1 on a, 1 on b, 1 on c, 1 on d"
+    assert _places(dict.fromkeys("abcdef", 8)) == "8 on a, 8 on b, ..., 8 on f"
 
 
 @pytest.mark.parametrize(

@@ -427,7 +427,7 @@ def used(hosts: list[Host], size: int | None) -> list[Host]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """-np, -H and --hostfile; `chosen` reads them."""
     parser.add_argument("-np", type=int, help="number of processes; all slots by default")
-    parser.add_argument("-H", "--hosts", default="", help="node1:4,node2:4")
+    parser.add_argument("-H", "--hosts", default="", help="node1:4,node2:4 or node[1-2]:4")
     parser.add_argument("--hostfile", default="", help="a YAML file that says more of each host")
 
 

@@ -133,7 +133,7 @@ def start(
 
 
 def _address_of_first(hosts: str) -> str:
-    host = hosts.split(",")[0].partition(":")[0]
+    host = parse(hosts)[0].name
     try:
         return "127.0.0.1" if host == "localhost" else socket.gethostbyname(host)
     except OSError as error:

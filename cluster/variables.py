@@ -18,6 +18,8 @@ import sys
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
+from cluster.slurm.hosts import names
+
 WHERE = "NP HOSTS HOSTFILE"
 TAKES = {  # each target, beside ANYWHERE; targets of your own are not checked without a line here
     "install": "",
@@ -64,8 +66,8 @@ ENVIRONMENT = [
 START = {target for target, takes in TAKES.items() if "HOSTFILE" in takes} - {"bench"}
 OTHERS = {"help", "environment", "dev-environment"}
 HOST = r"[A-Za-z0-9._-]+(:[0-9]+)?"
-NUMBERS = "[0-9]{1,6}(?:-[0-9]{1,6})?"
-SEVERAL = re.compile(rf"([^\[\]]*)\[({NUMBERS}(?:,{NUMBERS})*)\]([^\[\]]*)")
+NUMBERS = "[0-9]{1,5}(-[0-9]{1,5})?"
+SEVERAL = re.compile(rf"[^\[\]]*(\[{NUMBERS}(,{NUMBERS})*\][^\[\]]*)+")
 
 
 def typed(overrides: str) -> dict[str, str]:
@@ -143,15 +145,8 @@ def unfolded(hosts: str) -> list[str]:
     """Each host of a list, in which several may be written as Slurm does: node[1-3,7]:4."""
     found = []
     for host in re.split(r", *(?![^\[]*\])", hosts.strip()):
-        if (match := SEVERAL.fullmatch(host)) is None:
-            found.append(host)
-            continue
-        begin, numbers, end = match.groups()
-        for part in numbers.split(","):
-            first, _, last = part.partition("-")
-            several = range(int(first), int(last or first) + 1)
-            # None from 9 to 1: who gets the list refuses it as it was written.
-            found += [f"{begin}{number:0{len(first)}}{end}" for number in several] or [host]
+        several = [*names(host)] if SEVERAL.fullmatch(host) else []
+        found += several or [host]  # as it was written, where it is none or [9-1]
     return found
 
 

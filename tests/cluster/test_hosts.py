@@ -263,6 +263,7 @@ def test_many_hosts_are_listed_as_slurm_does(text: str, shorter: str) -> None:
 def test_numbers_of_hosts_may_be_any() -> None:
     hosts = [*(Host(f"n{number}-ib", 4) for number in ("1", "2", "07", "9", "10")), Host("a", 1)]
     assert parse("n[1-2,07,9-10]-ib:4, a") == hosts
+    assert [host.name for host in parse("r[1-2]n[1-2]")] == ["r1n1", "r1n2", "r2n1", "r2n2"]
 
 
 def test_without_hosts_it_is_this_one() -> None:

@@ -104,7 +104,9 @@ def start(
         deadline = time.monotonic() + 120
         worker = [sys.executable, str(ROOT / "benchmarks" / "step_worker.py")]
         horovodrun = Path(sys.executable).parent / "horovodrun"
-        ranks = sum(host.slots for host in parse(arguments.hosts))
+        hosts = parse(arguments.hosts)
+        listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)  # as horovodrun reads it
+        ranks = sum(host.slots for host in hosts)
         environment = {
             "OMP_NUM_THREADS": "1", "MASTER_PORT": str(_free_port()),
             "MASTER_ADDR": _address_of_first(arguments.hosts), **PATIENCE, **extra,
@@ -112,7 +114,7 @@ def start(
         log = address.with_suffix(".log")
         output = log.open("w")
         launcher = subprocess.Popen(
-            [str(horovodrun), "--gloo", "-np", str(ranks), "-H", arguments.hosts, *worker, name,
+            [str(horovodrun), "--gloo", "-np", str(ranks), "-H", listed, *worker, name,
              model, str(address), arguments.device, str(arguments.batch), json.dumps(options)],
             env={**os.environ, **environment}, stdout=output, stderr=output, start_new_session=True,
         )  # fmt: skip

@@ -260,7 +260,7 @@ class Job:
     def _gave_up(self, who: str, rank: int) -> str:
         """Why a rank may have aborted, judged by who has come to hvd.init(); empty if all have."""
         assert self._rendezvous is not None
-        keys = list(self._rendezvous.store)  # a copy: another thread adds to it
+        keys = self._rendezvous.seen.copy()  # another thread adds to it
         if any(key.startswith("ddp/") for key in keys):  # strategy=ddp: ranks meet elsewhere
             return ""
         late = [member for member in self.members if f"global/{member.rank}" not in keys]

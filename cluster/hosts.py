@@ -47,6 +47,7 @@ EXAMPLES: dict[str, Any] = {  # of what a host file may say of a host
 JOB_GPUS = ("SLURM_GPUS", "SLURM_GPUS_PER_TASK", "SLURM_TRES_PER_TASK")
 # What each task of the job asked for; our single task on a node has the cores and GPUs of all.
 A_TASK = ("SRUN_CPUS_PER_TASK", "SLURM_CPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_NTASKS_PER_GPU")
+MOST_DIGITS = 5  # of a number in node[1-16]
 SSH_SECONDS = 10  # that a host may take to answer
 
 
@@ -223,15 +224,17 @@ def folded(names: Sequence[str]) -> list[str]:
 
 
 def _numbered(name: str) -> tuple[str, str, str]:
-    """A name around its last number, which may be empty."""
-    begin, number, end = re.fullmatch(r"(.*?)(\d*)(\D*)", name).groups()  # type: ignore[union-attr]
-    return begin, number, end
+    """A name around the last digits in it, at most MOST_DIGITS; there may be none."""
+    match = re.fullmatch(rf"(.*?)(\d{{0,{MOST_DIGITS}}})(\D*)", name)
+    assert match is not None
+    return match[1], match[2], match[3]
 
 
 def _following(name: str) -> str:
-    """The name with the next number, written as wide; empty where there is no number."""
+    """The name with the next number, written as wide; empty where there is none."""
     begin, number, end = _numbered(name)
-    return f"{begin}{int(number) + 1:0{len(number)}}{end}" if number else ""
+    following = f"{int(number or 0) + 1:0{len(number)}}"
+    return f"{begin}{following}{end}" if number and len(following) <= MOST_DIGITS else ""
 
 
 def own_addresses() -> set[str]:

@@ -7,8 +7,8 @@ are given "host:port/secret/" as the address, and what Gloo appends only lengthe
 
 Each of p ranks puts p - 1 addresses here, one for each other rank, and then asks for what every
 other one has put, each time over a new connection: p^2 requests with p^3 addresses. Our Horovod
-(cluster/patches.py) asks whether this server picks addresses ("picks"), and then for those of its
-own ("to_3_of_8"): p requests with p^2 addresses. One thread answers all, in 0.1 ms each
+(cluster/patches.py) asks whether this server picks addresses ("picks"), and then for those that it
+needs ("to_3_of_8"): p requests with p^2 addresses. One thread answers all, in 0.1 ms each
 (http.server's threads: 0.5 ms), and a request for what is not there yet waits here (else Gloo would
 ask 100 times a second).
 
@@ -47,6 +47,7 @@ class Rendezvous:
         self.secret = secrets.token_urlsafe(24)
         self.port = 0
         self.store: dict[str, bytes] = {}
+        self.seen: set[str] = set()  # all keys that were put
         self.waiting: dict[str, set[_Connection]] = {}  # by key
         self.connected: set[asyncio.Transport] = set()
         self.refused: set[str] = set()
@@ -137,7 +138,9 @@ class _Connection(asyncio.Protocol):
             length = LENGTH.search(head)
             self._put(value, int(length[1]) if length else MOST_BYTES + 1)
         else:
-            # DELETE, which Horovod's ranks send when they end: not done, as others may still read.
+            # DELETE, which a rank sends once it is connected to all others, as they are: without it
+            # hvd.init() after hvd.shutdown() would find addresses of before.
+            self._rendezvous.store.pop(self._key, None)
             self.answer(HTTPStatus.OK)
 
     def _get(self) -> None:
@@ -145,7 +148,7 @@ class _Connection(asyncio.Protocol):
         rendezvous = self._rendezvous
         if self._key.endswith("/picks"):
             self.answer(HTTPStatus.OK, b"yes")
-        elif picked := PICKED.fullmatch(self._key):
+        elif (picked := PICKED.fullmatch(self._key)) and int(picked[2]) < int(picked[3]):
             scope, rank, size = picked[1], int(picked[2]), int(picked[3])
             while self._found < size and f"{scope}{self._found}" in rendezvous.store:
                 self._found += 1
@@ -173,6 +176,7 @@ class _Connection(asyncio.Protocol):
             self.answer(HTTPStatus.REQUEST_ENTITY_TOO_LARGE)
         elif len(value) >= length:
             rendezvous.store[self._key] = value[:length]
+            rendezvous.seen.add(self._key)
             self.answer(HTTPStatus.OK)
             for connection in rendezvous.waiting.pop(self._key, ()):
                 connection._get()

@@ -67,7 +67,7 @@ START = {target for target, takes in TAKES.items() if "HOSTFILE" in takes} - {"b
 OTHERS = {"help", "environment", "dev-environment"}
 HOST = r"[A-Za-z0-9._-]+(:[0-9]+)?"
 NUMBERS = "[0-9]{1,5}(-[0-9]{1,5})?"
-SEVERAL = re.compile(rf"[^\[\]]*(\[{NUMBERS}(,{NUMBERS})*\][^\[\]]*)+")
+SEVERAL = re.compile(rf"[^\[\]:]*\[{NUMBERS}(,{NUMBERS})*\][^\[\]]*")
 
 
 def typed(overrides: str) -> dict[str, str]:

@@ -53,6 +53,7 @@ class TestList:
             ("node[3-1]:4", "'node[3-1]:4' is no host"),
             ("node[1-3:4", "'node[1-3:4' is no host"),
             ("node[1-3],node2", "node2 is there twice"),
+            ("node1:[4]", "'node1:[4]' is no host"),
             ("node1:four", "'node1:four' is no host"),
             ("node1:0", "'node1:0' is no host"),
             ("node1:4 node2:4", "is no host: write name:slots"),
@@ -251,6 +252,8 @@ def test_any_login_shell_runs_a_script_of_lines(
         ("n1:4,n2:4,n3:4,n4:2,n5:2,n6:2", "n[1-3]:4,n[4-6]:2"),
         ("n3:1,n2:1,n1:1", "n3:1,n2:1,n1:1"),
         ("a:1,b:1,c:1", "a:1,b:1,c:1"),
+        ("n99998:1,n99999:1,n100000:1,n100001:1", "n99998:1,n99999:1,n100000:1,n100001:1"),
+        ("i1234567:1,i1234568:1,i1234569:1", "i12[34567-34569]:1"),
     ],
 )
 def test_many_hosts_are_listed_as_slurm_does(text: str, shorter: str) -> None:
@@ -263,7 +266,6 @@ def test_many_hosts_are_listed_as_slurm_does(text: str, shorter: str) -> None:
 def test_numbers_of_hosts_may_be_any() -> None:
     hosts = [*(Host(f"n{number}-ib", 4) for number in ("1", "2", "07", "9", "10")), Host("a", 1)]
     assert parse("n[1-2,07,9-10]-ib:4, a") == hosts
-    assert [host.name for host in parse("r[1-2]n[1-2]")] == ["r1n1", "r1n2", "r2n1", "r2n2"]
 
 
 def test_without_hosts_it_is_this_one() -> None:
@@ -314,6 +316,9 @@ class TestRendezvous:
             assert self.ask(server, "PUT", path, b"here") == (200, b"")
             assert self.ask(server, "GET", path) == (200, b"here")
             assert server.store == {"global/0": b"here"}
+            assert self.ask(server, "GET", f"{path[:-1]}to_5_of_1")[0] == 404
+            assert self.ask(server, "DELETE", path) == (200, b"")
+            assert self.ask(server, "GET", path)[0] == 404
         finally:
             server.close()
 

@@ -122,6 +122,21 @@ def test_ranks_are_connected_once(
     assert not re.search(r"Send GET request to \S+/\d+\n", done.stdout)
 
 
+def test_ranks_that_were_connected_find_each_other_again(hosts: list[testbed.Node]) -> None:
+    """Not by the addresses that they had before."""
+    code = (
+        "import torch, horovod.torch as hvd\n"
+        "for again in range(6):\n"
+        "    hvd.init()\n"
+        "    total = hvd.allreduce(torch.ones(1), op=hvd.Sum)\n"
+        "    hvd.shutdown()\n"
+        "print('summed', int(total), 'in turn', again)"
+    )
+    command = horovodrun("-H", "node1:2,node2:1", PYTHON, "-c", code)
+    done = run(hosts[0].command(*command))
+    assert done.returncode == 0 and done.stdout.count("summed 3 in turn 5") == 3, done.stdout
+
+
 def test_as_many_files_as_may_be_open(hosts: list[testbed.Node]) -> None:
     """Each rank has a connection to all others; a login has few files, and may have more."""
     code = "import resource, horovod.torch as hvd; hvd.init(); print('may open', hvd.size(), "

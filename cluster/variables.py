@@ -169,9 +169,8 @@ def where(given: dict[str, str]) -> str:
     np, hosts = given.get("NP"), given.get("HOSTS", "").replace(" ", "")
     if given.get("HOSTFILE"):
         size = f"-np {np} " if np else ""
-        return f'{size}--hostfile "{given["HOSTFILE"]}"' + (
-            f" -H {shlex.quote(hosts)}" if hosts else ""
-        )
+        also = f" -H {shlex.quote(hosts)}" if hosts else ""  # which is refused there
+        return f'{size}--hostfile "{given["HOSTFILE"]}"{also}'
     if not hosts:
         np = np or str(default_size())
         hosts = f"localhost:{np}"

@@ -145,6 +145,8 @@ def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
     pairs = [findings.Finding("FAIL", "all-reduce", a, "x", f"make hello HOSTS={a}") for a in "ab"]
     pairs = [replace(pair, mend=f"{pair.mend}:1,c:1") for pair in pairs]
     assert findings.joined(pairs) == pairs
+    alike = [findings.Finding("ok", "clock", f"node{index}", "as here") for index in range(8, 12)]
+    assert [line.host for line in findings.joined(alike)] == ["node[8-11]"]
 
 
 def test_what_reads_it_may_go_away() -> None:

@@ -7,6 +7,7 @@ import errno
 import http.client
 import os
 import selectors
+import shlex
 import shutil
 import socket
 import subprocess
@@ -34,6 +35,7 @@ from cluster.hosts import (
     parse,
     ranks,
     read,
+    typed,
     used,
 )
 from cluster.record import birth
@@ -261,6 +263,7 @@ def test_many_hosts_are_listed_as_slurm_does(text: str, shorter: str) -> None:
     hosts = parse(text)
     assert listed({host.name: host.slots for host in hosts}) == shorter
     assert parse(shorter) == hosts
+    assert typed(hosts) == f"HOSTS={shlex.quote(shorter)}"
 
 
 def test_numbers_of_hosts_may_be_any() -> None:

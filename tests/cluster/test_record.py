@@ -56,6 +56,9 @@ def test_a_command_of_several_lines_is_a_row(
     assert row.endswith("h1:1   python -c 'import os print(1) ' (one two)")
     assert jobs.status(argparse.Namespace(json=True)) == 0
     assert json.loads(capsys.readouterr().out)[0]["command"] == command
+    write(tmp_path / "run", state | {"hosts": {"h1": 1, "h2": 1, "h3": 1, "h7": 2}})
+    assert jobs.status(argparse.Namespace(json=False)) == 0
+    assert "  h[1-3]:1,h7:2  " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,18 @@ all-reduce of m bytes on p ranks takes
     tree    2 log2(p) alpha + 2 (p - 1) / p m beta        halving and doubling: Thakur, Rabenseifner
                                                           & Gropp 2005, IJHPCA 19
 
-Gloo has only the ring, one over all ranks in their order, even where several are on a host. So a
-host's link carries each byte once in each direction, whatever the number of its ranks; the slowest
-link of the ring sets beta, and alpha is the mean over its links. NCCL takes the faster of the two
-(its double binary trees, Sanders, Speck & Traeff 2009, have the terms of the tree).
+MPI and NCCL take the faster of the two (NCCL's double binary trees, Sanders, Speck & Traeff 2009,
+have the terms of the tree). One over all ranks has several on a host: the slowest of its links sets
+beta, and a ring's alpha is the mean over its links.
+
+Gloo has only the ring. In Horovod's own builds it is one over all ranks, also where hosts have
+several. In ours (cluster/shared_memory.h) L ranks of a host sum in memory that they share, and each
+sums its part with its like of the other hosts, of which there are h:
+
+    shared  2 (h - 1) alpha + 2 (h - 1) / h m beta + 2 (L - 1) / L m beta'
+
+where 1 / beta' is the bus bandwidth inside a host. Its barriers are in what depends on neither p
+nor m.
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
 warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own builds, which is
@@ -61,7 +69,7 @@ class Network:
         latency, bandwidth: alpha, and 1 / beta, of the link from one host to another.
         ranks_per_host: ranks on one host, joined by inside_latency and inside_bandwidth.
         fixed: seconds of a round that depend on neither ranks nor bytes.
-        algorithms: "ring", "tree"; the faster of those given is used.
+        algorithms: "ring", "tree", "shared"; the faster of those given is used.
         controller: how ranks agree, by "dissemination" (Gloo), "ring" (Gloo in builds that are not
             ours) or "tree" (MPI).
         agreement_latency: the least that a hop of an agreement takes. Gloo agrees over TCP, even
@@ -173,6 +181,8 @@ def wire_bytes(bytes_: float, ranks: int) -> float:
 
 def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
     """How often an all-reduce pays the latency between hosts, and how often that inside a host."""
+    if algorithm == "shared":
+        return 2 * (hosts - 1), 0
     if algorithm == "tree":
         inside = math.ceil(ranks / hosts)
         return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
@@ -189,25 +199,46 @@ def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
     return 2 * (ranks - 1) / ranks * hosts, 2 * (ranks - 1) / ranks * (ranks - hosts)
 
 
+def places(ranks: int, network: Network) -> tuple[int, int]:
+    """The hosts of so many ranks, and the ranks of each."""
+    inside = min(ranks, network.ranks_per_host)
+    return math.ceil(ranks / inside), inside
+
+
 def latencies(network: Network, ranks: int, algorithm: str) -> float:
     """The alpha term of an all-reduce."""
-    hosts = math.ceil(ranks / min(ranks, network.ranks_per_host))
-    between, inside = hops(ranks, hosts, algorithm)
+    between, inside = hops(ranks, places(ranks, network)[0], algorithm)
     return between * network.latency + inside * network.inside_latency
 
 
+def shares_memory(ranks: int, network: Network) -> bool:
+    """Whether ranks sum inside hosts first, and then between them."""
+    return "shared" in network.algorithms and places(ranks, network)[0] > 1
+
+
 def slowest_bandwidth(ranks: int, network: Network) -> float:
-    """The least bandwidth of the links that `ranks` ranks use."""
-    inside = min(ranks, network.ranks_per_host)
-    links = [network.bandwidth] if ranks > inside else []
+    """The least bandwidth of the links of a ring, or that between hosts."""
+    hosts, inside = places(ranks, network)
+    if shares_memory(ranks, network):
+        return network.bandwidth
+    links = [network.bandwidth] if hosts > 1 else []
     return min(links + ([network.inside_bandwidth] if inside > 1 else []), default=math.inf)
+
+
+def limited_bytes(bytes_: float, ranks: int, network: Network) -> float:
+    """What an all-reduce sends over that link."""
+    hosts, _ = places(ranks, network)
+    return wire_bytes(bytes_, hosts if shares_memory(ranks, network) else ranks)
 
 
 def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float = 0.0) -> float:
     """An all-reduce without the agreement before it; its first `free` bytes pass at once."""
-    latency = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
-    limited_bytes = max(0.0, wire_bytes(bytes_, ranks) - free)
-    return latency + limited_bytes / slowest_bandwidth(ranks, network)
+    seconds = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
+    if shares_memory(ranks, network):
+        _, inside = places(ranks, network)
+        seconds += wire_bytes(bytes_, inside) / network.inside_bandwidth
+    limited = max(0.0, limited_bytes(bytes_, ranks, network) - free)
+    return seconds + limited / slowest_bandwidth(ranks, network)
 
 
 def agreement_seconds(ranks: int, network: Network) -> float:
@@ -253,7 +284,7 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
             if network.burst:
                 credit = min(network.burst, credit + (wire - credit_time) * bandwidth)
             wire += all_reduce_seconds(job.buckets[sent], ranks, network, credit)
-            credit = max(0.0, credit - wire_bytes(job.buckets[sent], ranks))
+            credit = max(0.0, credit - limited_bytes(job.buckets[sent], ranks, network))
             credit_time = wire
             sent += 1
         thread = max(agreed if network.asynchronous else wire, round_begins + network.cycle)

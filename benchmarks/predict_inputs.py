@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +25,11 @@ from benchmarks.cost_model import (
     fit,
     hops,
     median_wait,
+    wire_bytes,
 )
 from benchmarks.hardware import ROOT
 from cluster.hosts import Refusal
+from cluster.patches import PATCH
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 RATES, TIMES = ("kbit", "mbit", "gbit"), ("ns", "us", "ms")
@@ -65,6 +69,7 @@ CASES = (  # at best, likely, at worst
 Results = list[dict[str, Any]]
 Options = dict[str, Any]  # of NETWORK
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
+NEWEST = int(PATCH[1:])  # of the patches with which `make install` builds Horovod now
 KEYS = ("rate", "latency", "gpus_per_host", "inside", "operations", "controller_latency")
 
 
@@ -248,46 +253,68 @@ def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
     return sent
 
 
-def algorithms(operations: str) -> tuple[str, ...]:
-    """The algorithms that "gloo", "nccl" or "mpi" has for all-reduces."""
-    return ("ring",) if operations == "gloo" else ("ring", "tree")
+def algorithms(operations: str, patches: int = NEWEST) -> tuple[str, ...]:
+    """The algorithms that "gloo", "nccl" or "mpi" has for all-reduces: see `Network`.
+
+    Args:
+        patches: the number of Horovod's, see `patches_of`.
+    """
+    if operations != "gloo":
+        return ("ring", "tree")
+    return ("shared",) if patches >= 9 else ("ring",)
 
 
-def controller_of(operations: str, horovod: str) -> str:
-    """How ranks agree with this version of Horovod: see `Network`. Ours is named by its patches."""
+def controller_of(operations: str, patches: int = NEWEST) -> str:
+    """How ranks agree: see `Network`."""
     if operations == "mpi":
         return "tree"
-    patches = re.search(r"\.p(\d+)\b", horovod)
-    return "dissemination" if patches and int(patches[1]) >= 7 else "ring"
+    return "dissemination" if patches >= 7 else "ring"
 
 
-def measurements_of(result: dict[str, Any], times: str, inside: float | None) -> list[Measurement]:
+def patches_of(result: dict[str, Any]) -> int:
+    """The number of the patches of the Horovod that a file was measured with; 0 without any."""
+    version = result.get("versions", {}).get("horovod", "")
+    patches = re.search(r"\.p(\d+)\b", version)
+    return int(patches[1]) if patches else 0
+
+
+def measurements_of(
+    result: dict[str, Any], times: str, inside: Link | None = None
+) -> list[Measurement]:
     """The all-reduces of a file; their times contain the agreement of the ranks before each.
 
     Args:
         times: see `Case`.
-        inside: latency inside its hosts, if it is known; None: as that between them.
+        inside: what joins the ranks of its hosts, if it is known; None: as between hosts.
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
-    operations = result["operations"].lower()
-    controller = controller_of(operations, result.get("versions", {}).get("horovod", ""))
-    transfer = min(hops(count, hosts, algorithm) for algorithm in algorithms(operations))
-    between, within = (sum(pair) for pair in zip(transfer, hops(count, hosts, controller)))
+    operations, patches = result["operations"].lower(), patches_of(result)
+    if len({*Counter(result["ranks"]).values()}) > 1:  # memory is shared where hosts are alike
+        patches = min(patches, 8)
+    ways = algorithms(operations, patches)
+    transfer = min(hops(count, hosts, algorithm) for algorithm in ways)
+    agreed = hops(count, hosts, controller_of(operations, patches))
+    between, within = (sum(pair) for pair in zip(transfer, agreed))
     if inside is None or hosts == 1:
-        paid, known = between + within, 0.0
-    else:  # also where it is 0, which a fit may find
-        paid, known = between, within * inside
+        inside, paid = Link(0.0, math.inf), between + within
+    else:  # also where its latency is 0, which a fit may find
+        paid = between
+    shared = ways == ("shared",) and hosts > 1
     return [
-        Measurement(count, row["bytes"], row[times], hops=paid, known=known)
+        Measurement(
+            hosts if shared else count, row["bytes"], row[times], hops=paid,
+            known=within * inside.latency
+            + shared * wire_bytes(row["bytes"], count // hosts) / inside.bandwidth,
+        )
         for row in result["sizes"]
-    ]
+    ]  # fmt: skip
 
 
-def fits(results: Results, case: Case, inside: float | None = None) -> Link | None:
+def fits(results: Results, case: Case, inside: Link | None = None) -> Link | None:
     """The constants of what these files measured; None without any.
 
     Args:
-        inside: latency inside their hosts, where it is known.
+        inside: what joins the ranks of their hosts, where it is known.
     """
     if not results:
         return None
@@ -327,7 +354,7 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
             _constants(one_host, several, options, case),
             ranks_per_host=options.get("gpus_per_host") or slots,
             algorithms=algorithms(operations),
-            controller="tree" if operations == "mpi" else "dissemination",
+            controller=controller_of(operations),
             agreement_latency=hop if "controller_latency" in options else case.slower * hop,
             asynchronous=operations == "nccl",
         )
@@ -343,15 +370,14 @@ def _constants(one_host: Results, several: Results, options: Options, case: Case
     """Latencies, bandwidths and fixed time: described, else fitted, else assumed."""
     inside: Link | None = options.get("inside") or fits(one_host, case)
     between = None if "rate" in options else fits(several, case)
-    if between and inside and inside.latency < between.latency:
-        between = fits(several, case, inside.latency)
-    elif between and inside and inside.fixed is not None:
-        # One number of ranks: fixed time passed for latency.
-        inside = inside._replace(latency=between.latency)
+    if between and inside and (inside.latency < between.latency or inside.fixed is not None):
+        # Where it was the higher one, of one number of ranks, fixed time passed for latency.
+        inside = inside._replace(latency=min(inside.latency, between.latency))
+        between = fits(several, case, inside)
     if not between:
         link = described(NOT_MEASURED) | options
         between = Link(case.slower * link["latency"], case.share * link["rate"])
-    inside = inside or between
+    inside = inside or Link(between.latency, math.inf)
     fixed = [link.fixed for link in (inside, between) if link.fixed is not None]
     return Network(
         between.latency, between.bandwidth, inside_latency=inside.latency,
@@ -365,13 +391,12 @@ def _sources(likely: Network, one_host: Results, several: Results, options: Opti
     for where, key, results, otherwise, latency, bandwidth in (
         ("between hosts", "rate", several, f"NOT MEASURED, taken as {NOT_MEASURED}",
          likely.latency, likely.bandwidth),
-        ("inside a host", "inside", one_host, "taken as between hosts",
+        ("inside a host", "inside", one_host, "latency taken as between hosts, bytes as free",
          likely.inside_latency, likely.inside_bandwidth),
     ):  # fmt: skip
         source = "as described" if key in options else "fitted" if results else otherwise
-        lines.append(
-            f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
-        )
+        rate = f"{bandwidth / 1e6:,.0f} MB/s, " if math.isfinite(bandwidth) else ""
+        lines.append(f"{where}: {source}: {rate}latency {latency * 1e6:.0f} µs a hop")
     kinds = (("inside", one_host), ("rate", several))
     fitted = [results for key, results in kinds if key not in options]
     if any(len({len(result["ranks"]) for result in results}) == 1 for results in fitted):

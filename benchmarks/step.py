@@ -45,7 +45,7 @@ MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": s
 VARIANTS: dict[str, Variant] = {
     "no communication": ("raw_alone", {}, {}),
     "torch DDP": ("raw_ddp", {}, {}),
-    "Horovod, its defaults": ("raw_horovod", {}, {}),
+    "Horovod, its defaults": ("raw_horovod", {}, {"HOROVOD_SHARED_MEMORY": "0"}),
     "our buckets, raw loop": ("raw_buckets", {}, {}),
     "Lightning DDP": ("lightning_ddp", {}, {}),
     OURS: ("lightning_horovod", {}, {}),

@@ -6,15 +6,18 @@ benchmarks/NOTES.md. PATCH goes into the names of wheels: it counts up with each
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p8"
+PATCH = "p9"
+SHARED_MEMORY = Path(__file__).with_name("shared_memory.h")
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
-CONTEXT = "horovod/common/gloo/gloo_context.cc"
+CONTEXT = "horovod/common/gloo/gloo_context"
+OPERATIONS = "horovod/common/ops/gloo_operations.cc"
 STORE, MPI_OPS = "horovod/common/gloo/http_store", "horovod/torch/mpi_ops_v2.cc"
 SEND = "sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]"
 PATCHES = [
@@ -255,20 +258,65 @@ void GlooController::CrossRankBitwiseAnd("""),
     # Ranks connected to all others up to four times: for Horovod as a whole and for the process set
     # of all ranks, in each for all ranks, and for those of a host, or one of each host. Now once,
     # and for the latter two where they are not all ranks.
-    (CONTEXT, "  assert(global_context.IsEnabled());\n", """\
+    (f"{CONTEXT}.cc", "  assert(global_context.IsEnabled());\n", """\
   assert(global_context.IsEnabled());
   if (registered_ranks.empty()) {
     global_ctx = ctx = global_context.ctx;
     local_ctx = global_context.local_ctx;
     cross_ctx = global_context.cross_ctx;
+    shared = global_context.shared;
     return;
   }
 """),
-    (CONTEXT, "  local_ctx = Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,",
+    (f"{CONTEXT}.cc", "  local_ctx = Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,",
      "  local_ctx = local_size == size ? ctx : Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,"),
-    (CONTEXT, "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
+    (f"{CONTEXT}.cc", "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
      "  cross_ctx = cross_size == size ? ctx : Rendezvous(\n"
      "      HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),"),
+    # Sums over ranks of which several are on each host: see shared_memory.h.
+    (f"{CONTEXT}.h", '#include "../logging.h"\n',
+     '#include "../logging.h"\n#include "shared_memory.h"\n'),
+    (f"{CONTEXT}.h", "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n",
+     "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n"
+     "  std::shared_ptr<SharedMemory> shared = nullptr;\n"),
+    (f"{CONTEXT}.cc", '  LOG(DEBUG) << "Cross-node Gloo context initialized.";\n',
+     '  LOG(DEBUG) << "Cross-node Gloo context initialized.";\n'
+     "  shared = SharedMemory::Make(ctx, local_ctx, cross_ctx);\n"),
+    (f"{CONTEXT}.cc", """\
+    LOG(DEBUG) << "Cross-node Gloo context for process set with hash "
+               << process_set_hash << ".";
+  }
+""", """\
+    LOG(DEBUG) << "Cross-node Gloo context for process set with hash "
+               << process_set_hash << ".";
+  }
+  shared = SharedMemory::Make(ctx, local_ctx, cross_ctx);
+"""),
+    (f"{CONTEXT}.cc", "void GlooContext::Finalize() {\n",
+     "void GlooContext::Finalize() {\n  shared.reset();\n"),
+    (OPERATIONS, "  gloo::AllreduceOptions opts(gloo_context_->ctx);\n", """\
+  if (reduce_op == ReduceOp::SUM && gloo_context_->shared) {
+    gloo_context_->shared->Sum(static_cast<T*>(buffer_data), (size_t) num_elements);
+    return;
+  }
+  gloo::AllreduceOptions opts(gloo_context_->ctx);
+"""),
+    # Where a set of ranks has not the same local ranks on each host, those that were to be connected
+    # looked for each other under different names, and Horovod did not start.
+    (f"{CONTEXT}.cc", "std::to_string(local_rank) + process_set_suffix",
+     "std::to_string(global_context_cross_ranks.front()) + process_set_suffix"),
+    # A tensor that was reduced in place was copied onto itself.
+    (OPERATIONS, """\
+    std::memcpy(buffer_data, first_entry.tensor->data(),
+                (size_t)first_entry.tensor->size());
+    fused_input_data = buffer_data;
+""", """\
+    if (buffer_data != first_entry.tensor->data()) {
+      std::memcpy(buffer_data, first_entry.tensor->data(),
+                  (size_t)first_entry.tensor->size());
+    }
+    fused_input_data = buffer_data;
+"""),
     # Before a rank connects to another it waits for Gloo's thread, which sleeps for 10 ms; now
     # that is woken.
     (f"{GLOO}/transport/tcp/loop.cc", "    cv_.wait(lock);\n",
@@ -291,6 +339,7 @@ FAULTS = [
 
 def patch(source: Path) -> None:
     """Make the changes of PATCHES and FAULTS in Horovod's sources."""
+    shutil.copy(SHARED_MEMORY, source / "horovod/common/gloo")
     for name, old, new in PATCHES + FAULTS:
         file = source / name
         text = file.read_text()

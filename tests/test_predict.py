@@ -48,7 +48,7 @@ from benchmarks.cost_model import (
 )  # fmt: skip
 from benchmarks.files import unused
 from benchmarks.launching import Failed
-from benchmarks.predict_inputs import TCP, described, networks
+from benchmarks.predict_inputs import TCP, Link, described, networks
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
 from strategies.environment import initialize
@@ -110,7 +110,8 @@ def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
     ("operations", "horovod", "controller"),
     [
         ("Gloo", "0.28.1+torch2.11.0.cpu.p7", "dissemination"),
-        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p10.sm90", "dissemination"),
+        ("Gloo", "0.28.1+torch2.11.0.cpu.p9", "dissemination"),
+        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p90.sm90", "dissemination"),
         ("Gloo", "0.28.1+torch2.11.0.cpu.p6", "ring"),
         ("NCCL", "0.28.1", "ring"),
         ("MPI", "0.28.1+torch2.11.0.cpu.p7.mpi", "tree"),
@@ -120,10 +121,10 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
     operations: str, horovod: str, controller: str
 ) -> None:
     """Of 2 hosts with 4 ranks and of 4 with 8, and of one of them alone: what made the times."""
-    kind = operations.lower()
+    patches = predict_inputs.patches_of({"versions": {"horovod": horovod}})
+    ways = predict_inputs.algorithms(operations.lower(), patches)
     truth = Network(
-        5e-5, 3e9, 4, 2e-6, 1e10, fixed=1e-3, algorithms=predict_inputs.algorithms(kind),
-        controller=controller,
+        5e-5, 3e9, 4, 2e-6, 1e10, fixed=1e-3, algorithms=ways, controller=controller
     )  # fmt: skip
 
     def file(hosts: int, slots: int) -> dict[str, Any]:
@@ -150,7 +151,7 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
     assert not any("does not tell latency" in line for line in sources)
     # Of one size of each kind the fixed time is not known; what was measured comes out as it was.
     for network in predict_inputs.networks([files[1], files[2]], {}, slots=4)[0]:
-        network = replace(network, controller=controller)
+        network = replace(network, controller=controller, algorithms=ways)
         predicted, true = (
             agreement_seconds(8, each) + all_reduce_seconds(4096, 8, each)
             for each in (network, truth)
@@ -164,7 +165,7 @@ def test_no_latency_inside_hosts_is_known_too() -> None:
     rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
     result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
     result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p7"}
-    fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=0.0))
+    fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=Link(0.0, 1e10)))
     assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
 
 
@@ -230,6 +231,20 @@ def test_a_ring_in_one_host_after_the_other_crosses_each_link_once() -> None:
     wire = [all_reduce_seconds(8e6, 8, n) - all_reduce_seconds(0, 8, n) for n in (hosts, flat)]
     assert wire == pytest.approx([14e6 / 1e8] * 2)
     assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e10)
+
+
+def test_ranks_that_share_memory_send_once_a_host() -> None:
+    """By hand: 8 MB of 8 ranks on 2 hosts, and of 4 on one."""
+    hosts = Network(
+        1e-3, 1e8, ranks_per_host=4, inside_latency=1.0, inside_bandwidth=1e9,
+        algorithms=("shared",),
+    )  # fmt: skip
+    assert all_reduce_seconds(8e6, 8, hosts) == pytest.approx(2e-3 + 8e6 / 1e8 + 12e6 / 1e9)
+    assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e9)
+    job = replace(JOB, deviation=0.0)
+    free = Network(0.0, 1e8, 4, algorithms=("shared",), cycle=0.0, burst=1e6)
+    flat = replace(free, ranks_per_host=1, algorithms=("ring",))
+    assert predict(job, 8, free).seconds == pytest.approx(predict(job, 2, flat).seconds)
 
 
 def test_a_tree_has_logarithmic_latency_and_the_faster_algorithm_counts() -> None:

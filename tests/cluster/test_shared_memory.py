@@ -1,0 +1,152 @@
+"""Ranks of a host sum in memory that they share: cluster/shared_memory.h, which Horovod has."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from cluster import testbed
+from tests.cluster.conftest import PYTHON
+from tests.cluster.launching import horovodrun, told
+from tests.conftest import run
+
+MIB = 2**20
+# Prints whether the memory is there, what this host's link sent for a sum of 8 MiB, and whether
+# sums of some sizes and dtypes are right on all ranks, and the same on all.
+SUM = """
+import json, os, sys
+from pathlib import Path
+import torch, horovod.torch as hvd
+
+def maps():
+    return sum("memfd:horovod" in line for line in open("/proc/self/maps"))
+
+def sent():
+    file = Path("/sys/class/net/eth0/statistics/tx_bytes")
+    return int(file.read_text()) if file.exists() else 0
+
+hvd.init()
+ranks, rank = hvd.size(), hvd.rank()
+right = True
+for dtype in (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32):
+    for count in (1, 2, 7, 1000, 2**20 + 3, 3 * 2**20 + 1):
+        draw = torch.Generator().manual_seed(count)
+        parts = torch.randint(0, 9, (ranks, count), generator=draw).to(dtype)
+        name = f"{dtype}.{count}"
+        right &= torch.equal(hvd.allreduce(parts[rank], op=hvd.Sum, name=name), parts.sum(0))
+        most = hvd.allreduce(parts[rank], op=hvd.Max, name=f"max.{name}")
+        right &= torch.equal(most, parts.amax(0))
+torch.manual_seed(rank)
+mixed = hvd.allreduce(torch.randn(300_001), op=hvd.Sum, name="mixed")
+right &= len({bytes(t.numpy()) for t in hvd.allgather_object(mixed)}) == 1
+
+numbers = torch.ones(2 * 2**20)
+hvd.allreduce_(numbers, op=hvd.Sum, name="link")
+hvd.barrier()
+before = sent()
+hvd.allreduce_(numbers, op=hvd.Sum, name="link")
+hvd.barrier()
+link, there = sent() - before, maps()
+hvd.shutdown()
+print(json.dumps({
+    "rank": rank, "ranks": ranks, "right": right, "there": there, "link": link, "left": maps(),
+}), flush=True)
+"""
+
+
+def summed(done: subprocess.CompletedProcess[str], ranks: int) -> list[dict[str, Any]]:
+    assert done.returncode == 0, done.stdout
+    rows = told(done.stdout)
+    assert [row["rank"] for row in rows] == list(range(ranks)), done.stdout
+    assert all((row["ranks"], row["right"], row["left"]) == (ranks, True, 0) for row in rows), rows
+    assert len({row["there"] for row in rows}) == 1, "all ranks have it or none"
+    return rows
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_on_one_host(ranks: int) -> None:
+    rows = summed(run(horovodrun("-np", str(ranks), PYTHON, "-c", SUM)), ranks)
+    assert rows[0]["there"] == 1
+
+
+def test_a_host_sends_the_buffer_once_whatever_its_ranks(hosts: list[testbed.Node]) -> None:
+    """A ring of 4 ranks on 2 hosts would send it 1.5 times, one of 8 ranks 1.75 times."""
+    command = horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SUM)
+    rows = summed(run(hosts[0].command(*command)), 4)
+    assert rows[0]["there"] == 1
+    assert all(8 * MIB < row["link"] < 9.5 * MIB for row in rows), rows
+    rows = summed(run(hosts[0].command(*command), HOROVOD_SHARED_MEMORY="0"), 4)
+    assert rows[0]["there"] == 0
+    assert all(12 * MIB < row["link"] < 14 * MIB for row in rows), rows
+
+
+ALONE = (
+    """if [ $HOROVOD_RANK = 1 ]; then exec unshare --pid --fork --mount-proc "$@"; fi; exec "$@" """
+)
+UNWILLING = """if [ $HOROVOD_RANK = 1 ]; then export HOROVOD_SHARED_MEMORY=0; fi; exec "$@" """
+
+
+@pytest.mark.parametrize(
+    ("where", "first"),
+    [
+        ("node1:2,node2:1", ""),
+        ("node1:1,node2:1", ""),
+        ("node1:2", ALONE),
+        ("node1:2,node2:2", UNWILLING),
+    ],
+    ids=["uneven hosts", "a rank a host", "a container a rank", "switched off on one rank"],
+)
+def test_without_it_ranks_sum_as_ever(hosts: list[testbed.Node], where: str, first: str) -> None:
+    job = ["sh", "-c", first, "sh"] if first else []
+    command = horovodrun("-H", where, *job, PYTHON, "-c", SUM)
+    rows = summed(run(hosts[0].command(*command)), sum(int(each[-1]) for each in where.split(",")))
+    assert rows[0]["there"] == 0
+
+
+SETS = """
+import json, torch, horovod.torch as hvd
+sets = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [0, 2], [1, 2, 3])]
+hvd.init(process_sets=sets)
+rank, sums = hvd.rank(), []
+for each in sets:
+    if each.included():
+        number = torch.full((5,), 2.0**rank)
+        sums.append(int(hvd.allreduce(number, op=hvd.Sum, name="sum", process_set=each)[4]))
+there = sum("memfd:horovod" in line for line in open("/proc/self/maps"))
+hvd.barrier()
+print(json.dumps({"rank": rank, "size": hvd.size(), "sums": sums, "there": there}), flush=True)
+"""
+
+
+def test_of_a_set_of_ranks(hosts: list[testbed.Node]) -> None:
+    """All ranks have such memory, and a set of those of one host; a set with a rank on each host
+    needs none, and one with more ranks on a host than on another has none."""
+    done = run(hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SETS)))
+    assert done.returncode == 0, done.stdout
+    rows = told(done.stdout)
+    assert [(row["size"], row["sums"], row["there"]) for row in rows] == [
+        (4, [3, 5], 2), (4, [3, 14], 2), (4, [5, 14], 1), (4, [14], 1),
+    ]  # fmt: skip
+
+
+ENDS = """
+import os, signal, sys, threading, time, torch, horovod.torch as hvd
+hvd.init()
+numbers, start = torch.ones(2**24), time.monotonic()
+if hvd.rank() == 1:
+    threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+try:
+    while time.monotonic() < start + 60:
+        hvd.allreduce_(numbers, op=hvd.Sum, name="sum")
+except hvd.mpi_ops.HorovodInternalError as error:
+    print(f"{hvd.rank()} was told: {error}", flush=True)
+"""
+
+
+def test_a_rank_that_ends_amid_a_sum_is_not_waited_for() -> None:
+    """Its launcher would end the others: here it is told of the end only later."""
+    lasting = ["sh", "-c", '"$@"; sleep 5; true', "sh"]
+    done = run(horovodrun("-np", "2", *lasting, PYTHON, "-c", ENDS), timeout=60)
+    assert "0 was told: " in done.stdout, done.stdout

@@ -12,7 +12,7 @@ from pathlib import Path
 from cluster.environment import InstallError
 
 PATCH = "p9"
-SHARED_MEMORY = Path(__file__).with_name("shared_memory.h")
+HEADERS = [Path(__file__).with_name(name) for name in ("shared_memory.h", "sixteen_bits.h")]
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
@@ -270,7 +270,8 @@ void GlooController::CrossRankBitwiseAnd("""),
 """),
     (f"{CONTEXT}.cc", "  local_ctx = Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,",
      "  local_ctx = local_size == size ? ctx : Rendezvous(HOROVOD_GLOO_LOCAL_PREFIX + hostname_,"),
-    (f"{CONTEXT}.cc", "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
+    (f"{CONTEXT}.cc",
+     "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
      "  cross_ctx = cross_size == size ? ctx : Rendezvous(\n"
      "      HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),"),
     # Sums over ranks of which several are on each host: see shared_memory.h.
@@ -301,8 +302,21 @@ void GlooController::CrossRankBitwiseAnd("""),
   }
   gloo::AllreduceOptions opts(gloo_context_->ctx);
 """),
-    # Where a set of ranks has not the same local ranks on each host, those that were to be connected
-    # looked for each other under different names, and Horovod did not start.
+    # Sums in 16 bits, of tensors whose names ask for it: see sixteen_bits.h. That this Horovod has
+    # them is said by a function.
+    (OPERATIONS, '#include "../global_state.h"\n', """\
+#include "../global_state.h"
+#include "../gloo/sixteen_bits.h"
+
+extern "C" int horovod_sums_in_16_bits() { return 1; }
+"""),
+    (OPERATIONS, "  gloo_algos->Allreduce(buffer_data, num_elements, glooOp);\n", """\
+  if (!(glooOp == ReduceOp::SUM && SumIn16Bits(gloo_context, entries, buffer_data, num_elements))) {
+    gloo_algos->Allreduce(buffer_data, num_elements, glooOp);
+  }
+"""),
+    # Where a set of ranks has not the same local ranks on each host, those that were to be
+    # connected looked for each other under different names, and Horovod did not start.
     (f"{CONTEXT}.cc", "std::to_string(local_rank) + process_set_suffix",
      "std::to_string(global_context_cross_ranks.front()) + process_set_suffix"),
     # A tensor that was reduced in place was copied onto itself.
@@ -339,7 +353,8 @@ FAULTS = [
 
 def patch(source: Path) -> None:
     """Make the changes of PATCHES and FAULTS in Horovod's sources."""
-    shutil.copy(SHARED_MEMORY, source / "horovod/common/gloo")
+    for header in HEADERS:
+        shutil.copy(header, source / "horovod/common/gloo")
     for name, old, new in PATCHES + FAULTS:
         file = source / name
         text = file.read_text()

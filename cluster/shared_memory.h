@@ -35,6 +35,15 @@
 namespace horovod {
 namespace common {
 
+template <typename T>
+void SumOverAll(const std::shared_ptr<gloo::Context>& context, T* data, size_t count) {
+  gloo::AllreduceOptions options(context);
+  options.setOutput(data, count);
+  void (*sum)(void*, const void*, const void*, size_t) = &gloo::sum<T>;
+  options.setReduceFunction(gloo::AllreduceOptions::Func(sum));
+  gloo::allreduce(options);
+}
+
 class SharedMemory {
 public:
   using Context = std::shared_ptr<gloo::Context>;
@@ -69,7 +78,9 @@ public:
   }
 
   // Overwrites each rank's `data`, of `count` elements, with the sum over all ranks.
-  template <typename T> void Sum(T* data, size_t count) {
+  template <typename T>
+  void Sum(T* data, size_t count,
+           void (*sum_over_hosts)(const Context&, T*, size_t) = &SumOverAll<T>) {
     const int size = local_->size, rank = local_->rank;
     const size_t most = slot_bytes_ / sizeof(T);
     for (size_t done = 0; done < count; done += most) {
@@ -95,7 +106,7 @@ public:
         gloo::sum<T>(now + mine, now + mine, theirs + mine, next - mine);
       }
       if (cross_->size > 1 && next > mine) {
-        SumOverHosts(now + mine, next - mine);
+        sum_over_hosts(cross_, now + mine, next - mine);
       }
       copy(slot(rank), now, mine, next);
       Barrier();
@@ -198,14 +209,6 @@ private:
     const bool ended = poll(&state, 1, 0) > 0;
     close(state.fd);
     return ended;
-  }
-
-  template <typename T> void SumOverHosts(T* data, size_t count) {
-    gloo::AllreduceOptions options(cross_);
-    options.setOutput(data, count);
-    void (*sum)(void*, const void*, const void*, size_t) = &gloo::sum<T>;
-    options.setReduceFunction(gloo::AllreduceOptions::Func(sum));
-    gloo::allreduce(options);
   }
 
   const Context local_, cross_;

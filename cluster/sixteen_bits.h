@@ -9,14 +9,17 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <string>
 #include <vector>
 
 #if __F16C__ && __AVX__
 #include <immintrin.h>
 #endif
 
+#include "../common.h"
 #include "gloo/context.h"
 #include "gloo/types.h"
+#include "gloo_context.h"
 
 namespace horovod {
 namespace common {
@@ -170,6 +173,28 @@ void SumIn16Bits(const std::shared_ptr<gloo::Context>& context, float* data, siz
       each->Finish();
     }
   }
+}
+
+// If the names of all tensors say so by their end, and they are of 32 bits, makes that of `data`,
+// which is all of them, and returns true. Where ranks share memory, what they sum there is not cut.
+inline bool SumIn16Bits(GlooContext& context, const std::vector<TensorTableEntry>& entries,
+                        void* data, size_t count) {
+  const auto all_end = [&](const std::string& end) {
+    return std::all_of(entries.begin(), entries.end(), [&](const TensorTableEntry& entry) {
+      const auto& name = entry.tensor_name;
+      return entry.tensor->dtype() == HOROVOD_FLOAT32 && name.size() > end.size() &&
+             name.compare(name.size() - end.size(), end.size(), end) == 0;
+    });
+  };
+  const auto sum = all_end("@bf16")   ? &SumIn16Bits<BFloat16>
+                   : all_end("@fp16") ? &SumIn16Bits<Float16>
+                                      : nullptr;
+  if (sum && context.shared) {
+    context.shared->Sum(static_cast<float*>(data), count, sum);
+  } else if (sum) {
+    sum(context.ctx, static_cast<float*>(data), count);
+  }
+  return sum;
 }
 
 } // namespace common

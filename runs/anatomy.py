@@ -339,13 +339,17 @@ class Anatomy(Callback):
         rate = strategy.sent_bytes(float(strategy.reduce(rates.median(), reduce_op="max")))
         calls, size, _, busy, _ = columns.median(0).values.tolist()
         exchanges = median_low(step[-1] if step else 0 for step in self._timed.wire)
-        benchmarked = measured(self._hosts, strategy.operations, size / calls)  # type: ignore[attr-defined]
+        operations = strategy.operations  # type: ignore[attr-defined]
+        benchmarked = measured(self._hosts, operations, size / calls)
+        compressible = strategy.compression == "none" and strategy.op != "adasum"  # type: ignore[attr-defined]
+        # Over Gloo only what leaves a host is cut to 16 bits: strategies/reductions.py.
+        leaves_host = operations != "Gloo" or len(set(self._hosts)) > 1
         return {
             "exchanges": exchanges, "calls": calls, "payload_bytes": size,
             "bytes": strategy.sent_bytes(size), "busy_ms": round(1e3 * busy, 4),
             "bus_bandwidth_mb_s": round(rate / 1e6, 3), "allreduce_mb_s": benchmarked,
             "pauses_count": strategy.root_device.type == "cuda",
-            "compressible": strategy.compression == "none" and strategy.op != "adasum",  # type: ignore[attr-defined]
+            "compressible": compressible, "compression_helps": compressible and leaves_host,
         }  # fmt: skip
 
 

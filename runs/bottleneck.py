@@ -191,7 +191,7 @@ def _network(part: str, wire: dict[str, Any] | None) -> str:
         note = f", {reached / best:.0%} of what bench-allreduce measured" if best and large else ""
         rate = f", at {reached:,.0f} MB/s" if reached >= 1 else f", at {1e3 * reached:.0f} kB/s"
         rate += (" or more" if wire["pauses_count"] else "") + note
-        advice = "strategy.compression=bf16, " if large and wire["compressible"] else ""
+        advice = "strategy.compression=bf16, " if large and wire["compression_helps"] else ""
     return (
         f"network: {part} is all-reduce that backward does not hide{rate}: try {advice}a larger "
         "data.batch_size or trainer.accumulate_grad_batches"

@@ -86,6 +86,8 @@ class HorovodStrategy(ParallelStrategy):
         compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is
             the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
             to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.
+            On CPUs, with the Horovod that cluster/wheel.py builds, it is for several hosts: sums
+            inside a host are not cut.
         op: "average" over the ranks. "sum" acts as if the loss were multiplied by their number, for
             losses that are sums over samples. "adasum" averages what gradients have in common and
             adds the rest, so that the learning rate of one rank still works on many. It sends them

@@ -8,6 +8,7 @@ steps run beside backward as those of a single step do; an `InFlight` drives eac
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from functools import cache
 from typing import Any
 
 import horovod.torch as hvd
@@ -47,14 +48,27 @@ def add(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
     yield hvd.allreduce_async_(buffer, name=name, op=hvd.Sum, process_set=world.process_set)
 
 
+@cache
+def cuts_itself() -> bool:
+    """Whether Horovod sums in 16 bits over Gloo: that of cluster/wheel.py does."""
+    library = hvd.mpi_ops._basics.MPI_LIB_CTYPES
+    return hasattr(library, "horovod_sums_in_16_bits") and not hvd.mpi_enabled()
+
+
 def add_in_16_bits(dtype: torch.dtype) -> Reduction:
     """The sum of values cut to `dtype`, half as many bytes: an all-to-all, and an all-gather.
 
     Rank i adds the i-th part of all ranks' buffers in float32 and sends the sum to all. So a value
     is rounded twice, whatever the number of ranks, and bfloat16, which Horovod cannot add, works.
+    Over Gloo the Horovod of cluster/wheel.py does the same for a name that ends so, and cuts only
+    what is sent from host to host.
     """
+    ending = "@bf16" if dtype == torch.bfloat16 else "@fp16"
 
     def steps(buffer: Tensor, sizes: list[int], name: str, world: World) -> Steps:
+        if buffer.is_cpu and buffer.dtype == torch.float32 and cuts_itself():
+            yield from add(buffer, sizes, name + ending, world)
+            return
         # In pieces, so that one of a huge bucket is on the wire while another is converted.
         pieces = buffer.split(PIECE)
         scattered, gathered = [], []

@@ -341,7 +341,7 @@ MUTATIONS = [
     ),
     Mutation(
         "16 bits lose a rank's part", "reductions.py",
-        ".sum(0, dtype=torch.float32)", "[0].float()", "horovod-2 and compression_fp16",
+        ".sum(0, dtype=torch.float32)", "[0].float()", "horovod-2 and compression_in_pieces",
     ),
     Mutation(
         "Adasum only adds", "reductions.py",

@@ -132,13 +132,13 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
     assert said(forward=6, rest=4).startswith("overhead: 40% of the step of 10.0 ms")
     assert "lower precision" in said(forward=1)
     assert "lower precision" not in said(forward=1, precision="bf16-mixed")
-    wire: dict[str, Any] = {"payload_bytes": 8e6, "compressible": True, "pauses_count": False}
+    wire: dict[str, Any] = {"payload_bytes": 8e6, "compression_helps": True, "pauses_count": False}
     wire |= {"bus_bandwidth_mb_s": 93.0, "allreduce_mb_s": 100.0}
     network = said(forward=39, all_reduce=61, wire=wire)
     words = "network: 61% of the step is all-reduce that backward does not hide, at 93 MB/s, 93% of"
     assert network.startswith(words)
     assert "compression=bf16" in network
-    for other in ({"payload_bytes": 1e5}, {"compressible": False}):
+    for other in ({"payload_bytes": 1e5}, {"compression_helps": False}):
         assert "compression" not in said(forward=1, all_reduce=1, wire=wire | other)
     few = said(forward=1, all_reduce=1, wire=wire | {"payload_bytes": 1e5})
     assert "at 93 MB/s: try" in few  # which no benchmark of large ones is like
@@ -517,12 +517,16 @@ def test_a_slow_rank_is_told_once_by_rank_0(
 
 
 @pytest.mark.parametrize(
-    ("compression", "op", "compressible"),
-    [("none", "average", True), ("bf16", "average", False), ("none", "adasum", False)],
-)
+    ("compression", "op", "hosts", "compressible", "helps"),
+    [
+        ("none", "average", "ab", True, True), ("bf16", "average", "ab", False, False),
+        ("none", "adasum", "ab", False, False), ("none", "average", "aa", True, False),
+    ],
+)  # fmt: skip
 def test_what_is_on_the_wire(
-    compression: str, op: str, compressible: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    compression: str, op: str, hosts: str, compressible: bool, helps: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """Of an all-reduce of 2 buckets and 4 MB; for the last of these, half a second passed."""
     strategy: Any = SimpleNamespace(
         sent_bytes=lambda size: 1.5 * size, reduce=lambda rate, reduce_op: rate, operations="Gloo",
@@ -532,14 +536,14 @@ def test_what_is_on_the_wire(
     monkeypatch.setattr(anatomy, "measured", lambda *arguments: asked.append(arguments))
     timed = Anatomy()
     sent = [2, 4e6, 1e6, 0.5, 2]
-    timed._hosts, timed._timed = ["a", "b"], Timed()
+    timed._hosts, timed._timed = [*hosts], Timed()
     timed._timed.wire = deque([[], sent, sent])
     assert timed._on_the_wire(strategy) == {
         "exchanges": 2, "calls": 2, "payload_bytes": 4e6, "bytes": 6e6, "busy_ms": 500,
         "bus_bandwidth_mb_s": 3, "allreduce_mb_s": None, "pauses_count": True,
-        "compressible": compressible,
+        "compressible": compressible, "compression_helps": helps,
     }  # fmt: skip
-    assert asked == [(["a", "b"], "Gloo", 2e6)]
+    assert asked == [([*hosts], "Gloo", 2e6)]
 
 
 def test_training_ends_after_as_many_batches_as_asked() -> None:

@@ -169,6 +169,19 @@ def test_no_latency_inside_hosts_is_known_too() -> None:
     assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
 
 
+def test_hosts_with_other_numbers_of_ranks_share_no_memory() -> None:
+    """A ring of 3 ranks; of 4 on two hosts, what is summed inside is known, and no part of it."""
+    result: dict[str, Any] = {"operations": "Gloo", "hosts": [{}, {}], "ranks": ["a", "a", "b"]}
+    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p9"}
+    result["sizes"] = [{"bytes": 8e6, "seconds": 1.0}]
+    inside = Link(0.0, 1e9)
+    (uneven,) = predict_inputs.measurements_of(result, "seconds", inside)
+    assert (uneven.ranks, uneven.known) == (3, 0.0)
+    result["ranks"].append("b")
+    (even,) = predict_inputs.measurements_of(result, "seconds", inside)
+    assert (even.ranks, even.known) == (2, 8e6 / 1e9)
+
+
 def test_times_without_bandwidth_are_refused() -> None:
     with pytest.raises(ValueError, match="two sizes"):
         fit([Measurement(2, 4096, 1e-3)])

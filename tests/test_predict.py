@@ -254,6 +254,8 @@ def test_ranks_that_share_memory_send_once_a_host() -> None:
     )  # fmt: skip
     assert all_reduce_seconds(8e6, 8, hosts) == pytest.approx(2e-3 + 8e6 / 1e8 + 12e6 / 1e9)
     assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e9)
+    slow = replace(hosts, inside_bandwidth=1e7)
+    assert all_reduce_seconds(8e6, 8, slow) == pytest.approx(2e-3 + 8e6 / 1e8 + 12e6 / 1e7)
     job = replace(JOB, deviation=0.0)
     free = Network(0.0, 1e8, 4, algorithms=("shared",), cycle=0.0, burst=1e6)
     flat = replace(free, ranks_per_host=1, algorithms=("ring",))

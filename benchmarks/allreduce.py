@@ -5,7 +5,8 @@
     make bench-allreduce ARGS="--largest 16777216 --repeats 5"
 
 Algorithm bandwidth is bytes / seconds. Bus bandwidth is 2 (n - 1) / n times that: what each link of
-a ring of n ranks carries, which can be compared with the link's rate for any n. Sums of float32. A
+a ring of n ranks carries, which can be compared with the link's rate for any n, where hosts have
+one rank: those with several send less over Gloo (cluster/shared_memory.h). Sums of float32. A
 repetition takes as long as its slowest rank, for which training waits; the table has medians, and
 the 10th and 90th percentile. Each all-reduce is timed by itself: overlap with compute is not
 measured. What a rank does is in benchmarks/allreduce_worker.py. JSON, a table (Markdown, CSV) and a

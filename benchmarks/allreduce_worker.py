@@ -31,7 +31,7 @@ PAUSE = 2e-3
 def lacking_memory(largest: int, device: str) -> str:
     """Why the numbers of this host's ranks do not fit into memory; empty if they do."""
     available = memory() << 20
-    # Beside its numbers a rank on the CPU has only Gloo's two segments, of at most 1 MiB each.
+    # Beside its numbers a rank on the CPU has only what is on its way, 16 MiB at most.
     needed = hvd.local_size() * (PROCESS_BYTES + (largest if device == "cpu" else 0))
     if device == "cuda":
         free = torch.cuda.mem_get_info()[0]

@@ -21,7 +21,7 @@ sums its part with its like of the other hosts, of which there are h:
     shared  2 (h - 1) alpha + 2 (h - 1) / h m beta + 2 (L - 1) / L m beta'
 
 where 1 / beta' is the bus bandwidth inside a host. Its barriers are in what depends on neither p
-nor m.
+nor m. Every 8 MiB take the latencies anew. Where a host has fewer ranks it is the ring.
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
 warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own builds, which is
@@ -59,6 +59,7 @@ from scipy.special import ndtr
 
 MIB = 2**20
 CYCLE = 1e-3  # Horovod's default of HOROVOD_CYCLE_TIME
+SLOT = 8 * MIB  # bytes that ranks which share memory sum between hosts at once
 
 
 @dataclass(frozen=True)
@@ -206,14 +207,22 @@ def places(ranks: int, network: Network) -> tuple[int, int]:
 
 
 def latencies(network: Network, ranks: int, algorithm: str) -> float:
-    """The alpha term of an all-reduce."""
-    between, inside = hops(ranks, places(ranks, network)[0], algorithm)
+    """The alpha term of an all-reduce; of each SLOT, where ranks share memory."""
+    hosts, _ = places(ranks, network)
+    if algorithm == "shared" and hosts > 1 and not shares_memory(ranks, network):
+        algorithm = "ring"
+    between, inside = hops(ranks, hosts, algorithm)
     return between * network.latency + inside * network.inside_latency
 
 
 def shares_memory(ranks: int, network: Network) -> bool:
     """Whether ranks sum inside hosts first, and then between them."""
-    return "shared" in network.algorithms and places(ranks, network)[0] > 1
+    hosts, inside = places(ranks, network)
+    return "shared" in network.algorithms and hosts > 1 and ranks == hosts * inside
+
+
+def slots(bytes_: float) -> int:
+    return max(1, math.ceil(bytes_ / SLOT))
 
 
 def slowest_bandwidth(ranks: int, network: Network) -> float:
@@ -236,7 +245,7 @@ def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float 
     seconds = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
     if shares_memory(ranks, network):
         _, inside = places(ranks, network)
-        seconds += wire_bytes(bytes_, inside) / network.inside_bandwidth
+        seconds = slots(bytes_) * seconds + wire_bytes(bytes_, inside) / network.inside_bandwidth
     limited = max(0.0, limited_bytes(bytes_, ranks, network) - free)
     return seconds + limited / slowest_bandwidth(ranks, network)
 

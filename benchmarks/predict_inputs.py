@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -25,6 +24,7 @@ from benchmarks.cost_model import (
     fit,
     hops,
     median_wait,
+    slots,
     wire_bytes,
 )
 from benchmarks.hardware import ROOT
@@ -49,6 +49,7 @@ class Link(NamedTuple):
 INSIDE = {"pcie": Link(5e-6, 10e9), "nvlink": Link(3e-6, 120e9)}
 NOT_MEASURED = "rate=25gbit latency=20us"  # between hosts, where nothing is known of them
 TCP = 20e-6  # seconds of a small message over TCP, where the latency described is NCCL's
+MEMORY = 3e9  # bytes per second of an all-reduce in a host's memory, where none was measured
 FIXED = 1e-4  # seconds of a round, where no all-reduce was measured
 
 
@@ -189,6 +190,8 @@ def newest_all_reduces(
             and result["operations"] == operations
             and (not network or result["network"] in (network, *UNNAMED))
             and len(result["sizes"]) > 1  # a line needs two
+            # Inside a host earlier ones took several times as long, as memory was not shared.
+            and (len(result["hosts"]) > 1 or operations != "Gloo" or patches_of(result) >= 9)
         )
 
     found = []
@@ -289,25 +292,26 @@ def measurements_of(
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
     operations, patches = result["operations"].lower(), patches_of(result)
-    if len({*Counter(result["ranks"]).values()}) > 1:  # memory is shared where hosts are alike
+    alike = len({*Counter(result["ranks"]).values()}) == 1
+    if not alike or result.get("environment", {}).get("HOROVOD_SHARED_MEMORY") == "0":
         patches = min(patches, 8)
     ways = algorithms(operations, patches)
     transfer = min(hops(count, hosts, algorithm) for algorithm in ways)
     agreed = hops(count, hosts, controller_of(operations, patches))
-    between, within = (sum(pair) for pair in zip(transfer, agreed))
-    if inside is None or hosts == 1:
-        inside, paid = Link(0.0, math.inf), between + within
-    else:  # also where its latency is 0, which a fit may find
-        paid = between
     shared = ways == ("shared",) and hosts > 1
-    return [
-        Measurement(
-            hosts if shared else count, row["bytes"], row[times], hops=paid,
-            known=within * inside.latency
-            + shared * wire_bytes(row["bytes"], count // hosts) / inside.bandwidth,
-        )
-        for row in result["sizes"]
-    ]  # fmt: skip
+    measurements = []
+    for row in result["sizes"]:
+        size, known = row["bytes"], 0.0
+        rounds = slots(size) if shared else 1
+        between, within = (rounds * once + agreeing for once, agreeing in zip(transfer, agreed))
+        if inside is None or hosts == 1:
+            between += within
+        else:  # also where its latency is 0, which a fit may find
+            known = within * inside.latency
+            known += shared * wire_bytes(size, count // hosts) / inside.bandwidth
+        ring = hosts if shared else count
+        measurements.append(Measurement(ring, size, row[times], hops=between, known=known))
+    return measurements
 
 
 def fits(results: Results, case: Case, inside: Link | None = None) -> Link | None:
@@ -337,9 +341,9 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
     Raises:
         Refusal: when nothing says how the GPUs of a host are joined.
     """
+    operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
     one_host = [result for result in results if len(result["hosts"]) == 1]
     several = [result for result in results if len(result["hosts"]) > 1]
-    operations = options.get("operations", results[0]["operations"].lower() if results else "gloo")
     joined = one_host or "inside" in options or options.get("gpus_per_host", slots) == 1
     if operations == "nccl" and "rate" in options and not joined:
         raise Refusal(
@@ -351,7 +355,7 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
     hop = options.get("controller_latency", TCP if unknown else 0.0)
     cases = [
         replace(
-            _constants(one_host, several, options, case),
+            _constants(one_host, several, options, case, operations),
             ranks_per_host=options.get("gpus_per_host") or slots,
             algorithms=algorithms(operations),
             controller=controller_of(operations),
@@ -366,7 +370,9 @@ def networks(results: Results, options: Options, slots: int) -> tuple[list[Netwo
     return cases, [agreement, *_sources(cases[1], one_host, several, options)]
 
 
-def _constants(one_host: Results, several: Results, options: Options, case: Case) -> Network:
+def _constants(
+    one_host: Results, several: Results, options: Options, case: Case, operations: str
+) -> Network:
     """Latencies, bandwidths and fixed time: described, else fitted, else assumed."""
     inside: Link | None = options.get("inside") or fits(one_host, case)
     between = None if "rate" in options else fits(several, case)
@@ -377,7 +383,7 @@ def _constants(one_host: Results, several: Results, options: Options, case: Case
     if not between:
         link = described(NOT_MEASURED) | options
         between = Link(case.slower * link["latency"], case.share * link["rate"])
-    inside = inside or Link(between.latency, math.inf)
+    inside = inside or Link(between.latency, MEMORY if operations == "gloo" else between.bandwidth)
     fixed = [link.fixed for link in (inside, between) if link.fixed is not None]
     return Network(
         between.latency, between.bandwidth, inside_latency=inside.latency,
@@ -391,12 +397,13 @@ def _sources(likely: Network, one_host: Results, several: Results, options: Opti
     for where, key, results, otherwise, latency, bandwidth in (
         ("between hosts", "rate", several, f"NOT MEASURED, taken as {NOT_MEASURED}",
          likely.latency, likely.bandwidth),
-        ("inside a host", "inside", one_host, "latency taken as between hosts, bytes as free",
+        ("inside a host", "inside", one_host, "NOT MEASURED, taken as",
          likely.inside_latency, likely.inside_bandwidth),
     ):  # fmt: skip
         source = "as described" if key in options else "fitted" if results else otherwise
-        rate = f"{bandwidth / 1e6:,.0f} MB/s, " if math.isfinite(bandwidth) else ""
-        lines.append(f"{where}: {source}: {rate}latency {latency * 1e6:.0f} µs a hop")
+        lines.append(
+            f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
+        )
     kinds = (("inside", one_host), ("rate", several))
     fitted = [results for key, results in kinds if key not in options]
     if any(len({len(result["ranks"]) for result in results}) == 1 for results in fitted):

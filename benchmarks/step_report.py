@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks import load
 from benchmarks.files import markdown
 from benchmarks.hardware import versions
+from cluster.hosts import parse
 
 # Variants that the tables compare with others.
 OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
@@ -30,6 +31,10 @@ def report(results: dict[str, Any]) -> str:
         + (f" Take care: other load {busy:.0%}." if busy > load.BUSY_SHARE else "")
     )
     return f"{head}\n\n{table(results)}{wire(results)}"
+
+
+def is_ours(variant: str) -> bool:
+    return variant == OURS or variant.startswith(("HorovodStrategy", "our buckets"))
 
 
 def ratio(result: dict[str, Any], variant: str, other: str) -> float:
@@ -62,7 +67,8 @@ def wire(results: dict[str, Any]) -> str:
 
     The least possible step sends each gradient once it is there and the wire is free. Its time off
     the wire is what no overlap can hide. The share of the wire is the time that the frames of a
-    ring of all ranks need on it, over the step time without that part. Empty where `network` is no
+    ring need on it, over the step time without that part: a ring of all ranks, or of hosts whose
+    ranks share memory. Empty where `network` is no
     rate in mbit; only models with the variant `ALONE`, which tells how long computing takes.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
@@ -75,12 +81,13 @@ def wire(results: dict[str, Any]) -> str:
         if not (ALONE in result["variants"] and result["arrivals"]):
             continue
         computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
-        ranks = result["ranks"]
+        ranks, hosts = result["ranks"], len(parse(results["hosts"]))
         for variant, measured in result["variants"].items():
             if "no communication" in variant:
                 continue
+            ring = hosts if hosts > 1 and ranks % hosts == 0 and is_ours(variant) else ranks
             halved = 2 if variant.endswith(("fp16", "bf16")) else 1
-            gradient_byte_ms = 2 * (ranks - 1) / ranks / halved * byte_ms
+            gradient_byte_ms = 2 * (ring - 1) / ring / halved * byte_ms
             sent = 0.0  # ms into the step when the wire is free
             for share, size in result["arrivals"]:
                 sent = max(sent, share * computing) + size * gradient_byte_ms

@@ -11,6 +11,7 @@
 #include <fcntl.h>
 #include <linux/futex.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -31,6 +32,12 @@
 #include "gloo/common/error.h"
 #include "gloo/context.h"
 #include "gloo/math.h"
+
+#include "../logging.h"
+
+#ifndef SYS_pidfd_open  // by glibc before 2.31
+#define SYS_pidfd_open 434
+#endif
 
 namespace horovod {
 namespace common {
@@ -65,6 +72,7 @@ public:
     void (*least)(void*, const void*, const void*, size_t) = &gloo::min<int64_t>;
     options.setReduceFunction(gloo::AllreduceOptions::Func(least));
     gloo::allreduce(options);
+    LOG(DEBUG) << "The ranks of a host sum in shared memory: " << (usable ? "yes" : "no");
     return usable ? made : nullptr;
   }
 
@@ -81,6 +89,30 @@ public:
   template <typename T>
   void Sum(T* data, size_t count,
            void (*sum_over_hosts)(const Context&, T*, size_t) = &SumOverAll<T>) {
+    try {
+      SumInSlots(data, count, sum_over_hosts);
+    } catch (...) {
+      // What the others get would be no sum: they are not to take our next barrier for this one.
+      head_->broken.store(1);
+      Wake();
+      throw;
+    }
+  }
+
+private:
+  // What the memory begins with; the slots of the ranks follow.
+  struct Head {
+    int64_t name;
+    std::atomic<uint32_t> arrived, barriers;  // ranks at the next barrier, and those that are over
+    std::atomic<uint32_t> broken;             // 1 behind an error of any rank
+    pid_t processes[1];                       // of the ranks
+  };
+
+  SharedMemory(const Context& local, const Context& cross)
+      : local_(local), cross_(cross), slot_bytes_((cross->size > 1 ? 8 : 1) << 20) {}
+
+  template <typename T>
+  void SumInSlots(T* data, size_t count, void (*sum_over_hosts)(const Context&, T*, size_t)) {
     const int size = local_->size, rank = local_->rank;
     const size_t most = slot_bytes_ / sizeof(T);
     for (size_t done = 0; done < count; done += most) {
@@ -119,17 +151,6 @@ public:
     }
   }
 
-private:
-  // What the memory begins with; the slots of the ranks follow.
-  struct Head {
-    int64_t name;
-    std::atomic<uint32_t> arrived, barriers;  // ranks at the next barrier, and those that are over
-    pid_t processes[1];                       // of the ranks
-  };
-
-  SharedMemory(const Context& local, const Context& cross)
-      : local_(local), cross_(cross), slot_bytes_((cross->size > 1 ? 4 : 1) << 20) {}
-
   size_t HeadBytes() const {
     return (sizeof(Head) + local_->size * sizeof(pid_t) + 4095) / 4096 * 4096;
   }
@@ -137,7 +158,8 @@ private:
   size_t Bytes() const { return HeadBytes() + 2 * local_->size * slot_bytes_; }
 
   // The first rank of a host makes a file that has no name, and the others find it among the open
-  // files of that process. So nothing is left over, and /dev/shm may be small.
+  // files of that process. So nothing is left over, and /dev/shm may be small. Ranks of different
+  // containers do not find it, or would know each other's processes by other numbers.
   bool Map() {
     int64_t found[3] = {getpid(), -1, 0};  // process, file, and the name that stands in it
     if (local_->rank == 0) {
@@ -159,7 +181,11 @@ private:
     if (local_->rank > 0) {
       const auto path =
           "/proc/" + std::to_string(found[0]) + "/fd/" + std::to_string(found[1]);
-      file_ = open(path.c_str(), O_RDWR | O_CLOEXEC);
+      file_ = open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOCTTY);
+    }
+    char self[16] = {};
+    if (readlink("/proc/self", self, sizeof(self) - 1) < 0 || self != std::to_string(getpid())) {
+      return false;
     }
     int64_t name = 0;
     if (file_ < 0 || pread(file_, &name, sizeof(name), 0) != sizeof(name) || name != found[2]) {
@@ -177,34 +203,50 @@ private:
   // Returns when all ranks of the host are here. Gloo's own takes 0.2 ms.
   void Barrier() {
     const uint32_t before = head_->barriers.load();
+    if (head_->broken.load()) {
+      throw gloo::IoException("Another rank of this host had an error");
+    }
     if (head_->arrived.fetch_add(1) + 1 == static_cast<uint32_t>(local_->size)) {
       head_->arrived.store(0);
       head_->barriers.fetch_add(1);
-      syscall(SYS_futex, &head_->barriers, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+      Wake();
       return;
     }
     const auto end = std::chrono::steady_clock::now() + local_->getTimeout();
     const timespec look = {0, 100000000};
+    const auto is_over = [&] { return head_->barriers.load() != before; };
     while (true) {
       syscall(SYS_futex, &head_->barriers, FUTEX_WAIT, before, &look, nullptr, 0);
-      if (head_->barriers.load() != before) {
+      if (is_over()) {
         return;
       }
-      for (int of = 0; of < local_->size; of++) {
-        if (HasEnded(head_->processes[of])) {
-          throw gloo::IoException("Local rank " + std::to_string(of) + " has ended");
-        }
-      }
-      if (std::chrono::steady_clock::now() > end) {
-        throw gloo::IoException("Timed out waiting for the ranks of this host");
+      const std::string why = WhyNot(end);
+      if (!why.empty() && !is_over()) {  // one that has ended may have been here before
+        throw gloo::IoException(why);
       }
     }
   }
 
+  void Wake() { syscall(SYS_futex, &head_->barriers, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0); }
+
+  // Why a barrier will never be over; empty if it may be.
+  std::string WhyNot(std::chrono::steady_clock::time_point end) const {
+    for (int of = 0; of < local_->size; of++) {
+      if (HasEnded(head_->processes[of])) {
+        return "Local rank " + std::to_string(of) + " has ended";
+      }
+    }
+    if (head_->broken.load()) {
+      return "Another rank of this host had an error";
+    }
+    const bool late = std::chrono::steady_clock::now() > end;
+    return late ? "Timed out waiting for the ranks of this host" : "";
+  }
+
   static bool HasEnded(pid_t process) {
     pollfd state = {static_cast<int>(syscall(SYS_pidfd_open, process, 0)), POLLIN, 0};
-    if (state.fd < 0) {
-      return errno == ESRCH;  // before Linux 5.3 nobody is known to have ended
+    if (state.fd < 0) {  // it is not there, or Linux is older than 5.3
+      return kill(process, 0) != 0 && errno == ESRCH;
     }
     const bool ended = poll(&state, 1, 0) > 0;
     close(state.fd);
@@ -212,8 +254,8 @@ private:
   }
 
   const Context local_, cross_;
-  // What is summed at once. Inside a host what stays in a cache; between hosts more, as each time
-  // takes a round of messages.
+  // What is summed at once. Inside a host what stays in a cache; between hosts more than a bucket
+  // of gradients, as each time takes a round of messages.
   const size_t slot_bytes_;
   int file_ = -1, turn_ = 0;
   Head* head_ = nullptr;

@@ -7,6 +7,7 @@ import math
 import platform
 import re
 from collections import Counter
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -221,15 +222,16 @@ def measured(hosts: list[str], operations: str, size: float) -> float | None:
     """The bus bandwidth in MB/s that `make bench-allreduce` found between the same ranks, if it
     was run: the newest result's, at the size nearest to `size` bytes.
 
-    Results of another processor are left out: its host may have the same name.
+    Results of another processor are left out, whose host may have the same name, and of another
+    Horovod, whose bandwidth may be another.
     """
     newest, bandwidth = "", None
-    cpu = processor()
+    cpu, horovod = processor(), version("horovod")
     for file in (ROOT / "benchmarks" / "results").glob("allreduce_*.json"):
         try:
             result = json.loads(file.read_text())
             same = result["ranks"] == hosts and result["operations"] == operations
-            same &= result["cpu"] == cpu
+            same &= result["cpu"] == cpu and result["versions"]["horovod"] == horovod
             if same and result["date"] > newest:
                 nearest = min(result["sizes"], key=lambda row: abs(math.log(row["bytes"] / size)))
                 newest, bandwidth = result["date"], float(nearest["bus_mb_s"])

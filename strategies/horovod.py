@@ -54,7 +54,7 @@ from .metrics import (
     warn_of_own_values,
 )
 from .randomness import OwnDraws
-from .reductions import COMPRESSIONS, Reduction, adasum
+from .reductions import COMPRESSIONS, Reduction, adasum, cuts_itself
 from .refusals import (
     refuse_contradictions,
     refuse_options,
@@ -86,8 +86,8 @@ class HorovodStrategy(ParallelStrategy):
         compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is
             the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
             to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.
-            On CPUs, with the Horovod that cluster/wheel.py builds, it is for several hosts: sums
-            inside a host are not cut.
+            On CPUs, with the Horovod that cluster/wheel.py builds, it is for several hosts: what
+            ranks sum in memory that they share is not cut.
         op: "average" over the ranks. "sum" acts as if the loss were multiplied by their number, for
             losses that are sums over samples. "adasum" averages what gradients have in common and
             adds the rest, so that the learning rate of one rank still works on many. It sends them
@@ -615,9 +615,11 @@ class HorovodStrategy(ParallelStrategy):
         return exchanges
 
     def sent_bytes(self, size: int) -> float:
-        """How many bytes each rank sends to combine `size` bytes of gradients."""
+        """How many bytes each rank of a ring sends to combine `size` bytes of gradients, by which
+        the bus bandwidth counts; fewer leave a host whose ranks share memory."""
         ranks = self.world.size
         if self.op == "adasum":
             return size * (ranks.bit_length() - 1)
-        divisor = 1 if self.compression == "none" else 2
-        return 2 * (ranks - 1) / ranks * size / divisor
+        on_one_host = ranks <= hvd.local_size() and self.root_device.type == "cpu"
+        cut = self.compression != "none" and not (on_one_host and cuts_itself())
+        return 2 * (ranks - 1) / ranks * size / (2 if cut else 1)

@@ -16,6 +16,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -190,7 +191,7 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     sizes = [{"bytes": size, "bus_mb_s": size / 1e4} for size in (2**12, 2**20, 2**26)]
     benchmark = {
         "ranks": ["a", "b"], "operations": "Gloo", "date": "2026-11-22", "sizes": sizes,
-        "cpu": bottleneck.processor(),
+        "cpu": bottleneck.processor(), "versions": {"horovod": version("horovod")},
     }  # fmt: skip
     (folder / "allreduce_b.json").write_text(json.dumps(benchmark))
     older = {**benchmark, "date": "2026-11-21", "sizes": [{"bytes": 2**20, "bus_mb_s": 1}]}
@@ -199,8 +200,9 @@ def test_the_all_reduce_benchmark_of_the_same_ranks_is_found(
     (folder / "allreduce_d.json").write_text(json.dumps(benchmark)[:40])
     (folder / "allreduce_e.json").write_text("[]")
     (folder / "allreduce_g.json").write_text("{}")
-    another = {**benchmark, "date": "2026-11-23", "cpu": "another", "sizes": older["sizes"]}
-    (folder / "allreduce_f.json").write_text(json.dumps(another))
+    for name, other in (("f", {"cpu": "another"}), ("h", {"versions": {"horovod": "0.28.1"}})):
+        another = {**benchmark, "date": "2026-11-23", "sizes": older["sizes"], **other}
+        (folder / f"allreduce_{name}.json").write_text(json.dumps(another))
     assert bottleneck.measured(["a", "b"], "Gloo", 3e6) == 2**20 / 1e4
     assert bottleneck.measured(["a", "b"], "NCCL", 3e6) is None
     assert bottleneck.measured(["a", "a"], "Gloo", 3e6) is None

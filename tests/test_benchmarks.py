@@ -94,7 +94,8 @@ def test_the_share_of_the_wire() -> None:
     """
     alone = "no communication, our malloc"
     variants = {alone: [100], OURS: [1030], "HorovodStrategy, bf16": [830]}
-    measured = {"network": "500mbit", "models": {"mlp": result(**variants)}}
+    measured: dict[str, Any] = {"network": "500mbit", "models": {"mlp": result(**variants)}}
+    measured["hosts"] = "node1:1,node2:1"
     assert step_report.wire(measured).splitlines()[-2:] == [
         f"| mlp | {OURS} | 836.5 | 30.0 | 866.5 | 0.836 |",
         "| mlp | HorovodStrategy, bf16 | 418.2 | 30.0 | 448.2 | 0.523 |",
@@ -103,6 +104,11 @@ def test_the_share_of_the_wire() -> None:
     last = step_report.wire(measured).splitlines()[-2]
     assert last == f"| mlp | {OURS} | 836.5 | 83.3 | 919.7 | 0.884 |"
     assert step_report.wire({**measured, "network": "loopback"}) == ""
+    # A ring of 4 ranks sends 1.5 times as much as one of the 2 hosts whose ranks share memory.
+    measured["hosts"], measured["models"]["mlp"]["ranks"] = "node1:2,node2:2", 4
+    measured["models"]["mlp"]["variants"]["Lightning DDP"] = {"block_medians_ms": [2000]}
+    lines = step_report.wire(measured).splitlines()[-3:]
+    assert [line.split(" | ")[2] for line in lines] == ["836.5", "418.2", "1254.7"]
 
 
 def test_on_a_gpu_steps_are_between_events(monkeypatch: pytest.MonkeyPatch) -> None:

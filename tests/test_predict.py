@@ -179,7 +179,11 @@ def test_hosts_with_other_numbers_of_ranks_share_no_memory() -> None:
     assert (uneven.ranks, uneven.known) == (3, 0.0)
     result["ranks"].append("b")
     (even,) = predict_inputs.measurements_of(result, "seconds", inside)
-    assert (even.ranks, even.known) == (2, 8e6 / 1e9)
+    assert (even.ranks, even.hops, even.known) == (2, 2 + 3, 8e6 / 1e9)
+    result["sizes"][0]["bytes"] = 20 * 2**20
+    assert predict_inputs.measurements_of(result, "seconds", inside)[0].hops == 3 * 2 + 3
+    result["environment"] = {"HOROVOD_SHARED_MEMORY": "0"}
+    assert predict_inputs.measurements_of(result, "seconds", inside)[0].ranks == 4
 
 
 def test_times_without_bandwidth_are_refused() -> None:
@@ -254,6 +258,9 @@ def test_ranks_that_share_memory_send_once_a_host() -> None:
     )  # fmt: skip
     assert all_reduce_seconds(8e6, 8, hosts) == pytest.approx(2e-3 + 8e6 / 1e8 + 12e6 / 1e9)
     assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e9)
+    assert all_reduce_seconds(80e6, 8, hosts) == pytest.approx(10 * 2e-3 + 80e6 / 1e8 + 120e6 / 1e9)
+    ring = replace(hosts, algorithms=("ring",))
+    assert all_reduce_seconds(8e6, 7, hosts) == all_reduce_seconds(8e6, 7, ring)
     slow = replace(hosts, inside_bandwidth=1e7)
     assert all_reduce_seconds(8e6, 8, slow) == pytest.approx(2e-3 + 8e6 / 1e8 + 12e6 / 1e7)
     job = replace(JOB, deviation=0.0)
@@ -452,6 +459,8 @@ def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
     return {
         "hosts": [{"name": name, "slots": ranks // hosts} for name in names],
         "ranks": sorted(names * (ranks // hosts)), "operations": "Gloo", "date": "2026-11-21",
+        # On several hosts by a ring of all ranks, as with Horovod's own builds.
+        "versions": {"horovod": "0.28.1+torch2.11.0.cpu.p9" if hosts == 1 else "0.28.1"},
         "sizes": allreduce.bandwidths(SIZES, seconds, ranks),
     }  # fmt: skip
 
@@ -664,9 +673,12 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
     other_form = {**all_reduces(), "ranks": None, "date": "2027-01-01"}
     one_size = {**all_reduces(), "cpu": "ours", "cores": 2, "date": "2027-01-01"}
     one_size["sizes"] = one_size["sizes"][:1]
+    before = {**all_reduces(), "cpu": "ours", "cores": 2, "date": "2027-01-01"}
+    before["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p8"}  # whose ranks shared no memory
     for name, text in (("half", json.dumps(content)[:-40]), ("list", "[]"), ("empty", ""),
                        ("older", json.dumps(other_form)),
-                       ("one", json.dumps(one_size))):  # fmt: skip
+                       ("one", json.dumps(one_size)),
+                       ("before", json.dumps(before))):  # fmt: skip
         (tmp_path / f"allreduce_{name}.json").write_text(text)
     paths = command.all_reduces_of(summary(hosts={"node0": 4}))
     assert list(paths) == [tmp_path / "allreduce_ours.json"]

@@ -89,6 +89,16 @@ def test_what_a_rank_of_four_sends(options: dict[str, Any], sent: float) -> None
     assert strategy.sent_bytes(1) == sent
 
 
+def test_on_one_host_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy: Any = HorovodStrategy(compression="fp16")
+    strategy.world = SimpleNamespace(size=4)
+    strategy.parallel_devices = [torch.device("cpu")]
+    monkeypatch.setattr(hvd, "local_size", lambda: 4)
+    assert strategy.sent_bytes(1) == 1.5
+    monkeypatch.setattr("strategies.horovod.cuts_itself", lambda: False)
+    assert strategy.sent_bytes(1) == 0.75
+
+
 def test_adasum_on_three_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     world = SimpleNamespace(size=3)
     monkeypatch.setattr("strategies.horovod.initialize", lambda *_, **__: world)

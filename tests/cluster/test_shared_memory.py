@@ -132,21 +132,33 @@ def test_of_a_set_of_ranks(hosts: list[testbed.Node]) -> None:
 
 
 ENDS = """
-import os, signal, sys, threading, time, torch, horovod.torch as hvd
+import os, signal, threading, time, torch, horovod.torch as hvd
 hvd.init()
-numbers, start = torch.ones(2**24), time.monotonic()
-if hvd.rank() == 1:
+ranks, start = hvd.size(), time.monotonic()
+if hvd.rank() == ranks - 1:
     threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
 try:
     while time.monotonic() < start + 60:
-        hvd.allreduce_(numbers, op=hvd.Sum, name="sum")
+        handles = [
+            hvd.allreduce_async(torch.ones(2**22), op=hvd.Sum, name=f"sum.{n}") for n in range(4)
+        ]
+        for handle in handles:
+            assert bool((hvd.synchronize(handle) == ranks).all()), "no sum"
 except hvd.mpi_ops.HorovodInternalError as error:
     print(f"{hvd.rank()} was told: {error}", flush=True)
 """
 
 
-def test_a_rank_that_ends_amid_a_sum_is_not_waited_for() -> None:
-    """Its launcher would end the others: here it is told of the end only later."""
-    lasting = ["sh", "-c", '"$@"; sleep 5; true', "sh"]
-    done = run(horovodrun("-np", "2", *lasting, PYTHON, "-c", ENDS), timeout=60)
-    assert "0 was told: " in done.stdout, done.stdout
+@pytest.mark.parametrize("where", ["node1:2", "node1:2,node2:2"])
+def test_a_rank_that_ends_amid_a_sum_is_not_waited_for(
+    hosts: list[testbed.Node], where: str
+) -> None:
+    """Nor is what the others then have taken for a sum. Its launcher would end them: here it is
+    told of the end only later."""
+    lasting = ["sh", "-c", '"$@"; sleep 8; true', "sh"]
+    command = horovodrun("-H", where, *lasting, PYTHON, "-c", ENDS)
+    done = run(hosts[0].command(*command), timeout=60)
+    others = sum(int(each[-1]) for each in where.split(",")) - 1
+    for rank in range(others):
+        assert f"{rank} was told: " in done.stdout, done.stdout
+    assert "no sum" not in done.stdout

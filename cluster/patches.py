@@ -1,7 +1,8 @@
 """What is changed in the sources of Horovod 0.28.1 before it is built: for speed, and faults.
 
-Each is a file, a text that it has once, and what comes instead; the figures are in
-benchmarks/NOTES.md. PATCH goes into the names of wheels: it counts up with each change.
+Each is a file, a text that it has once, and what comes instead. HEADERS are put beside Horovod's
+own of Gloo. The figures are in benchmarks/NOTES.md. PATCH goes into the names of wheels: it counts
+up with each change.
 """
 
 from __future__ import annotations

@@ -11,11 +11,14 @@ from tests.conftest import run
 
 MIB = 2**20
 # Prints whether sums are what torch makes of the same numbers, cut where they leave a host, and
-# what this host's link sent for one of 8 MiB.
+# what this host's link sent for a bucket of 8 MiB.
 SUM = """
 import json
 from pathlib import Path
 import torch, horovod.torch as hvd
+from strategies.collectives import wait_until
+from strategies.environment import initialize
+from strategies.reductions import COMPRESSIONS, InFlight
 
 def sent():
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
@@ -44,12 +47,13 @@ for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16")):
 whole = torch.full((5,), 1 + 2.0**-20, dtype=torch.float64)
 assert hvd.allreduce(whole, op=hvd.Sum, name="whole@bf16")[0] == ranks * whole[0]
 
-numbers = torch.ones(2 * 2**20)
-hvd.allreduce_(numbers, op=hvd.Sum, name="link@bf16")
-hvd.barrier()
-before = sent()
-hvd.allreduce_(numbers, op=hvd.Sum, name="link@bf16")
-hvd.barrier()
+world, numbers = initialize(), torch.ones(2 * 2**20)
+for _ in range(2):
+    hvd.barrier()
+    before = sent()
+    bucket = InFlight(COMPRESSIONS["bf16"](numbers, [2 * 2**20], "bucket", world))
+    wait_until(bucket.advance)
+    hvd.barrier()
 print(json.dumps({"rank": rank, "ranks": ranks, "wrong": wrong, "link": sent() - before}))
 """
 

@@ -221,7 +221,7 @@ def shares_memory(ranks: int, network: Network) -> bool:
     return "shared" in network.algorithms and hosts > 1 and ranks == hosts * inside
 
 
-def slots(bytes_: float) -> int:
+def slot_count(bytes_: float) -> int:
     return max(1, math.ceil(bytes_ / SLOT))
 
 
@@ -245,7 +245,9 @@ def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float 
     seconds = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
     if shares_memory(ranks, network):
         _, inside = places(ranks, network)
-        seconds = slots(bytes_) * seconds + wire_bytes(bytes_, inside) / network.inside_bandwidth
+        seconds = (
+            slot_count(bytes_) * seconds + wire_bytes(bytes_, inside) / network.inside_bandwidth
+        )
     limited = max(0.0, limited_bytes(bytes_, ranks, network) - free)
     return seconds + limited / slowest_bandwidth(ranks, network)
 

@@ -24,7 +24,7 @@ from benchmarks.cost_model import (
     fit,
     hops,
     median_wait,
-    slots,
+    slot_count,
     wire_bytes,
 )
 from benchmarks.hardware import ROOT
@@ -302,7 +302,7 @@ def measurements_of(
     measurements = []
     for row in result["sizes"]:
         size, known = row["bytes"], 0.0
-        rounds = slots(size) if shared else 1
+        rounds = slot_count(size) if shared else 1
         between, within = (rounds * once + agreeing for once, agreeing in zip(transfer, agreed))
         if inside is None or hosts == 1:
             between += within

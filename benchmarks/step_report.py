@@ -68,8 +68,8 @@ def wire(results: dict[str, Any]) -> str:
     The least possible step sends each gradient once it is there and the wire is free. Its time off
     the wire is what no overlap can hide. The share of the wire is the time that the frames of a
     ring need on it, over the step time without that part: a ring of all ranks, or of hosts whose
-    ranks share memory. Empty where `network` is no
-    rate in mbit; only models with the variant `ALONE`, which tells how long computing takes.
+    ranks share memory. Empty where `network` is no rate in mbit; only models with the variant
+    `ALONE`, which tells how long computing takes.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     if not megabits:
@@ -81,11 +81,12 @@ def wire(results: dict[str, Any]) -> str:
         if not (ALONE in result["variants"] and result["arrivals"]):
             continue
         computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
-        ranks, hosts = result["ranks"], len(parse(results["hosts"]))
+        ranks, hosts = result["ranks"], parse(results["hosts"])
+        share_memory = len(hosts) > 1 and len({host.slots for host in hosts}) == 1
         for variant, measured in result["variants"].items():
             if "no communication" in variant:
                 continue
-            ring = hosts if hosts > 1 and ranks % hosts == 0 and is_ours(variant) else ranks
+            ring = len(hosts) if share_memory and is_ours(variant) else ranks
             halved = 2 if variant.endswith(("fp16", "bf16")) else 1
             gradient_byte_ms = 2 * (ring - 1) / ring / halved * byte_ms
             sent = 0.0  # ms into the step when the wire is free

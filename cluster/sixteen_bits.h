@@ -1,4 +1,4 @@
-// The sum over ranks of values that travel in 16 bits, half as many bytes: see sum_in_16_bits.
+// The sum over ranks of values that travel in 16 bits, half as many bytes: see SumIn16Bits.
 //
 // cluster/patches.py puts this file into Horovod.
 

@@ -16,7 +16,7 @@ MIB = 2**20
 # Prints whether the memory is there, what this host's link sent for a sum of 8 MiB, and whether
 # sums of some sizes and dtypes are right on all ranks, and the same on all.
 SUM = """
-import json, os, sys
+import json
 from pathlib import Path
 import torch, horovod.torch as hvd
 

@@ -49,6 +49,7 @@ before = sent()
 hvd.allreduce_(numbers, op=hvd.Sum, name="link")
 hvd.barrier()
 link, there = sent() - before, maps()
+hvd.barrier()  # a rank that shuts down ends Horovod, and so this memory, on all
 hvd.shutdown()
 print(json.dumps({
     "rank": rank, "ranks": ranks, "right": right, "there": there, "link": link, "left": maps(),

@@ -25,9 +25,10 @@ nor m. Every 8 MiB take the latencies anew. Where a host has fewer ranks it is t
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
 warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own builds, which is
-what limits it on many ranks; ours (cluster/patches.py) takes
+what limits it on many ranks; in ours (cluster/patches.py) hosts with equally many ranks agree in
+memory inside, and between them, or between all ranks of others, it takes
 
-    dissemination    (1 + log2(p)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
+    dissemination    (1 + log2(h)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
 whose first message is the permission to send. (A ring has one too, which a fit puts into what does
 not depend on p.) Rounds of operations begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
@@ -71,10 +72,10 @@ class Network:
         ranks_per_host: ranks on one host, joined by inside_latency and inside_bandwidth.
         fixed: seconds of a round that depend on neither ranks nor bytes.
         algorithms: "ring", "tree", "shared"; the faster of those given is used.
-        controller: how ranks agree, by "dissemination" (Gloo), "ring" (Gloo in builds that are not
-            ours) or "tree" (MPI).
-        agreement_latency: the least that a hop of an agreement takes. Gloo agrees over TCP, even
-            inside a host, and even where NCCL moves the gradients.
+        controller: how ranks agree, by "dissemination" (Gloo; in our wheels p7 to p9 of all ranks,
+            "dissemination of ranks"), "ring" (Gloo in builds that are not ours) or "tree" (MPI).
+        agreement_latency: the least that a hop of an agreement takes: it is over TCP even where
+            NCCL moves the gradients.
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).
         cycle: least seconds between the beginnings of two rounds.
         burst: bytes that pass at once after a rest on a link limited by a token bucket
@@ -188,6 +189,8 @@ def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
         inside = math.ceil(ranks / hosts)
         return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
     if algorithm == "dissemination":
+        return (1 + math.ceil(math.log2(hosts)) if hosts > 1 else 0), 0
+    if algorithm == "dissemination of ranks":
         rounds = 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
         if hosts == 1:
             return 0, rounds
@@ -208,11 +211,12 @@ def places(ranks: int, network: Network) -> tuple[int, int]:
 
 def latencies(network: Network, ranks: int, algorithm: str) -> float:
     """The alpha term of an all-reduce; of each SLOT, where ranks share memory."""
-    hosts, _ = places(ranks, network)
-    if algorithm == "shared" and hosts > 1 and not shares_memory(ranks, network):
-        algorithm = "ring"
-    between, inside = hops(ranks, hosts, algorithm)
-    return between * network.latency + inside * network.inside_latency
+    hosts, inside = places(ranks, network)
+    if ranks != hosts * inside:  # those of a host share no memory
+        alone = {"shared": "ring", "dissemination": "dissemination of ranks"}
+        algorithm = alone.get(algorithm, algorithm)
+    between, within = hops(ranks, hosts, algorithm)
+    return between * network.latency + within * network.inside_latency
 
 
 def shares_memory(ranks: int, network: Network) -> bool:
@@ -323,6 +327,12 @@ def as_many_buckets(bytes_: float, count: int) -> list[float]:
     return bucket_sizes([bytes_ / layers] * layers)
 
 
+def tells_fixed(measurements: Sequence[Measurement]) -> bool:
+    """Whether they tell `fixed` from alpha: see `fit`."""
+    several = len({measurement.ranks for measurement in measurements}) > 1
+    return several or not any(measurement.latencies for measurement in measurements)
+
+
 def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
     """The least squares of relative errors, over constants that are not negative, of
 
@@ -330,14 +340,14 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
 
     which is one operation: agreement and transfer. `burst` is for rested links with a known token
     bucket. Measurements on one number of ranks cannot separate `fixed` from alpha: then fixed is 0,
-    and alpha an upper bound.
+    and alpha an upper bound, unless no hop is among them.
 
     Raises:
         ValueError: with fewer than two sizes, or times that do not grow with them.
     """
     if len({m.bytes for m in measurements}) < 2:
         raise ValueError("a fit needs all-reduces of two sizes at least")
-    intercept = float(len({m.ranks for m in measurements}) > 1)
+    intercept = float(tells_fixed(measurements))
     matrix = np.array([
         [intercept, m.latencies, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
         for m in measurements

@@ -25,6 +25,7 @@ from benchmarks.cost_model import (
     hops,
     median_wait,
     slot_count,
+    tells_fixed,
     wire_bytes,
 )
 from benchmarks.hardware import ROOT
@@ -271,7 +272,9 @@ def controller_of(operations: str, patches: int = NEWEST) -> str:
     """How ranks agree: see `Network`."""
     if operations == "mpi":
         return "tree"
-    return "dissemination" if patches >= 7 else "ring"
+    return (
+        "dissemination" if patches >= 90 else "dissemination of ranks" if patches >= 7 else "ring"
+    )
 
 
 def patches_of(result: dict[str, Any]) -> int:
@@ -324,7 +327,7 @@ def fits(results: Results, case: Case, inside: Link | None = None) -> Link | Non
         return None
     measurements = [m for result in results for m in measurements_of(result, case.times, inside)]
     fitted = fit(measurements)
-    if len({measurement.ranks for measurement in measurements}) > 1:
+    if tells_fixed(measurements):
         return Link(fitted.latency, fitted.share, fitted.fixed)
     fixed = (1 - case.part) * measurements[0].latencies * fitted.latency
     return Link(case.part * fitted.latency, fitted.share, fixed)
@@ -406,7 +409,10 @@ def _sources(likely: Network, one_host: Results, several: Results, options: Opti
         )
     kinds = (("inside", one_host), ("rate", several))
     fitted = [results for key, results in kinds if key not in options]
-    if any(len({len(result["ranks"]) for result in results}) == 1 for results in fitted):
+    measured = [
+        [m for each in results for m in measurements_of(each, "seconds")] for results in fitted
+    ]
+    if not all(tells_fixed(each) for each in measured):
         lines.append(
             "one number of ranks does not tell latency from fixed time: a quarter, half, all of it "
             'is taken as latency; more files (ALLREDUCE="a b") tell'

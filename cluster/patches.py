@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p9"
+PATCH = "p90"
 HEADERS = [Path(__file__).with_name(name) for name in ("shared_memory.h", "sixteen_bits.h")]
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
@@ -152,13 +152,14 @@ void FollowInStream() {
     (CONTROLLER, "  global_ranks_.reserve(size_);\n",
      "  global_ranks_.resize(size_);\n"),
     # Before each operation ranks agree by an "and" of some bits, for which Gloo's ring takes
-    # 2 (p - 1) messages, one after the other. Now it is log2(p) rounds, in the order of the
+    # 2 (p - 1) messages, one after the other. Now the ranks of a host put them into memory that
+    # they share, and those with the same local rank take log2(hosts) rounds, in the order of the
     # barrier of Hensgen, Finkel and Manber (1988, https://doi.org/10.1007/BF01379320): that some
-    # bits come twice makes no difference.
+    # bits come twice makes no difference. Where memory is not shared it is log2(p) rounds.
     (CONTROLLER, "void GlooController::CrossRankBitwiseAnd(", """\
-static void Combine(const std::shared_ptr<gloo::Context>& context,
-                    std::vector<long long>& bits, int count,
+static void Combine(const GlooContext& all, std::vector<long long>& bits, int count,
                     void (*combine)(void*, const void*, const void*, size_t)) {
+  const auto context = all.shared ? all.cross_ctx : all.ctx;
   const auto slot = gloo::Slot::build(gloo::kAllreduceSlotPrefix, 1);
   const int rank = context->rank, size = context->size;
   const auto timeout = context->getTimeout();
@@ -169,6 +170,9 @@ static void Combine(const std::shared_ptr<gloo::Context>& context,
     received.push_back(context->createUnboundBuffer(
         theirs.back().data(), count * sizeof(long long)));
     received.back()->recv((rank - distance + size) % size, slot);
+  }
+  if (all.shared) {
+    all.shared->Combine(bits.data(), count, combine);
   }
   auto mine = context->createUnboundBuffer(bits.data(), count * sizeof(long long));
   for (int distance = 1, round = 0; distance < size; distance *= 2, round++) {
@@ -186,14 +190,14 @@ void GlooController::CrossRankBitwiseAnd("""),
   void (*func)(void*, const void*, const void*, size_t) = &BitAnd<long long>;
   opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
   gloo::allreduce(opts);
-""", "  Combine(gloo_context_.ctx, bitvector, count, &BitAnd<long long>);\n"),
+""", "  Combine(gloo_context_, bitvector, count, &BitAnd<long long>);\n"),
     (CONTROLLER, """\
   gloo::AllreduceOptions opts(gloo_context_.ctx);
   opts.setOutput(bitvector.data(), count);
   void (*func)(void*, const void*, const void*, size_t) = &BitOr<long long>;
   opts.setReduceFunction(gloo::AllreduceOptions::Func(func));
   gloo::allreduce(opts);
-""", "  Combine(gloo_context_.ctx, bitvector, count, &BitOr<long long>);\n"),
+""", "  Combine(gloo_context_, bitvector, count, &BitOr<long long>);\n"),
     # Gloo sends to a rank before it tells that rank that it may send. Both go through one
     # connection, in which the permission waits behind the data: one direction after the other,
     # half the speed.

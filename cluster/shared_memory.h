@@ -1,4 +1,4 @@
-// Sums over ranks of which several are on each host, through memory that those share.
+// Sums, and what ranks agree on, where several are on each host: through memory that those share.
 //
 // cluster/patches.py puts this file into Horovod. Gloo has one ring over all ranks: inside a host
 // the bytes go through the kernel and back, and with 2 hosts of 4 ranks each host sends 1.75 times
@@ -78,6 +78,7 @@ public:
 
   ~SharedMemory() {
     if (head_ != nullptr) {
+      Break();  // the others may not know yet that this rank shuts down
       munmap(head_, Bytes());
     }
     if (file_ >= 0) {
@@ -92,11 +93,20 @@ public:
     try {
       SumInSlots(data, count, sum_over_hosts);
     } catch (...) {
-      // What the others get would be no sum: they are not to take our next barrier for this one.
-      head_->broken.store(1);
-      Wake();
+      Break();
       throw;
     }
+  }
+
+  // Overwrites the `data` of each rank of a host with those of all of them, combined.
+  template <typename T>
+  void Combine(T* data, size_t count, void (*combine)(void*, const void*, const void*, size_t)) {
+    std::memcpy(Slot<T>(local_->rank), data, count * sizeof(T));
+    Barrier();
+    for (int other = 1; other < local_->size; other++) {
+      combine(data, data, Slot<T>((local_->rank + other) % local_->size), count);
+    }
+    turn_ = 1 - turn_;
   }
 
 private:
@@ -104,7 +114,7 @@ private:
   struct Head {
     int64_t name;
     std::atomic<uint32_t> arrived, barriers;  // ranks at the next barrier, and those that are over
-    std::atomic<uint32_t> broken;             // 1 behind an error of any rank
+    std::atomic<uint32_t> broken;             // 1 behind an error of any rank, or its shutdown
     pid_t processes[1];                       // of the ranks
   };
 
@@ -120,35 +130,36 @@ private:
       const size_t length = std::min(count - done, most);
       const size_t part = (length + size - 1) / size;
       const auto begin = [&](int of) { return std::min(length, of * part); };
-      // Two sets of slots take turns: a rank may still read from those of before.
-      const auto slot = [&](int of) {
-        return reinterpret_cast<T*>(reinterpret_cast<char*>(head_) + HeadBytes() +
-                                    (turn_ * size + of) * slot_bytes_);
-      };
       const auto copy = [&](T* to, const T* from, size_t first, size_t last) {
         std::memcpy(to + first, from + first, (last - first) * sizeof(T));
       };
       const size_t mine = begin(rank), next = begin(rank + 1);
 
-      copy(slot(rank), now, 0, mine);
-      copy(slot(rank), now, next, length);
+      copy(Slot<T>(rank), now, 0, mine);
+      copy(Slot<T>(rank), now, next, length);
       Barrier();
       for (int other = 1; other < size; other++) {
-        T* const theirs = slot((rank + other) % size);
+        T* const theirs = Slot<T>((rank + other) % size);
         gloo::sum<T>(now + mine, now + mine, theirs + mine, next - mine);
       }
       if (cross_->size > 1 && next > mine) {
         sum_over_hosts(cross_, now + mine, next - mine);
       }
-      copy(slot(rank), now, mine, next);
+      copy(Slot<T>(rank), now, mine, next);
       Barrier();
       for (int other = 0; other < size; other++) {
         if (other != rank) {
-          copy(now, slot(other), begin(other), begin(other + 1));
+          copy(now, Slot<T>(other), begin(other), begin(other + 1));
         }
       }
       turn_ = 1 - turn_;
     }
+  }
+
+  // Two sets of slots take turns: a rank may still read from those of before.
+  template <typename T> T* Slot(int of) const {
+    return reinterpret_cast<T*>(reinterpret_cast<char*>(head_) + HeadBytes() +
+                                (turn_ * local_->size + of) * slot_bytes_);
   }
 
   size_t HeadBytes() const {
@@ -200,11 +211,17 @@ private:
     return true;
   }
 
+  // What the others get would be no sum: they are not to take our next barrier for this one.
+  void Break() {
+    head_->broken.store(1);
+    Wake();
+  }
+
   // Returns when all ranks of the host are here. Gloo's own takes 0.2 ms.
   void Barrier() {
     const uint32_t before = head_->barriers.load();
     if (head_->broken.load()) {
-      throw gloo::IoException("Another rank of this host had an error");
+      throw gloo::IoException("Another rank of this host had an error or shut down");
     }
     if (head_->arrived.fetch_add(1) + 1 == static_cast<uint32_t>(local_->size)) {
       head_->arrived.store(0);
@@ -237,7 +254,7 @@ private:
       }
     }
     if (head_->broken.load()) {
-      return "Another rank of this host had an error";
+      return "Another rank of this host had an error or shut down";
     }
     const bool late = std::chrono::steady_clock::now() > end;
     return late ? "Timed out waiting for the ranks of this host" : "";

@@ -109,8 +109,8 @@ def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
 @pytest.mark.parametrize(
     ("operations", "horovod", "controller"),
     [
-        ("Gloo", "0.28.1+torch2.11.0.cpu.p7", "dissemination"),
-        ("Gloo", "0.28.1+torch2.11.0.cpu.p9", "dissemination"),
+        ("Gloo", "0.28.1+torch2.11.0.cpu.p7", "dissemination of ranks"),
+        ("Gloo", "0.28.1+torch2.11.0.cpu.p9", "dissemination of ranks"),
         ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p90.sm90", "dissemination"),
         ("Gloo", "0.28.1+torch2.11.0.cpu.p6", "ring"),
         ("NCCL", "0.28.1", "ring"),
@@ -159,9 +159,25 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
         assert predicted == pytest.approx(true, rel=0.1)
 
 
+def test_what_takes_no_hops_has_a_fixed_time() -> None:
+    """As sums and agreements in memory: one number of ranks tells it from the latency."""
+    times = [2e-3 + 2 * (2 - 1) / 2 * size / 3e9 for size in SIZES]
+    rows = [
+        {"bytes": size, **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), time)}
+        for size, time in zip(SIZES, times)
+    ]
+    result = {"operations": "Gloo", "hosts": [{}], "ranks": ["a", "a"], "sizes": rows}
+    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p90"}
+    cases, sources = predict_inputs.networks([result], {}, slots=2)
+    for network in cases:
+        assert (network.fixed, network.inside_latency) == (pytest.approx(2e-3), 0)
+        assert network.inside_bandwidth == pytest.approx(3e9)
+    assert not any("does not tell latency" in line for line in sources)
+
+
 def test_no_latency_inside_hosts_is_known_too() -> None:
     """As a fit says of times that grow faster than bytes: hops inside are not taken for others."""
-    truth = Network(5e-5, 3e9, 4, 0.0, 1e10)
+    truth = Network(5e-5, 3e9, 4, 0.0, 1e10, controller="dissemination of ranks")
     rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
     result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
     result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p7"}
@@ -307,8 +323,17 @@ def test_the_hops_of_an_agreement_are_those_of_its_longest_chain(ranks: int, hos
         sent = [max(knows[r], hop(to[r], r)) + hop(r, to[r]) for r in range(ranks)]
         knows = [max(knows[r], sent[(r - distance) % ranks]) for r in range(ranks)]
         distance *= 2
-    between, inside = hops(ranks, hosts, "dissemination")
+    between, inside = hops(ranks, hosts, "dissemination of ranks")
     assert max(knows) == pytest.approx(between + 1e-3 * inside)
+
+
+def test_ranks_of_a_host_agree_in_memory_where_hosts_have_equally_many() -> None:
+    network = replace(TRUTH, ranks_per_host=4, inside_latency=1e-5)
+    agreed = [latencies(network, ranks, "dissemination") for ranks in (4, 8, 64)]
+    assert agreed == pytest.approx([0, 2 * TRUTH.latency, 5 * TRUTH.latency])
+    for ranks in (7, 65):
+        of_ranks = latencies(network, ranks, "dissemination of ranks")
+        assert latencies(network, ranks, "dissemination") == of_ranks
 
 
 def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:
@@ -318,7 +343,7 @@ def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:
 
 
 def test_ranks_agree_over_tcp_though_nccl_is_faster() -> None:
-    """8 ranks on 2 hosts: the permission to send and 3 rounds, to ranks of this host too."""
+    """8 ranks on 2 hosts: the permission to send, and a round."""
     words = "rate=100gbit latency=5us gpus_per_host=4 inside=nvlink operations=nccl"
     cases = [
         (networks([], described(f"{words}{more}"), 4)[0][1], hop)
@@ -327,7 +352,7 @@ def test_ranks_agree_over_tcp_though_nccl_is_faster() -> None:
         )
     ]  # fmt: skip
     for network, hop in cases:
-        expected = 4 * hop if hop else latencies(network, 8, "dissemination")
+        expected = 2 * hop if hop else latencies(network, 8, "dissemination")
         assert agreement_seconds(8, network) == pytest.approx(network.fixed + expected)
         assert all_reduce_seconds(0, 8, network) == pytest.approx(
             min(latencies(network, 8, algorithm) for algorithm in ("ring", "tree"))

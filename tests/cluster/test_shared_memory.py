@@ -1,4 +1,5 @@
-"""Ranks of a host sum in memory that they share: cluster/shared_memory.h, which Horovod has."""
+"""Ranks of a host sum, and agree, in memory that they share: cluster/shared_memory.h, which Horovod
+has."""
 
 from __future__ import annotations
 
@@ -163,3 +164,65 @@ def test_a_rank_that_ends_amid_a_sum_is_not_waited_for(
     for rank in range(others):
         assert f"{rank} was told: " in done.stdout, done.stdout
     assert "no sum" not in done.stdout
+
+
+# Sums of many tensors, whose bits are many numbers, which ranks hand over in orders of their own,
+# some late, and later with other sizes; then prints how many frames left for other ranks while they
+# agreed on, and summed, one number at a time.
+AGREE = """
+import json, os, random, time
+from pathlib import Path
+os.environ["HOROVOD_CACHE_CAPACITY"] = "5000"
+import torch, horovod.torch as hvd
+
+def frames():
+    folders = Path("/sys/class/net").glob("*/statistics/tx_packets")
+    return sum(int(file.read_text()) for file in folders)
+
+hvd.init()
+ranks, rank, right = hvd.size(), hvd.rank(), True
+order = list(range(4500))
+for turn, size in enumerate((1, 1, 2, 1)):
+    random.Random(f"{rank} {turn}").shuffle(order)
+    handles = {}
+    for place, number in enumerate(order):
+        if place in (50, 3000) and rank == turn % ranks:
+            time.sleep(0.2)
+        tensor = torch.full((size if number % 100 == 0 else 1,), number + rank)
+        handles[number] = hvd.allreduce_async(tensor, op=hvd.Sum, name=f"tensor.{number}")
+    for number, handle in handles.items():
+        right &= bool((hvd.synchronize(handle) == ranks * number + sum(range(ranks))).all())
+
+one = torch.ones(1)
+for turn in range(101):
+    hvd.allreduce_(one, op=hvd.Average, name="one")
+    if turn == 0:
+        before = frames()
+sent = frames() - before
+print(json.dumps({"rank": rank, "ranks": ranks, "right": right, "sent": sent}), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "shared", "least", "most"),
+    [
+        ("node1:3", "1", 0, 30),
+        ("node1:3", "0", 600, 1e9),
+        ("node1:2,node2:2", "1", 400, 1e9),
+        ("node1:3,node2:2", "1", 400, 1e9),
+    ],
+    ids=["one host", "without it", "two hosts", "uneven hosts"],
+)
+def test_ranks_agree(
+    hosts: list[testbed.Node], where: str, shared: str, least: int, most: float
+) -> None:
+    """On one host without a word to each other."""
+    ranks = sum(int(each[-1]) for each in where.split(","))
+    command = horovodrun("-H", where, PYTHON, "-c", AGREE)
+    done = run(hosts[0].command(*command), HOROVOD_SHARED_MEMORY=shared, timeout=100)
+    assert done.returncode == 0, done.stdout
+    rows = told(done.stdout)
+    assert [(row["rank"], row["ranks"], row["right"]) for row in rows] == [
+        (rank, ranks, True) for rank in range(ranks)
+    ]
+    assert all(least <= row["sent"] <= most for row in rows), rows

@@ -25,13 +25,14 @@ nor m. Every 8 MiB take the latencies anew. Where a host has fewer ranks it is t
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
 warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own builds, which is
-what limits it on many ranks; in ours (cluster/patches.py) hosts with equally many ranks agree in
-memory inside, and between them, or between all ranks of others, it takes
+what limits it on many ranks; in ours (cluster/patches.py) ranks of a host agree in memory, and then
+h hosts take
 
     dissemination    (1 + log2(h)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
-whose first message is the permission to send. (A ring has one too, which a fit puts into what does
-not depend on p.) Rounds of operations begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
+or, where hosts have not equally many ranks, all p ranks take log2(p) rounds. The first message is
+the permission to send. (A ring has one too, which a fit puts into what does not depend on p.)
+Rounds of operations begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
 
 Overlap. Backward fills buckets (strategies/buckets.py), each ready after its share of backward.
 Horovod's thread takes those that are ready, agrees on them, and sends them one after the other.

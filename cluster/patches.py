@@ -157,8 +157,8 @@ void FollowInStream() {
     # barrier of Hensgen, Finkel and Manber (1988, https://doi.org/10.1007/BF01379320): that some
     # bits come twice makes no difference. Where memory is not shared it is log2(p) rounds.
     (CONTROLLER, "void GlooController::CrossRankBitwiseAnd(", """\
-static void Combine(const GlooContext& all, std::vector<long long>& bits, int count,
-                    void (*combine)(void*, const void*, const void*, size_t)) {
+static void CombineOfAll(const GlooContext& all, std::vector<long long>& bits, int count,
+                         void (*combine)(void*, const void*, const void*, size_t)) {
   const auto context = all.shared ? all.cross_ctx : all.ctx;
   const auto slot = gloo::Slot::build(gloo::kAllreduceSlotPrefix, 1);
   const int rank = context->rank, size = context->size;
@@ -180,6 +180,18 @@ static void Combine(const GlooContext& all, std::vector<long long>& bits, int co
     received[round]->waitRecv(timeout);
     mine->waitSend(timeout);
     combine(bits.data(), bits.data(), theirs[round].data(), count);
+  }
+}
+
+static void Combine(const GlooContext& all, std::vector<long long>& bits, int count,
+                    void (*combine)(void*, const void*, const void*, size_t)) {
+  try {
+    CombineOfAll(all, bits, count, combine);
+  } catch (...) {
+    if (all.shared) {
+      all.shared->Break();
+    }
+    throw;
   }
 }
 
@@ -279,7 +291,7 @@ void GlooController::CrossRankBitwiseAnd("""),
      "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
      "  cross_ctx = cross_size == size ? ctx : Rendezvous(\n"
      "      HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),"),
-    # Sums over ranks of which several are on each host: see shared_memory.h.
+    # What several ranks of a host sum, and agree on: see shared_memory.h.
     (f"{CONTEXT}.h", '#include "../logging.h"\n',
      '#include "../logging.h"\n#include "shared_memory.h"\n'),
     (f"{CONTEXT}.h", "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n",

@@ -25,6 +25,7 @@
 #include <cstring>
 #include <memory>
 #include <random>
+#include <stdexcept>
 #include <string>
 
 #include "gloo/allreduce.h"
@@ -72,13 +73,15 @@ public:
     void (*least)(void*, const void*, const void*, size_t) = &gloo::min<int64_t>;
     options.setReduceFunction(gloo::AllreduceOptions::Func(least));
     gloo::allreduce(options);
-    LOG(DEBUG) << "The ranks of a host sum in shared memory: " << (usable ? "yes" : "no");
+    LOG(DEBUG) << "The ranks of a host sum and agree in shared memory: " << (usable ? "yes" : "no");
     return usable ? made : nullptr;
   }
 
   ~SharedMemory() {
     if (head_ != nullptr) {
-      Break();  // the others may not know yet that this rank shuts down
+      if (head_->processes[local_->rank] == getpid()) {  // and not one that it forked
+        Break();  // the others may not know yet that this rank shuts down
+      }
       munmap(head_, Bytes());
     }
     if (file_ >= 0) {
@@ -101,12 +104,22 @@ public:
   // Overwrites the `data` of each rank of a host with those of all of them, combined.
   template <typename T>
   void Combine(T* data, size_t count, void (*combine)(void*, const void*, const void*, size_t)) {
+    if (count * sizeof(T) > slot_bytes_) {
+      throw std::length_error("Shared memory has no room for so much");
+    }
     std::memcpy(Slot<T>(local_->rank), data, count * sizeof(T));
     Barrier();
     for (int other = 1; other < local_->size; other++) {
       combine(data, data, Slot<T>((local_->rank + other) % local_->size), count);
     }
     turn_ = 1 - turn_;
+  }
+
+  // Behind an error: what the others get would be no sum, and they are not to take our next barrier
+  // for this one.
+  void Break() {
+    head_->broken.store(1);
+    Wake();
   }
 
 private:
@@ -209,12 +222,6 @@ private:
     head_ = static_cast<Head*>(memory);
     head_->processes[local_->rank] = getpid();
     return true;
-  }
-
-  // What the others get would be no sum: they are not to take our next barrier for this one.
-  void Break() {
-    head_->broken.store(1);
-    Wake();
   }
 
   // Returns when all ranks of the host are here. Gloo's own takes 0.2 ms.

@@ -206,7 +206,7 @@ print(json.dumps({"rank": rank, "ranks": ranks, "right": right, "sent": sent}), 
 @pytest.mark.parametrize(
     ("where", "shared", "least", "most"),
     [
-        ("node1:3", "1", 0, 30),
+        ("node1:3", "1", 0, 100),
         ("node1:3", "0", 600, 1e9),
         ("node1:2,node2:2", "1", 400, 1e9),
         ("node1:3,node2:2", "1", 400, 1e9),

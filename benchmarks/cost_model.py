@@ -183,7 +183,9 @@ def wire_bytes(bytes_: float, ranks: int) -> float:
 
 
 def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
-    """How often an all-reduce pays the latency between hosts, and how often that inside a host."""
+    """How often an all-reduce pays the latency between hosts, and how often that inside a host.
+
+    "shared" and "dissemination" are for hosts with equally many ranks."""
     if algorithm == "shared":
         return 2 * (hosts - 1), 0
     if algorithm == "tree":

@@ -272,9 +272,9 @@ def controller_of(operations: str, patches: int = NEWEST) -> str:
     """How ranks agree: see `Network`."""
     if operations == "mpi":
         return "tree"
-    return (
-        "dissemination" if patches >= 90 else "dissemination of ranks" if patches >= 7 else "ring"
-    )
+    if patches >= 90:
+        return "dissemination"
+    return "dissemination of ranks" if patches >= 7 else "ring"
 
 
 def patches_of(result: dict[str, Any]) -> int:

@@ -311,14 +311,15 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     return Step(seconds, straggler, end - backward_start - job.backward, job.compute / seconds)
 
 
-def bucket_sizes(layers: Sequence[float], bucket: float = 4 * MIB) -> list[float]:
+def bucket_sizes(layers: Sequence[float]) -> list[float]:
     """Bytes of the buckets into which strategies/layout.py puts layers, in backward's order."""
+    most = min(max(MIB, sum(layers) / 8), 4 * MIB)
     sizes, size, limit = [], 0.0, float(MIB)
     for layer in layers:
         size += layer
         if size >= limit:
             sizes.append(size)
-            size, limit = 0.0, min(2 * limit, bucket)
+            size, limit = 0.0, min(2 * limit, most)
     return sizes + ([size] if size else [])
 
 

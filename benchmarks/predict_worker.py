@@ -60,7 +60,7 @@ def steps(options: dict[str, Any], alone: bool) -> dict[str, list[float]]:
     seconds = [options[phase] / options["layers"] for phase in ("forward", "backward")]
     layers = [SleepingLayer(options["layer_bytes"], *seconds) for _ in range(options["layers"])]
     model = nn.Sequential(*layers)
-    buckets = GradientBuckets(model, world, add, bucket_mib=4, before=1.0, after=1.0)
+    buckets = GradientBuckets(model, world, add, bucket_mib=None, before=1.0, after=1.0)
     draw = random.Random(1000 * options["seed"] + hvd.rank())
     times: dict[str, list[float]] = {"step": [], "forward": [], "backward": [], "rest": []}
     last = time.perf_counter()

@@ -217,7 +217,7 @@ def raw_buckets(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
 
     keep_freed_memory()
     world = initialize()
-    buckets = GradientBuckets(model, world, add, 4, before=1 / world.size, after=1)
+    buckets = GradientBuckets(model, world, add, None, before=1 / world.size, after=1)
 
     def backward(loss: Tensor) -> None:
         buckets.prepare()

@@ -65,7 +65,7 @@ class GradientBuckets:
 
     Args:
         module: its parameters are the same, in the same order, on all ranks.
-        bucket_mib: size of a bucket in MiB; the first are of 1, 2, ... MiB.
+        bucket_mib: size of a bucket in MiB, None: see `split`; the first are of 1, 2, ... MiB.
         before: factor of gradients before the reduction, applied after hooks have seen them.
         after: factor of gradients after the reduction.
 
@@ -79,11 +79,12 @@ class GradientBuckets:
 
     def __init__(
         self, module: nn.Module, world: World, reduction: Reduction,
-        bucket_mib: float, before: float, after: float,
+        bucket_mib: float | None, before: float, after: float,
     ) -> None:  # fmt: skip
         self.world, self.reduction = world, reduction
         self._in_steps = reduction is not add  # of which each waits for the one before
-        self.bucket_bytes, self.before, self.after = bucket_mib * MIB, before, after
+        self.bucket_bytes = None if bucket_mib is None else bucket_mib * MIB
+        self.before, self.after = before, after
         self.parameters = list(module.parameters())[::-1]
         self.known = set(self.parameters)
         if any(parameter.is_complex() for parameter in self.parameters):

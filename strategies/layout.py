@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -49,11 +49,17 @@ class Bucket:
             self.views.append(strided_as(parameter, chunk))
 
 
-def split(parameters: Iterable[tuple[Parameter, object]], bytes_: float) -> list[list[Parameter]]:
+def split(
+    parameters: Sequence[tuple[Parameter, object]], bytes_: float | None = None
+) -> list[list[Parameter]]:
     """Consecutive parameters of one kind in groups that end when they reach `bytes_`.
 
-    The first end at 1, 2, 4, ... MiB. At each moment one group of each kind is open.
+    None: an eighth of all bytes, but 1 to 4 MiB. The first end at 1, 2, 4, ... MiB. At each moment
+    one group of each kind is open.
     """
+    if bytes_ is None:
+        total = sum(parameter.numel() * parameter.element_size() for parameter, _ in parameters)
+        bytes_ = min(max(MIB, total / 8), 4 * MIB)
     groups: list[list[Parameter]] = []
     open_: dict[object, tuple[list[Parameter], int]] = {}
     limit = min(MIB, bytes_)

@@ -24,10 +24,12 @@ from .reductions import COMPRESSIONS
 OPS = ("average", "sum", "adasum")
 
 
-def refuse_options(bucket_mib: float, compression: str, op: str, predivide: float | None) -> None:
+def refuse_options(
+    bucket_mib: float | None, compression: str, op: str, predivide: float | None
+) -> None:
     """Values that are unknown or cannot work together."""
     problem = ""
-    if not bucket_mib > 0:
+    if bucket_mib is not None and not bucket_mib > 0:
         problem = f"bucket_mib={bucket_mib}: a size above 0 is needed"
     elif compression not in COMPRESSIONS:
         problem = f"compression={compression}: there are {', '.join(COMPRESSIONS)}"

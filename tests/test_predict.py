@@ -369,12 +369,14 @@ def test_the_expected_maximum_is_exact() -> None:
     assert expected_maximum(4096) == pytest.approx(3.6261, abs=1e-3)
 
 
-@pytest.mark.parametrize("layers", [[0.625] * 16, [0.5], [9.0, 9.0, 0.25, 4.5, 2.5, 0.5, 0.25]])
+@pytest.mark.parametrize(
+    "layers", [[0.625] * 16, [0.625] * 40, [0.5], [9.0, 9.0, 0.25, 4.5, 2.5, 0.5, 0.25]]
+)
 def test_buckets_are_cut_as_the_strategy_cuts_them(layers: list[float]) -> None:
     from strategies.buckets import split
 
     parameters = [torch.empty(int(layer * 2**18), device="meta") for layer in layers]
-    groups = split([(torch.nn.Parameter(p), 0) for p in parameters], 4 * 2**20)
+    groups = split([(torch.nn.Parameter(p), 0) for p in parameters])
     bytes_ = [layer * 2**20 for layer in layers]
     assert bucket_sizes(bytes_) == [sum(4 * p.numel() for p in group) for group in groups]
 

@@ -313,7 +313,7 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
 
 def bucket_sizes(layers: Sequence[float]) -> list[float]:
     """Bytes of the buckets into which strategies/layout.py puts layers, in backward's order."""
-    most = min(max(MIB, sum(layers) / 8), 4 * MIB)
+    most = min(max(MIB, sum(layers) / 6), 4 * MIB)
     sizes, size, limit = [], 0.0, float(MIB)
     for layer in layers:
         size += layer

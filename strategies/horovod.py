@@ -83,7 +83,7 @@ class HorovodStrategy(ParallelStrategy):
         bucket_mib: gradients travel in buckets of this many MiB; the first are of 1, 2, ... MiB.
             Smaller ones start earlier and leave less to send when backward ends, larger ones are
             fewer: that helps where messages are slow to start (on many hosts) and where NCCL joins
-            GPUs of several hosts (try 16). None: an eighth of the gradients, but 1 to 4 MiB.
+            GPUs of several hosts (try 16). None: a sixth of the gradients, but 1 to 4 MiB.
         compression: of gradients on the wire: "none", "fp16" or "bf16". Helps where the network is
             the bottleneck: half the bytes. Costs two roundings of each value and, on CPU, the time
             to convert. fp16 has 3 more bits of precision and overflows at 65,504, bf16 does not.

@@ -54,12 +54,12 @@ def split(
 ) -> list[list[Parameter]]:
     """Consecutive parameters of one kind in groups that end when they reach `bytes_`.
 
-    None: an eighth of all bytes, but 1 to 4 MiB. The first end at 1, 2, 4, ... MiB. At each moment
+    None: a sixth of all bytes, but 1 to 4 MiB. The first end at 1, 2, 4, ... MiB. At each moment
     one group of each kind is open.
     """
     if bytes_ is None:
         total = sum(parameter.numel() * parameter.element_size() for parameter, _ in parameters)
-        bytes_ = min(max(MIB, total / 8), 4 * MIB)
+        bytes_ = min(max(MIB, total / 6), 4 * MIB)
     groups: list[list[Parameter]] = []
     open_: dict[object, tuple[list[Parameter], int]] = {}
     limit = min(MIB, bytes_)

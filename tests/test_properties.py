@@ -87,13 +87,13 @@ class TestBuckets:
         assert [len(group) / 2 for group in groups] == [1, 2, 4, 4, 4, 4, 1]
         assert [len(group) / 2 for group in split(half, MIB)] == [1] * 20
 
-    def test_an_eighth_of_the_gradients(self) -> None:
+    def test_a_sixth_of_the_gradients(self) -> None:
         def sizes(mib: int) -> list[float]:
             half = [(nn.Parameter(torch.empty(2**17, device="meta")), 0) for _ in range(2 * mib)]
             return [len(group) / 2 for group in split(half)]
 
         assert sizes(3) == [1, 1, 1]
-        assert sizes(20) == [1, 2, *[2.5] * 6, 2]
+        assert sizes(15) == [1, 2, *[2.5] * 4, 2]
         assert sizes(40) == [1, 2, *[4] * 9, 1]
 
     def test_no_bucket_waits_for_another(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,6 +96,13 @@ class TestBuckets:
         assert sizes(15) == [1, 2, *[2.5] * 4, 2]
         assert sizes(40) == [1, 2, *[4] * 9, 1]
 
+        model = nn.Sequential(*(nn.Linear(2**18, 1, bias=False) for _ in range(12)))
+        strategy = HorovodStrategy()
+        buckets = GradientBuckets(model, strategy.world, add, strategy.bucket_mib, 1, 1)
+        buckets.start()
+        assert [len(bucket.parameters) for bucket in buckets.buckets] == [1, 2, 2, 2, 2, 2, 1]
+        buckets.remove()
+
     def test_no_bucket_waits_for_another(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its next step starts with the next gradient; after backward, though others are late."""
         begun: list[str] = []

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p90"
+PATCH = "p91"
 HEADERS = [Path(__file__).with_name(name) for name in ("shared_memory.h", "sixteen_bits.h")]
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
@@ -347,6 +347,23 @@ extern "C" int horovod_sums_in_16_bits() { return 1; }
                   (size_t)first_entry.tensor->size());
     }
     fused_input_data = buffer_data;
+"""),
+    # Where a rank's Horovod had ended in an error, its connections stayed open until the program
+    # ended, and ranks of other hosts could wait for an answer of it until then. They are not closed
+    # where a job ends in order: others may still read what came last.
+    ("horovod/common/operations.cc", """\
+        << "Horovod background loop uncaught exception: " << ex.what();
+""", """\
+        << "Horovod background loop uncaught exception: " << ex.what();
+#if HAVE_GLOO
+    // The end of other sets of processes is agreed on over these.
+    if (state.control_operation == LibType::GLOO && state.process_set_table.Ids().size() == 1) {
+      for (const auto& context : {global_gloo_context.ctx, global_gloo_context.local_ctx,
+                                  global_gloo_context.cross_ctx}) {
+        context->closeConnections();
+      }
+    }
+#endif
 """),
     # Before a rank connects to another it waits for Gloo's thread, which sleeps for 10 ms; now
     # that is woken.

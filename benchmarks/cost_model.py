@@ -28,11 +28,10 @@ warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own 
 what limits it on many ranks; in ours (cluster/patches.py) ranks of a host agree in memory, and then
 h hosts take
 
-    dissemination    (1 + log2(h)) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
+    dissemination    log2(h) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
-or, where hosts have not equally many ranks, all p ranks take log2(p) rounds. The first message is
-the permission to send. (A ring has one too, which a fit puts into what does not depend on p.)
-Rounds of operations begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
+or, where hosts have not equally many ranks, all p ranks take log2(p) rounds. Rounds of operations
+begin at least a cycle (HOROVOD_CYCLE_TIME) apart.
 
 Overlap. Backward fills buckets (strategies/buckets.py), each ready after its share of backward.
 Horovod's thread takes those that are ready, agrees on them, and sends them one after the other.
@@ -192,14 +191,14 @@ def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
         inside = math.ceil(ranks / hosts)
         return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
     if algorithm == "dissemination":
-        return (1 + math.ceil(math.log2(hosts)) if hosts > 1 else 0), 0
+        return math.ceil(math.log2(hosts)), 0
     if algorithm == "dissemination of ranks":
-        rounds = 1 + math.ceil(math.log2(ranks)) if ranks > 1 else 0
+        rounds = math.ceil(math.log2(ranks))
         if hosts == 1:
             return 0, rounds
         # Messages from the last ranks of a host leave it in each round, but of those that follow
-        # one another only the permission, one of the rounds within a host, and all later ones.
-        between = min(1 + math.ceil(math.log2(hosts)) + (ranks > hosts), rounds)
+        # one another only one of the rounds within a host, and all later ones.
+        between = min(math.ceil(math.log2(hosts)) + (ranks > hosts), rounds)
         return between, rounds - between
     if hosts == 1:
         return 0, 2 * (ranks - 1)

@@ -12,8 +12,10 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p91"
-HEADERS = [Path(__file__).with_name(name) for name in ("shared_memory.h", "sixteen_bits.h")]
+PATCH = "p92"
+HEADERS = [
+    Path(__file__).with_name(name) for name in ("rounds.h", "shared_memory.h", "sixteen_bits.h")
+]
 NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
@@ -153,40 +155,16 @@ void FollowInStream() {
      "  global_ranks_.resize(size_);\n"),
     # Before each operation ranks agree by an "and" of some bits, for which Gloo's ring takes
     # 2 (p - 1) messages, one after the other. Now the ranks of a host put them into memory that
-    # they share, and those with the same local rank take log2(hosts) rounds, in the order of the
-    # barrier of Hensgen, Finkel and Manber (1988, https://doi.org/10.1007/BF01379320): that some
-    # bits come twice makes no difference. Where memory is not shared it is log2(p) rounds.
+    # they share, and those with the same local rank take log2(hosts) rounds: see rounds.h. Where
+    # memory is not shared it is log2(p) rounds.
     (CONTROLLER, "void GlooController::CrossRankBitwiseAnd(", """\
-static void CombineOfAll(const GlooContext& all, std::vector<long long>& bits, int count,
-                         void (*combine)(void*, const void*, const void*, size_t)) {
-  const auto context = all.shared ? all.cross_ctx : all.ctx;
-  const auto slot = gloo::Slot::build(gloo::kAllreduceSlotPrefix, 1);
-  const int rank = context->rank, size = context->size;
-  const auto timeout = context->getTimeout();
-  std::vector<std::vector<long long>> theirs;
-  std::vector<std::unique_ptr<gloo::transport::UnboundBuffer>> received;
-  for (int distance = 1; distance < size; distance *= 2) {
-    theirs.emplace_back(count);
-    received.push_back(context->createUnboundBuffer(
-        theirs.back().data(), count * sizeof(long long)));
-    received.back()->recv((rank - distance + size) % size, slot);
-  }
-  if (all.shared) {
-    all.shared->Combine(bits.data(), count, combine);
-  }
-  auto mine = context->createUnboundBuffer(bits.data(), count * sizeof(long long));
-  for (int distance = 1, round = 0; distance < size; distance *= 2, round++) {
-    mine->send((rank + distance) % size, slot);
-    received[round]->waitRecv(timeout);
-    mine->waitSend(timeout);
-    combine(bits.data(), bits.data(), theirs[round].data(), count);
-  }
-}
-
 static void Combine(const GlooContext& all, std::vector<long long>& bits, int count,
                     void (*combine)(void*, const void*, const void*, size_t)) {
   try {
-    CombineOfAll(all, bits, count, combine);
+    if (all.shared) {
+      all.shared->Combine(bits.data(), count, combine);
+    }
+    all.rounds->Combine(bits.data(), count, combine);
   } catch (...) {
     if (all.shared) {
       all.shared->Break();
@@ -282,6 +260,7 @@ void GlooController::CrossRankBitwiseAnd("""),
     local_ctx = global_context.local_ctx;
     cross_ctx = global_context.cross_ctx;
     shared = global_context.shared;
+    rounds = global_context.rounds;
     return;
   }
 """),
@@ -293,13 +272,15 @@ void GlooController::CrossRankBitwiseAnd("""),
      "      HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),"),
     # What several ranks of a host sum, and agree on: see shared_memory.h.
     (f"{CONTEXT}.h", '#include "../logging.h"\n',
-     '#include "../logging.h"\n#include "shared_memory.h"\n'),
+     '#include "../logging.h"\n#include "rounds.h"\n#include "shared_memory.h"\n'),
     (f"{CONTEXT}.h", "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n",
      "  std::shared_ptr<gloo::Context> local_ctx = nullptr;\n"
-     "  std::shared_ptr<SharedMemory> shared = nullptr;\n"),
+     "  std::shared_ptr<SharedMemory> shared = nullptr;\n"
+     "  std::shared_ptr<Rounds> rounds = nullptr;\n"),
     (f"{CONTEXT}.cc", '  LOG(DEBUG) << "Cross-node Gloo context initialized.";\n',
      '  LOG(DEBUG) << "Cross-node Gloo context initialized.";\n'
-     "  shared = SharedMemory::Make(ctx, local_ctx, cross_ctx);\n"),
+     "  shared = SharedMemory::Make(ctx, local_ctx, cross_ctx);\n"
+     "  rounds = std::make_shared<Rounds>(shared ? cross_ctx : ctx);\n"),
     (f"{CONTEXT}.cc", """\
     LOG(DEBUG) << "Cross-node Gloo context for process set with hash "
                << process_set_hash << ".";
@@ -309,9 +290,10 @@ void GlooController::CrossRankBitwiseAnd("""),
                << process_set_hash << ".";
   }
   shared = SharedMemory::Make(ctx, local_ctx, cross_ctx);
+  rounds = std::make_shared<Rounds>(shared ? cross_ctx : ctx);
 """),
     (f"{CONTEXT}.cc", "void GlooContext::Finalize() {\n",
-     "void GlooContext::Finalize() {\n  shared.reset();\n"),
+     "void GlooContext::Finalize() {\n  shared.reset();\n  rounds.reset();\n"),
     (OPERATIONS, "  gloo::AllreduceOptions opts(gloo_context_->ctx);\n", """\
   if (reduce_op == ReduceOp::SUM && gloo_context_->shared) {
     gloo_context_->shared->Sum(static_cast<T*>(buffer_data), (size_t) num_elements);

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p92"
+PATCH = "p93"
 HEADERS = [
     Path(__file__).with_name(name) for name in ("rounds.h", "shared_memory.h", "sixteen_bits.h")
 ]
@@ -20,6 +20,7 @@ NOTIFY = "  added_.notify_one();\n"
 QUEUE, GLOO = "horovod/common/tensor_queue", "third_party/gloo/gloo"
 CONTROLLER = "horovod/common/gloo/gloo_controller.cc"
 CONTEXT = "horovod/common/gloo/gloo_context"
+HANDLES = "horovod/torch/handle_manager.cc"
 OPERATIONS = "horovod/common/ops/gloo_operations.cc"
 STORE, MPI_OPS = "horovod/common/gloo/http_store", "horovod/torch/mpi_ops_v2.cc"
 SEND = "sendRank, slot, inOffsetPerRank[sendRank], inLengthPerRank[sendRank]"
@@ -37,9 +38,15 @@ PATCHES = [
     # was new to Python. A process that forked at that moment, as for the workers of a DataLoader,
     # had a child that never began, with Python before 3.10.15, 3.11.10 and 3.12
     # (python/cpython#112275). Now Python knows the thread from its first tensor on.
-    ("horovod/torch/handle_manager.cc", '#include "handle_manager.h"\n',
-     '#include <Python.h>\n\n#include "handle_manager.h"\n'),
-    ("horovod/torch/handle_manager.cc",
+    (HANDLES, '#include "handle_manager.h"\n', """\
+#include <Python.h>
+
+#include "handle_manager.h"
+
+#include <chrono>
+#include <condition_variable>
+"""),
+    (HANDLES,
      "void HandleManager::MarkDone(int handle, const Status& status) {\n", """\
 void HandleManager::MarkDone(int handle, const Status& status) {
   static thread_local bool known = PyGILState_GetThisThreadState() != nullptr;
@@ -48,6 +55,36 @@ void HandleManager::MarkDone(int handle, const Status& status) {
     PyEval_SaveThread();
     known = true;
   }
+"""),
+    # To wait, Horovod asks without a pause whether an operation is done. Now one can sleep until
+    # more are done than one knows of.
+    (HANDLES, "int HandleManager::AllocateHandle() {\n", """\
+static std::mutex done_mutex;
+static std::condition_variable more_done;
+static unsigned done = 0;
+
+// How many operations are done: once they are other than those known, or after so long.
+extern "C" unsigned horovod_operations_done(unsigned known, unsigned microseconds) {
+  std::unique_lock<std::mutex> lock(done_mutex);
+  more_done.wait_for(lock, std::chrono::microseconds(microseconds), [&] { return done != known; });
+  return done;
+}
+
+int HandleManager::AllocateHandle() {
+"""),
+    (HANDLES, """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  results_[handle] = std::make_shared<Status>(status);
+""", """\
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    results_[handle] = std::make_shared<Status>(status);
+  }
+  {
+    std::lock_guard<std::mutex> guard(done_mutex);
+    done++;
+  }
+  more_done.notify_all();
 """),
     # Horovod's thread asks all ranks once a cycle (1 ms) what is ready, also where nothing is,
     # and so takes 5 % of a core from training. With HOROVOD_IDLE_TIME=ms in the environment it

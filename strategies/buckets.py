@@ -34,7 +34,7 @@ from torch.nn import Parameter
 from torch.profiler import record_function
 
 from .clock import Moment, moment
-from .collectives import World, wait, wait_until
+from .collectives import World, wait, wait_for_operations, wait_until
 from .layout import MIB, Bucket, fill, split, strided_as
 from .reductions import InFlight, Reduction, adasum, add
 
@@ -276,7 +276,7 @@ class GradientBuckets:
         for index, bucket in enumerate(trained):
             waiting = trained[index:] if self._in_steps else [bucket]
             with shown_as(f"all-reduce {bucket.name}: wait"):
-                wait_until(partial(advance, waiting))
+                wait_for_operations(partial(advance, waiting))
             self._unpack(bucket)
         if trained and self._busy is not None:
             size = sum(bucket.buffer.nbytes for bucket in trained)

@@ -26,6 +26,7 @@ from .cores import usable_cores
 T = TypeVar("T")
 
 MOST_DIMENSIONS = 16
+LONGEST_SLEEP = 100_000  # µs: then Python looks whether there was a signal, as of Ctrl-C
 MOST_BYTES = 2**30  # in one operation: Horovod counts elements in 32 bits
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32,
@@ -41,16 +42,28 @@ OPERATIONS = {
 
 def wait(handle: int) -> Any:
     """The result of an operation, once it is done; raises what Horovod raises."""
-    wait_until(lambda: hvd.poll(handle))
+    wait_for_operations(lambda: hvd.poll(handle))
     return hvd.synchronize(handle)
 
 
-def wait_until(done: Callable[[], bool]) -> None:
-    """Ask again and again, with pauses.
+def wait_for_operations(done: Callable[[], bool]) -> None:
+    """Sleep until `done`, which it may be whenever an operation of Horovod is.
 
     Horovod: its synchronize() keeps a core busy until then, which its own thread or other ranks of
-    the host may need (measured: benchmarks/NOTES.md).
+    the host may need (measured: benchmarks/NOTES.md). That of cluster/wheel.py wakes us.
     """
+    library = hvd.mpi_ops._basics.MPI_LIB_CTYPES
+    operations_done = getattr(library, "horovod_operations_done", None)
+    if operations_done is None:
+        wait_until(done)
+        return
+    known = operations_done(0, 0)
+    while not done():
+        known = operations_done(known, LONGEST_SLEEP)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    """Ask again and again, with pauses."""
     pause, longest = 2e-5, longest_pause()
     while not done():
         time.sleep(pause)

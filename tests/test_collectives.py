@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import horovod.torch as hvd
@@ -18,7 +19,7 @@ import pytest
 import torch
 
 from strategies import HorovodStrategy
-from strategies.collectives import longest_pause, wait_until
+from strategies.collectives import longest_pause, wait_for_operations, wait_until
 from tests.conftest import run
 
 
@@ -182,6 +183,41 @@ def test_who_waits_leaves_a_shared_core_to_others(
     longest_pause.cache_clear()
     assert len(pauses) == 40
     assert pauses[0] < 1e-4 and max(pauses) == pytest.approx(longest)
+
+
+def questions(other: bool) -> int:
+    """How often this rank asks whether its 30 sums are done, for each of which rank 1 is late.
+
+    Args:
+        other: as with a Horovod that is not ours.
+    """
+    HorovodStrategy()
+    library, count = SimpleNamespace(horovod_local_size=lambda: 2), 0
+
+    def done() -> bool:
+        nonlocal count
+        count += 1
+        return bool(hvd.poll(handle))
+
+    for number in range(30):
+        time.sleep(0.02 * hvd.rank())
+        handle = hvd.allreduce_async(torch.ones(1), name=f"late.{number}", op=hvd.Sum)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("strategies.collectives.LONGEST_SLEEP", 60_000_000)
+            if other:
+                patch.setattr(hvd.mpi_ops._basics, "MPI_LIB_CTYPES", library)
+            wait_for_operations(done)
+        assert hvd.synchronize(handle) == 2
+    return count
+
+
+def test_who_waits_sleeps_until_an_operation_is_done(launch: Callable) -> None:
+    """Was nobody woken, each of the sums would take a minute, and time runs out."""
+    assert max(launch(questions, 2, other=False)) <= 2 * 30
+
+
+def test_of_another_horovod_it_asks_again_and_again(launch: Callable) -> None:
+    assert launch(questions, 2, other=True)[0] > 2 * 30
 
 
 def threads_that_python_met() -> int:

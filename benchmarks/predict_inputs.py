@@ -302,8 +302,8 @@ def measurements_of(
     transfer = min(hops(count, hosts, algorithm) for algorithm in ways)
     controller = controller_of(operations, patches)
     agreed = hops(count, hosts, controller)
-    # From p7 to p91 a permission to send came first.
-    if patches_of(result) < 92 and controller.startswith("dissemination") and any(agreed):
+    # From p7 to p90 a permission to send came first.
+    if patches_of(result) < 94 and controller.startswith("dissemination") and any(agreed):
         agreed = (agreed[0] + 1, agreed[1]) if hosts > 1 else (0, agreed[1] + 1)
     shared = ways == ("shared",) and hosts > 1
     measurements = []

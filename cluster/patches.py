@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p93"
+PATCH = "p94"
 HEADERS = [
     Path(__file__).with_name(name) for name in ("rounds.h", "shared_memory.h", "sixteen_bits.h")
 ]
@@ -307,6 +307,23 @@ void GlooController::CrossRankBitwiseAnd("""),
      "  cross_ctx = Rendezvous(HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),",
      "  cross_ctx = cross_size == size ? ctx : Rendezvous(\n"
      "      HOROVOD_GLOO_CROSS_PREFIX + std::to_string(local_rank),"),
+    # Sends such as those of rounds.h gave a connection a buffer of their size for all that follows.
+    # Linux fits it to the connection where nobody does.
+    (f"{GLOO}/transport/tcp/pair.cc", """\
+  // Try to size the send buffer such that the write below completes
+  // synchronously and we don't need to finish the write later.
+  size_t size = std::min(op.preamble.nbytes, kMaxSendBufferSize);
+  if (sendBufferSize_ < size) {
+    int rv;
+    size_t optval = size;
+    socklen_t optlen = sizeof(optval);
+    rv = setsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &optval, optlen);
+    GLOO_ENFORCE_NE(rv, -1);
+    rv = getsockopt(fd_, SOL_SOCKET, SO_SNDBUF, &optval, &optlen);
+    GLOO_ENFORCE_NE(rv, -1);
+    sendBufferSize_ = optval;
+  }
+""", ""),
     # What several ranks of a host sum, and agree on: see shared_memory.h.
     (f"{CONTEXT}.h", '#include "../logging.h"\n',
      '#include "../logging.h"\n#include "rounds.h"\n#include "shared_memory.h"\n'),

@@ -112,7 +112,7 @@ def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
         ("Gloo", "0.28.1+torch2.11.0.cpu.p7", "dissemination of ranks", True),
         ("Gloo", "0.28.1+torch2.11.0.cpu.p9", "dissemination of ranks", True),
         ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p90.sm90", "dissemination", True),
-        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p92.sm90", "dissemination", False),
+        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p94.sm90", "dissemination", False),
         ("Gloo", "0.28.1+torch2.11.0.cpu.p6", "ring", False),
         ("NCCL", "0.28.1", "ring", False),
         ("MPI", "0.28.1+torch2.11.0.cpu.p7.mpi", "tree", False),

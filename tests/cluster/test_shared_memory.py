@@ -3,6 +3,7 @@ has."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from typing import Any
 
@@ -177,9 +178,9 @@ def test_a_rank_that_ends_is_not_waited_for(
 
 # Sums of many tensors, whose bits are many numbers, which ranks hand over in orders of their own,
 # some late, and later with other sizes; then prints how many frames left for other ranks while they
-# agreed on, and summed, one number at a time.
+# agreed on, and summed, one number at a time, and the least bytes that a connection may buffer.
 AGREE = """
-import json, os, random, time
+import contextlib, json, os, random, socket, time
 from pathlib import Path
 os.environ["HOROVOD_CACHE_CAPACITY"] = "5000"
 import torch, horovod.torch as hvd
@@ -187,6 +188,13 @@ import torch, horovod.torch as hvd
 def frames():
     folders = Path("/sys/class/net").glob("*/statistics/tx_packets")
     return sum(int(file.read_text()) for file in folders)
+
+def buffers():
+    for file in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(file))) as each:
+            if each.family == socket.AF_INET and each.type == socket.SOCK_STREAM:
+                each.getpeername()
+                yield each.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
 
 hvd.init()
 ranks, rank, right = hvd.size(), hvd.rank(), True
@@ -207,8 +215,8 @@ for turn in range(101):
     hvd.allreduce_(one, op=hvd.Average, name="one")
     if turn == 0:
         before = frames()
-sent = frames() - before
-print(json.dumps({"rank": rank, "ranks": ranks, "right": right, "sent": sent}), flush=True)
+row = {"rank": rank, "ranks": ranks, "right": right, "sent": frames() - before}
+print(json.dumps({**row, "buffer": min(buffers(), default=-1)}), flush=True)
 """
 
 
@@ -217,7 +225,7 @@ print(json.dumps({"rank": rank, "ranks": ranks, "right": right, "sent": sent}), 
     [
         ("node1:3", "1", 0, 100),
         ("node1:3", "0", 600, 1e9),
-        ("node1:2,node2:2", "1", 400, 1e9),
+        ("node1:2,node2:2", "1", 400, 4000),
         ("node1:3,node2:2", "1", 400, 1e9),
     ],
     ids=["one host", "without it", "two hosts", "uneven hosts"],
@@ -225,7 +233,7 @@ print(json.dumps({"rank": rank, "ranks": ranks, "right": right, "sent": sent}), 
 def test_ranks_agree(
     hosts: list[testbed.Node], where: str, shared: str, least: int, most: float
 ) -> None:
-    """On one host without a word to each other."""
+    """On one host without a word to each other; of two, a rank with its like of the other."""
     ranks = sum(int(each[-1]) for each in where.split(","))
     command = horovodrun("-H", where, PYTHON, "-c", AGREE)
     done = run(hosts[0].command(*command), HOROVOD_SHARED_MEMORY=shared, timeout=100)
@@ -235,3 +243,6 @@ def test_ranks_agree(
         (rank, ranks, True) for rank in range(ranks)
     ]
     assert all(least <= row["sent"] <= most for row in rows), rows
+    with socket.socket() as fresh:
+        as_ever = fresh.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    assert all(row["buffer"] >= as_ever for row in rows), rows

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p94"
+PATCH = "p95"
 HEADERS = [
     Path(__file__).with_name(name) for name in ("rounds.h", "shared_memory.h", "sixteen_bits.h")
 ]
@@ -324,6 +324,16 @@ void GlooController::CrossRankBitwiseAnd("""),
     sendBufferSize_ = optval;
   }
 """, ""),
+    # What had come whole from a rank was lost where that rank had ended before it was asked for.
+    (f"{GLOO}/transport/tcp/buffer.cc", """\
+      throwIfException();
+      return recvCompletions_ > 0;
+""", """\
+      if (recvCompletions_ == 0) {
+        throwIfException();
+      }
+      return recvCompletions_ > 0;
+"""),
     # What several ranks of a host sum, and agree on: see shared_memory.h.
     (f"{CONTEXT}.h", '#include "../logging.h"\n',
      '#include "../logging.h"\n#include "rounds.h"\n#include "shared_memory.h"\n'),
@@ -385,7 +395,7 @@ extern "C" int horovod_sums_in_16_bits() { return 1; }
     fused_input_data = buffer_data;
 """),
     # Where a rank's Horovod had ended in an error, its connections stayed open until the program
-    # ended, and ranks of other hosts could wait for an answer of it until then. They are not closed
+    # ended, and ranks of other hosts could wait for an answer of it until then. They are not reset
     # where a job ends in order: others may still read what came last.
     ("horovod/common/operations.cc", """\
         << "Horovod background loop uncaught exception: " << ex.what();

@@ -56,7 +56,7 @@ public:
   }
 
 private:
-  static constexpr size_t kMost = 32;  // of 64 bits: a job has fewer names of tensors than that
+  static constexpr size_t kMost = 32;  // of 64 bits; a job with more names takes several turns
 
   struct Round {
     long long mine[kMost], theirs[kMost];

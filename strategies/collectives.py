@@ -50,7 +50,7 @@ def wait_for_operations(done: Callable[[], bool]) -> None:
     """Sleep until `done`, which it may be whenever an operation of Horovod is.
 
     Horovod: its synchronize() keeps a core busy until then, which its own thread or other ranks of
-    the host may need (measured: benchmarks/NOTES.md). That of cluster/wheel.py wakes us.
+    the host may need (measured: benchmarks/NOTES.md). The Horovod of cluster/wheel.py wakes us.
     """
     library = hvd.mpi_ops._basics.MPI_LIB_CTYPES
     operations_done = getattr(library, "horovod_operations_done", None)

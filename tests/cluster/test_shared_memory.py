@@ -176,6 +176,37 @@ def test_a_rank_that_ends_is_not_waited_for(
     assert "no sum" not in done.stdout
 
 
+# Rank 1 has sent its part of an agreement and is stopped until rank 0, whose thread looks up every
+# 3 s only, has ended.
+HEARD = """
+import json, os, signal, subprocess, time
+os.environ["HOROVOD_IDLE_TIME"] = "3000" if os.environ["HOROVOD_RANK"] == "0" else "0"
+import horovod.torch as hvd
+hvd.init()
+row = {"rank": hvd.rank(), "ranks": hvd.size()}
+hvd.barrier()
+if row["rank"] == 1:
+    time.sleep(0.5)
+    subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    row["woken"] = time.time()
+    time.sleep(1)
+hvd.shutdown()
+print(json.dumps({**row, "ended": time.time()}), flush=True)
+"""
+
+
+def test_what_a_rank_sent_counts_when_it_has_ended(hosts: list[testbed.Node]) -> None:
+    """Also for a rank that looks only then, and finds the end of the connection behind it. (Without
+    the change of Gloo's buffer.cc, this fails in two of three runs.)"""
+    done = run(hosts[0].command(*horovodrun("-H", "node1:1,node2:1", PYTHON, "-c", HEARD)))
+    assert done.returncode == 0, done.stdout
+    first, second = told(done.stdout)
+    assert first["ranks"] == second["ranks"] == 2
+    assert first["ended"] < second["woken"]
+    assert "uncaught exception" not in done.stdout
+
+
 # Sums of many tensors, whose bits are many numbers, which ranks hand over in orders of their own,
 # some late, and later with other sizes; then prints how many frames left for other ranks while they
 # agreed on, and summed, one number at a time, and the least bytes that a connection may buffer.

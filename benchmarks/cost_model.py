@@ -72,8 +72,8 @@ class Network:
         ranks_per_host: ranks on one host, joined by inside_latency and inside_bandwidth.
         fixed: seconds of a round that depend on neither ranks nor bytes.
         algorithms: "ring", "tree", "shared"; the faster of those given is used.
-        controller: how ranks agree, by "dissemination" (Gloo; in our wheels p7 to p9 of all ranks,
-            "dissemination of ranks"), "ring" (Gloo in builds that are not ours) or "tree" (MPI).
+        controller: how ranks agree, by "dissemination" (Gloo; "dissemination of ranks" where those
+            of a host share no memory), "ring" (Gloo in builds that are not ours) or "tree" (MPI).
         agreement_latency: the least that a hop of an agreement takes: it is over TCP even where
             NCCL moves the gradients.
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).

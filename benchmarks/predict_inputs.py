@@ -30,7 +30,6 @@ from benchmarks.cost_model import (
 )
 from benchmarks.hardware import ROOT
 from cluster.hosts import Refusal
-from cluster.patches import PATCH
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}
 RATES, TIMES = ("kbit", "mbit", "gbit"), ("ns", "us", "ms")
@@ -71,7 +70,7 @@ CASES = (  # at best, likely, at worst
 Results = list[dict[str, Any]]
 Options = dict[str, Any]  # of NETWORK
 UNNAMED = ("network", "loopback")  # what bench-allreduce calls a network that nobody named
-NEWEST = int(PATCH[1:])  # of the patches with which `make install` builds Horovod now
+SINCE = 94  # the patches of `make install` with which ranks agree and sum as they do now
 KEYS = ("rate", "latency", "gpus_per_host", "inside", "operations", "controller_latency")
 
 
@@ -191,8 +190,7 @@ def newest_all_reduces(
             and result["operations"] == operations
             and (not network or result["network"] in (network, *UNNAMED))
             and len(result["sizes"]) > 1  # a line needs two
-            # Inside a host earlier ones took several times as long, as memory was not shared.
-            and (len(result["hosts"]) > 1 or operations != "Gloo" or patches_of(result) >= 9)
+            and patches_of(result) >= SINCE
         )
 
     found = []
@@ -257,24 +255,28 @@ def _on_a_ring(wire: dict[str, Any], ranks: int, file: Path) -> float:
     return sent
 
 
-def algorithms(operations: str, patches: int = NEWEST) -> tuple[str, ...]:
+def algorithms(operations: str, shared: bool = True) -> tuple[str, ...]:
     """The algorithms that "gloo", "nccl" or "mpi" has for all-reduces: see `Network`.
 
     Args:
-        patches: the number of Horovod's, see `patches_of`.
+        shared: whether ranks of a host share memory.
     """
     if operations != "gloo":
         return ("ring", "tree")
-    return ("shared",) if patches >= 9 else ("ring",)
+    return ("shared",) if shared else ("ring",)
 
 
-def controller_of(operations: str, patches: int = NEWEST) -> str:
-    """How ranks agree: see `Network`."""
+def controller_of(operations: str, shared: bool = True, ours: bool = True) -> str:
+    """How ranks agree: see `Network`.
+
+    Args:
+        ours: whether Horovod was built by `make install`.
+    """
     if operations == "mpi":
         return "tree"
-    if patches >= 90:
-        return "dissemination"
-    return "dissemination of ranks" if patches >= 7 else "ring"
+    if not ours:
+        return "ring"
+    return "dissemination" if shared else "dissemination of ranks"
 
 
 def patches_of(result: dict[str, Any]) -> int:
@@ -292,20 +294,24 @@ def measurements_of(
     Args:
         times: see `Case`.
         inside: what joins the ranks of its hosts, if it is known; None: as between hosts.
+
+    Raises:
+        ValueError: for a Horovod of ours that summed and agreed otherwise than now.
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
     operations, patches = result["operations"].lower(), patches_of(result)
+    if 0 < patches < SINCE:
+        raise ValueError(
+            f"the Horovod of then (wheel p{patches}) summed or agreed in other ways than since "
+            f"p{SINCE}: make bench-allreduce again"
+        )
     alike = len({*Counter(result["ranks"]).values()}) == 1
-    if not alike or result.get("environment", {}).get("HOROVOD_SHARED_MEMORY") == "0":
-        patches = min(patches, 8)
-    ways = algorithms(operations, patches)
+    off = result.get("environment", {}).get("HOROVOD_SHARED_MEMORY") == "0"
+    shared = patches > 0 and alike and not off
+    ways = algorithms(operations, shared)
     transfer = min(hops(count, hosts, algorithm) for algorithm in ways)
-    controller = controller_of(operations, patches)
-    agreed = hops(count, hosts, controller)
-    # From p7 to p90 a permission to send came first.
-    if patches_of(result) < 94 and controller.startswith("dissemination") and any(agreed):
-        agreed = (agreed[0] + 1, agreed[1]) if hosts > 1 else (0, agreed[1] + 1)
-    shared = ways == ("shared",) and hosts > 1
+    agreed = hops(count, hosts, controller_of(operations, shared, ours=patches > 0))
+    shared = "shared" in ways and hosts > 1
     measurements = []
     for row in result["sizes"]:
         size, known = row["bytes"], 0.0
@@ -325,14 +331,18 @@ def fits(results: Results, case: Case, inside: Link | None = None) -> Link | Non
     """The constants of what these files measured; None without any.
 
     Args:
-        inside: what joins the ranks of their hosts, where it is known.
+        inside: what joins the ranks of their hosts, where it is known, and the time that is fixed.
     """
     if not results:
         return None
     measurements = [m for result in results for m in measurements_of(result, case.times, inside)]
-    fitted = fit(measurements)
     if tells_fixed(measurements):
+        fitted = fit(measurements)
         return Link(fitted.latency, fitted.share, fitted.fixed)
+    if inside and inside.fixed is not None:
+        fitted = fit([replace(m, known=m.known + inside.fixed) for m in measurements])
+        return Link(fitted.latency, fitted.share)
+    fitted = fit(measurements)
     fixed = (1 - case.part) * measurements[0].latencies * fitted.latency
     return Link(case.part * fitted.latency, fitted.share, fixed)
 

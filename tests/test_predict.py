@@ -55,6 +55,7 @@ from strategies.environment import initialize
 from tests.conftest import run
 
 TRUTH = Network(latency=5e-5, bandwidth=3e9, fixed=1e-3)
+OURS = {"versions": {"horovod": "0.28.1+torch2.11.0.cpu.p94"}}
 JOB = Job(0.1, 0.2, 0.01, (2e6, 8e6, 8e6, 8e6), deviation=0.004)
 SIZES = [4**power for power in range(6, 14)]
 
@@ -107,55 +108,54 @@ def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("operations", "horovod", "controller", "asks"),
+    ("operations", "horovod", "shared", "controller"),
     [
-        ("Gloo", "0.28.1+torch2.11.0.cpu.p7", "dissemination of ranks", True),
-        ("Gloo", "0.28.1+torch2.11.0.cpu.p9", "dissemination of ranks", True),
-        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p90.sm90", "dissemination", True),
-        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p94.sm90", "dissemination", False),
-        ("Gloo", "0.28.1+torch2.11.0.cpu.p6", "ring", False),
-        ("NCCL", "0.28.1", "ring", False),
-        ("MPI", "0.28.1+torch2.11.0.cpu.p7.mpi", "tree", False),
+        ("Gloo", "0.28.1+torch2.11.0.cpu.p94", "1", "dissemination"),
+        ("Gloo", "0.28.1+torch2.11.0.cpu.p94", "0", "dissemination of ranks"),
+        ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p94.sm90", "1", "dissemination"),
+        ("Gloo", "0.28.1", "1", "ring"),
+        ("NCCL", "0.28.1", "1", "ring"),
+        ("MPI", "0.28.1+torch2.11.0.cpu.p94.mpi", "1", "tree"),
     ],
 )
 def test_latencies_between_and_inside_hosts_are_told_apart(
-    operations: str, horovod: str, controller: str, asks: bool
+    operations: str, horovod: str, shared: str, controller: str
 ) -> None:
-    """Of 2 hosts with 4 ranks and of 4 with 8, and of one of them alone: what made the times. Some
-    ask, before the first message of an agreement, whether they may send it."""
-    patches = predict_inputs.patches_of({"versions": {"horovod": horovod}})
-    ways = predict_inputs.algorithms(operations.lower(), patches)
+    """Of 2 hosts with 4 ranks and of 4 with 8, and of one of them alone: what made the times."""
+    ways = ("ring", "tree")
+    if operations == "Gloo":
+        ways = ("shared",) if controller == "dissemination" else ("ring",)
     truth = Network(
         5e-5, 3e9, 4, 2e-6, 1e10, fixed=1e-3, algorithms=ways, controller=controller
     )  # fmt: skip
 
     def file(hosts: int, slots: int) -> dict[str, Any]:
         network, ranks = replace(truth, ranks_per_host=slots), hosts * slots
-        asked = truth.latency if hosts > 1 else truth.inside_latency
-        asked *= asks and (hosts > 1 or controller == "dissemination of ranks")
         rows = [
             {
                 "bytes": m.bytes,
-                **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), asked + m.seconds),
+                **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), m.seconds),
             }
             for m in measured(network, [ranks])
         ]
         return {
             "operations": operations, "hosts": [{"name": f"node{n}"} for n in range(hosts)],
             "ranks": [f"node{rank // slots}" for rank in range(ranks)], "sizes": rows,
-            "versions": {"horovod": horovod},
+            "versions": {"horovod": horovod}, "environment": {"HOROVOD_SHARED_MEMORY": shared},
         }  # fmt: skip
 
     files = [file(1, 2), file(1, 4), file(2, 4), file(4, 8)]
     networks, sources = predict_inputs.networks(files, {}, slots=4)
     for network in networks:
         assert network.latency == pytest.approx(truth.latency, rel=1e-6)
-        assert network.inside_latency == pytest.approx(truth.inside_latency, rel=1e-6)
+        in_memory = ways == ("shared",)  # without messages
+        inside = 0.0 if in_memory else truth.inside_latency
+        assert network.inside_latency == pytest.approx(inside, rel=1e-6)
         assert network.fixed == pytest.approx(truth.fixed, rel=1e-6)
     assert not any("does not tell latency" in line for line in sources)
     # Of one size of each kind the fixed time is not known; what was measured comes out as it was,
     # if ranks still agree so.
-    for network in [] if asks else predict_inputs.networks([files[1], files[2]], {}, slots=4)[0]:
+    for network in predict_inputs.networks([files[1], files[2]], {}, slots=4)[0]:
         network = replace(network, controller=controller, algorithms=ways)
         predicted, true = (
             agreement_seconds(8, each) + all_reduce_seconds(4096, 8, each)
@@ -172,7 +172,7 @@ def test_what_takes_no_hops_has_a_fixed_time() -> None:
         for size, time in zip(SIZES, times)
     ]
     result = {"operations": "Gloo", "hosts": [{}], "ranks": ["a", "a"], "sizes": rows}
-    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p90"}
+    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p94"}
     cases, sources = predict_inputs.networks([result], {}, slots=2)
     for network in cases:
         assert (network.fixed, network.inside_latency) == (pytest.approx(2e-3), 0)
@@ -185,7 +185,7 @@ def test_no_latency_inside_hosts_is_known_too() -> None:
     truth = Network(5e-5, 3e9, 4, 0.0, 1e10, controller="ring")
     rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
     result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
-    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p6"}
+    result["versions"] = {"horovod": "0.28.1"}
     fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=Link(0.0, 1e10)))
     assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
 
@@ -193,16 +193,16 @@ def test_no_latency_inside_hosts_is_known_too() -> None:
 def test_hosts_with_other_numbers_of_ranks_share_no_memory() -> None:
     """A ring of 3 ranks; of 4 on two hosts, what is summed inside is known, and no part of it."""
     result: dict[str, Any] = {"operations": "Gloo", "hosts": [{}, {}], "ranks": ["a", "a", "b"]}
-    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p9"}
+    result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p94"}
     result["sizes"] = [{"bytes": 8e6, "seconds": 1.0}]
     inside = Link(0.0, 1e9)
     (uneven,) = predict_inputs.measurements_of(result, "seconds", inside)
     assert (uneven.ranks, uneven.known) == (3, 0.0)
     result["ranks"].append("b")
     (even,) = predict_inputs.measurements_of(result, "seconds", inside)
-    assert (even.ranks, even.hops, even.known) == (2, 2 + 3, 8e6 / 1e9)
+    assert (even.ranks, even.hops, even.known) == (2, 2 + 1, 8e6 / 1e9)
     result["sizes"][0]["bytes"] = 20 * 2**20
-    assert predict_inputs.measurements_of(result, "seconds", inside)[0].hops == 3 * 2 + 3
+    assert predict_inputs.measurements_of(result, "seconds", inside)[0].hops == 3 * 2 + 1
     result["environment"] = {"HOROVOD_SHARED_MEMORY": "0"}
     assert predict_inputs.measurements_of(result, "seconds", inside)[0].ranks == 4
 
@@ -491,7 +491,7 @@ def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
         "hosts": [{"name": name, "slots": ranks // hosts} for name in names],
         "ranks": sorted(names * (ranks // hosts)), "operations": "Gloo", "date": "2026-11-21",
         # On several hosts by a ring of all ranks, as with Horovod's own builds.
-        "versions": {"horovod": "0.28.1+torch2.11.0.cpu.p9" if hosts == 1 else "0.28.1"},
+        **(OURS if hosts == 1 else {"versions": {"horovod": "0.28.1"}}),
         "sizes": allreduce.bandwidths(SIZES, seconds, ranks),
     }  # fmt: skip
 
@@ -677,7 +677,7 @@ def test_only_all_reduces_of_the_runs_own_hosts_are_taken(
     results, run = tmp_path / "results", tmp_path / "summary.json"
     results.mkdir()
     monkeypatch.setattr(command, "RESULTS", results)
-    for name, content in (("one", all_reduces()), ("two", all_reduces(4, 2))):
+    for name, content in (("one", all_reduces()), ("two", all_reduces(4, 2) | OURS)):
         (results / f"allreduce_{name}.json").write_text(json.dumps(content))
     one, both = {"node0": 4}, {"node0": 4, "node1": 4}
     for hosts, operations, names in ((one, "Gloo", ["one"]), (both, "Gloo", ["one", "two"]),
@@ -705,7 +705,7 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
     one_size = {**all_reduces(), "cpu": "ours", "cores": 2, "date": "2027-01-01"}
     one_size["sizes"] = one_size["sizes"][:1]
     before = {**all_reduces(), "cpu": "ours", "cores": 2, "date": "2027-01-01"}
-    before["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p8"}  # whose ranks shared no memory
+    before["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p90"}  # whose ranks agreed otherwise
     for name, text in (("half", json.dumps(content)[:-40]), ("list", "[]"), ("empty", ""),
                        ("older", json.dumps(other_form)),
                        ("one", json.dumps(one_size)),
@@ -724,7 +724,8 @@ def test_all_reduces_that_another_host_of_the_run_made_are_taken(
     monkeypatch.setattr(command.os, "uname", lambda: SimpleNamespace(nodename="node1"))
     facts = {"theirs": {"cpu": "theirs", "cores": 8}, "ours": {"cpu": "ours", "cores": 2}}
     for name, machines in (("a", ["theirs", "ours"]), ("b", ["theirs", "theirs"])):
-        content = {**all_reduces(4, 2), **facts["theirs"], "machines": [facts[m] for m in machines]}
+        content = {**all_reduces(4, 2), **OURS, **facts["theirs"]}
+        content["machines"] = [facts[m] for m in machines]
         (tmp_path / f"allreduce_{name}.json").write_text(json.dumps(content))
     paths = command.all_reduces_of(summary(hosts={"node0": 4, "node1": 4}))
     assert list(paths) == [tmp_path / "allreduce_a.json"]

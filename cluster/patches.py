@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p95"
+PATCH = "p96"
 HEADERS = [
     Path(__file__).with_name(name) for name in ("rounds.h", "shared_memory.h", "sixteen_bits.h")
 ]
@@ -95,8 +95,12 @@ int HandleManager::AllocateHandle() {
   // Returns when there are tensors to work on, or after so long.
   void WaitForTensors(std::chrono::microseconds most);
 
+  // From now on, until FinalizeTensorQueue, it takes tensors.
+  void Begin();
+
 protected:
   std::condition_variable added_;
+  bool ended_ = false;
 """),
     (f"{QUEUE}.cc", "Status TensorQueue::AddToTensorQueue(", """\
 void TensorQueue::WaitForTensors(std::chrono::microseconds most) {
@@ -104,6 +108,11 @@ void TensorQueue::WaitForTensors(std::chrono::microseconds most) {
   added_.wait_for(lock, most, [this] {
     return !tensor_table_.empty() || !message_queue_.empty();
   });
+}
+
+void TensorQueue::Begin() {
+  std::lock_guard<std::mutex> guard(mutex_);
+  ended_ = false;
 }
 
 Status TensorQueue::AddToTensorQueue("""),
@@ -123,6 +132,49 @@ Status TensorQueue::AddToTensorQueue("""),
   state.last_cycle_start = std::chrono::steady_clock::now();
 
   if"""),
+    # At its end Horovod's thread tells who waits for tensors, and lets go of them, for which it
+    # needs Python's lock. A program that was about to hand over another one had that lock, and
+    # waited for others that the thread had: both waited forever. Or that tensor came just after,
+    # and of its end nobody was told.
+    (f"{QUEUE}.cc", """\
+  std::lock_guard<std::mutex> guard(mutex_);
+  for (auto& e : tensor_table_) {
+    e.second.FinishWithCallback(status);
+  }
+  tensor_table_.clear();
+  while (!message_queue_.empty()) {
+    message_queue_.pop();
+  }
+""", """\
+  decltype(tensor_table_) left;
+  {
+    std::lock_guard<std::mutex> guard(mutex_);
+    ended_ = true;
+    left.swap(tensor_table_);
+    while (!message_queue_.empty()) {
+      message_queue_.pop();
+    }
+  }
+  for (auto& e : left) {
+    e.second.FinishWithCallback(status);
+  }
+"""),
+    ("horovod/common/operations.cc", "  state.shut_down = true;\n", """\
+  state.shut_down = true;
+  for (auto id : state.process_set_table.Ids()) {
+    state.process_set_table.Get(id).tensor_queue.FinalizeTensorQueue(SHUT_DOWN_ERROR);
+  }
+"""),
+    (f"{QUEUE}.cc", "  if (tensor_table_.find(e.tensor_name)",
+     "  if (ended_) {\n    return SHUT_DOWN_ERROR;\n  }\n"
+     "  if (tensor_table_.find(e.tensor_name)"),
+    (f"{QUEUE}.cc", "  for (std::size_t i = 0; i < entries.size(); ++i) {\n    if",
+     "  if (ended_) {\n    return SHUT_DOWN_ERROR;\n  }\n"
+     "  for (std::size_t i = 0; i < entries.size(); ++i) {\n    if"),
+    ("horovod/common/process_set.cc", "  assert(controller != nullptr);\n  int size;\n",
+     "  assert(controller != nullptr);\n  tensor_queue.Begin();\n  int size;\n"),
+    ("horovod/common/process_set.cc", "  assert(global_gloo_context.ctx != nullptr);\n",
+     "  assert(global_gloo_context.ctx != nullptr);\n  tensor_queue.Begin();\n"),
     # On a GPU Horovod ends an operation when the GPU has, for which the program waits, and hands
     # the GPU nothing meanwhile. HOROVOD_ENABLE_ASYNC_COMPLETION ends it when it is queued, and
     # has the stream wait for it in which backward still goes on. Now it is a stream of its own
@@ -197,17 +249,10 @@ void FollowInStream() {
     (CONTROLLER, "void GlooController::CrossRankBitwiseAnd(", """\
 static void Combine(const GlooContext& all, std::vector<long long>& bits, int count,
                     void (*combine)(void*, const void*, const void*, size_t)) {
-  try {
-    if (all.shared) {
-      all.shared->Combine(bits.data(), count, combine);
-    }
-    all.rounds->Combine(bits.data(), count, combine);
-  } catch (...) {
-    if (all.shared) {
-      all.shared->Break();
-    }
-    throw;
+  if (all.shared) {
+    all.shared->Combine(bits.data(), count, combine);
   }
+  all.rounds->Combine(bits.data(), count, combine);
 }
 
 void GlooController::CrossRankBitwiseAnd("""),
@@ -324,6 +369,33 @@ void GlooController::CrossRankBitwiseAnd("""),
     sendBufferSize_ = optval;
   }
 """, ""),
+    # Who waited for a message that was half there, or half sent, when the other rank ended was not
+    # told, and waited for as long as Gloo waits.
+    (f"{GLOO}/transport/tcp/pair.cc", """\
+    if (op.buf != nullptr) {
+      op.buf->signalException(ex);
+    }
+  }
+""", """\
+    if (op.buf != nullptr) {
+      op.buf->signalException(ex);
+    }
+    NonOwningPtr<UnboundBuffer> sent(op.ubuf);
+    if (sent) {
+      sent->signalException(ex);
+    }
+  }
+  NonOwningPtr<UnboundBuffer> received(rx_.ubuf);
+  if (received) {
+    received->signalException(ex);
+  }
+"""),
+    # A connection that was closed stayed open where the rank has children, such as the workers of a
+    # DataLoader, which have it too.
+    (f"{GLOO}/transport/tcp/pair.cc",
+     "      setsockopt(fd_, SOL_SOCKET, SO_LINGER, &sl, sizeof(sl));\n",
+     "      setsockopt(fd_, SOL_SOCKET, SO_LINGER, &sl, sizeof(sl));\n"
+     "      ::shutdown(fd_, SHUT_RDWR);\n"),
     # What had come whole from a rank was lost where that rank had ended before it was asked for.
     (f"{GLOO}/transport/tcp/buffer.cc", """\
       throwIfException();

@@ -21,14 +21,14 @@ class Rounds {
 public:
   // All ranks of `context` do this, and then call Combine equally often.
   explicit Rounds(const std::shared_ptr<gloo::Context>& context) : context_(context) {
-    const int rank = context->rank, size = context->size;
+    const int rank = context->rank, size = context->size, slot = context->nextSlot(2);
     for (int turn = 0; turn < 2; turn++) {
       for (int distance = 1; distance < size; distance *= 2) {
         auto& to = context->getPair((rank + distance) % size);
         auto& from = context->getPair((rank - distance + size) % size);
         std::unique_ptr<Round> round(new Round);
-        round->send = to->createSendBuffer(turn, round->mine, sizeof(round->mine));
-        round->receive = from->createRecvBuffer(turn, round->theirs, sizeof(round->theirs));
+        round->send = to->createSendBuffer(slot + turn, round->mine, sizeof(round->mine));
+        round->receive = from->createRecvBuffer(slot + turn, round->theirs, sizeof(round->theirs));
         rounds_[turn].push_back(std::move(round));
       }
     }

@@ -41,6 +41,7 @@ from .reductions import InFlight, Reduction, adasum, add
 # Numbers the layouts of all Trainers of this process, by process set: the name of an operation that
 # an error left under way is not used again.
 LAYOUTS: defaultdict[int, Iterator[int]] = defaultdict(count)
+MOST_ELEMENTS = 2**31 - 2**22  # of a bucket on a CPU, with room for its flags
 
 
 @dataclass
@@ -365,9 +366,14 @@ class GradientBuckets:
             if parameter not in self.sparse
         ]
         number = next(LAYOUTS[self.world.process_set.process_set_id])
+        groups = split(dense, self.bucket_bytes)
+        if any(sum(p.numel() for p in group if p.is_cpu) >= MOST_ELEMENTS for group in groups):
+            raise MisconfigurationException(
+                "Horovod counts the elements of a bucket in 32 bits on CPUs: cut a parameter of "
+                "2^31 elements in two, or give a smaller bucket_mib"
+            )
         self.buckets = [
-            Bucket(f"gradients.{number}.{index}", group)
-            for index, group in enumerate(split(dense, self.bucket_bytes))
+            Bucket(f"gradients.{number}.{index}", group) for index, group in enumerate(groups)
         ]
         self._bucket = {p: bucket for bucket in self.buckets for p in bucket.parameters}
 

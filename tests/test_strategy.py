@@ -34,7 +34,7 @@ from strategies.collectives import on_own_gpu
 from strategies.cores import usable_cores
 from strategies.drift import _first_apart
 from strategies.metrics import metrics_of, synchronize_metrics
-from strategies.reductions import adasum
+from strategies.reductions import adasum, add
 from tests.conftest import run
 from tests.matrix.checkpoints import Remembers, everyones
 from tests.matrix.parameters import LineSearch
@@ -485,6 +485,14 @@ class TestDevices:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(reducer._gradient_is_there, model.parameters()))
         assert most == [1] and reducer._seen == set(model.parameters())
+
+    def test_a_bucket_has_no_more_elements_than_horovod_counts(self) -> None:
+        """Their number would be negative there, and memory be overwritten."""
+        layer = nn.Module()
+        layer.weight = nn.Parameter(torch.zeros(1).expand(2**31))
+        reducer = GradientBuckets(layer, HorovodStrategy().world, add, 4, before=1, after=1)
+        with pytest.raises(MisconfigurationException, match=r"in 32 bits on CPUs: cut a parameter"):
+            reducer.start()
 
     def test_a_bucket_starts_without_a_wait_for_what_the_gpu_has_to_do(
         self, monkeypatch: pytest.MonkeyPatch

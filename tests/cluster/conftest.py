@@ -43,10 +43,12 @@ def odd_hosts() -> Iterator[list[testbed.Node]]:
     yield from made(2, NICS[:2])
 
 
-def made(count: int, interfaces: list[str] | None = None) -> Iterator[list[testbed.Node]]:
+def made(
+    count: int, interfaces: list[str] | None = None, rate: str | None = None
+) -> Iterator[list[testbed.Node]]:
     if problem := testbed.missing():
         pytest.skip(f"no test hosts: {problem}")
-    with testbed.Testbed(count, interfaces=interfaces) as hosts:
+    with testbed.Testbed(count, rate, interfaces) as hosts:
         yield hosts
 
 

@@ -25,7 +25,7 @@ from runs.refusal import Refusal, refuse
 ROOT = Path(__file__).resolve().parent
 LEFT_OUT = ("benchmarks/results/", "docs/images/", "tests/test_new.py")
 MEASURED = re.compile(
-    r"(?<=<!-- scaling: written by make bench-readme -->\n).*?(?=\| published)", re.S
+    r"(?<=<!-- scaling: written by make bench-readme -->\n).*?(?=<!-- scaling: end -->)", re.S
 )
 NOTHING = "\nNo result of `make bench` is in `benchmarks/results/` yet.\n\n"
 OURS = re.compile(r"<!-- ours -->.*?<!-- /ours -->\n*", re.DOTALL)

@@ -2,8 +2,7 @@
 
     make bench-readme                                  the README's table from the newest result
 
-Nothing is measured here, and no figure is typed, except those that others have published, which
-stand beside ours with their hardware.
+Nothing is measured here, and no figure is typed.
 """
 
 from __future__ import annotations
@@ -29,11 +28,6 @@ from benchmarks.scaling_predicted import predicted
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"
-# Seconds an epoch by number of processes, of the first Lightning + Horovod template of this kind.
-ORIGINAL = {1: 45.48, 2: 23.9, 4: 12.1, 8: 6.16}
-PASCAL = "128 servers with 4 Pascal GPUs each, 25 Gbit/s with RoCE"
-HOROVOD_PAGE = "https://github.com/horovod/horovod/blob/master/docs/benchmarks.rst"
-HOROVOD = f"[Horovod]({HOROVOD_PAGE}), 2018"
 
 
 def hardware_of(results: Results) -> str:
@@ -67,23 +61,6 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 def table(results: Results) -> str:
     return markdown(
         list(COLUMNS), [[show(row) for show in COLUMNS.values()] for row in rows(results)]
-    )
-
-
-def published() -> str:
-    base = min(ORIGINAL)
-    efficiency = [ORIGINAL[base] / (np * s) for np, s in ORIGINAL.items() if np != base]
-    lines = [
-        [
-            "DnCNN denoiser, Lightning 1.3 + Horovod 0.22", "two nodes, RTX 2080 Ti, InfiniBand",
-            ", ".join(map(str, ORIGINAL)), ", ".join(map(str, ORIGINAL.values())),
-            ", ".join(f"{value:.1%}".replace("%", " %") for value in efficiency),
-        ],
-        [f"Inception V3, ResNet-101, {HOROVOD}", PASCAL, "512", "", "90 %"],
-        ["VGG-16, the same", PASCAL, "512", "", "68 %"],
-    ]  # fmt: skip
-    return markdown(
-        ["published elsewhere", "hardware", "processes", "s an epoch", "efficiency"], lines
     )
 
 
@@ -156,7 +133,7 @@ def write(results: Results, file: Path) -> str:
         results |= {"predicted": curve, "predicted_from": sources}
     results.setdefault("predicted", [])
     body = f"{description(results)}\n\n{table(results)}\n"
-    write_text(file.with_suffix(".md"), f"{body}\n{published()}\n")
+    write_text(file.with_suffix(".md"), body)
     write_text(file.with_suffix(".csv"), as_csv(results))
     scaling_plot.draw(results, hardware_of(results), file.with_suffix(""))
     write_json(results, file)
@@ -186,12 +163,12 @@ def newest(files: Iterable[Path]) -> Path | None:
 
 def readme_block(file: Path | None) -> str:
     if file is None:
-        return f"No result of `make bench` is in `benchmarks/results/` yet.\n\n{published()}"
+        return "No result of `make bench` is in `benchmarks/results/` yet."
     results = json.loads(file.read_text())
     image = file.with_suffix(".png").relative_to(ROOT)
     return (
         f"{description(results)}\n\n{table(results)}\n\n"
-        f"![Speed-up and efficiency by number of processes]({image})\n\n{published()}"
+        f"![Speed-up and efficiency by number of processes]({image})"
     )
 
 

@@ -53,7 +53,7 @@ def test_tables_and_plots_are_written(tmp_path: Path) -> None:
         "| 5,761 (5,704 to 5,818) | 0.1778 (0.1760 to 0.1795) | 1.82 (1.82 to 1.82) |" in text
     )
     assert "their range; predicted (at best to at worst) from the smallest size and" in text
-    assert "commit abc" in text and "Test CPU, 4 cores" in text and "RTX 2080 Ti" in text
+    assert "commit abc" in text and "Test CPU, 4 cores" in text
     with file.with_suffix(".csv").open() as lines:
         table = list(csv.DictReader(lines))
     assert len(table) == 12 and table[1]["mode"] == "weak" and float(table[1]["step_ms_min"]) == 11
@@ -184,10 +184,6 @@ def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path
     # The range has the repeats of the smallest size in it.
     assert curve[1]["low_ms"] < curve[1]["step_ms"] / 1.9 < 1.4 * curve[1]["step_ms"]
     assert curve[1]["high_ms"] > 1.4 * curve[1]["step_ms"]
-
-
-def test_the_published_efficiency_is_that_of_the_published_times() -> None:
-    assert "95.1 %, 94.0 %, 92.3 %" in scaling_report.published()
 
 
 def test_the_readme_has_the_newest_result() -> None:

@@ -422,11 +422,9 @@ def _sources(likely: Network, one_host: Results, several: Results, options: Opti
             f"{where}: {source}: {bandwidth / 1e6:,.0f} MB/s, latency {latency * 1e6:.0f} µs a hop"
         )
     kinds = (("inside", one_host), ("rate", several))
-    fitted = [results for key, results in kinds if key not in options]
-    measured = [
-        [m for each in results for m in measurements_of(each, "seconds")] for results in fitted
-    ]
-    if not all(tells_fixed(each) for each in measured):
+    fitted = [results for key, results in kinds if results and key not in options]
+    told_by = fitted[0] if fitted else []  # the fixed time of both: see `fits`
+    if not tells_fixed([m for each in told_by for m in measurements_of(each, "seconds")]):
         lines.append(
             "one number of ranks does not tell latency from fixed time: a quarter, half, all of it "
             'is taken as latency; more files (ALLREDUCE="a b") tell'

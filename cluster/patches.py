@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cluster.environment import InstallError
 
-PATCH = "p96"
+PATCH = "p97"
 HEADERS = [
     Path(__file__).with_name(name) for name in ("rounds.h", "shared_memory.h", "sixteen_bits.h")
 ]
@@ -467,21 +467,39 @@ extern "C" int horovod_sums_in_16_bits() { return 1; }
     fused_input_data = buffer_data;
 """),
     # Where a rank's Horovod had ended in an error, its connections stayed open until the program
-    # ended, and ranks of other hosts could wait for an answer of it until then. They are not reset
-    # where a job ends in order: others may still read what came last.
+    # ended, and others could wait for an answer of it until then. They are not reset where a job
+    # ends in order: others may still read what came last.
     ("horovod/common/operations.cc", """\
         << "Horovod background loop uncaught exception: " << ex.what();
 """, """\
         << "Horovod background loop uncaught exception: " << ex.what();
 #if HAVE_GLOO
-    // The end of other sets of processes is agreed on over these.
-    if (state.control_operation == LibType::GLOO && state.process_set_table.Ids().size() == 1) {
-      for (const auto& context : {global_gloo_context.ctx, global_gloo_context.local_ctx,
-                                  global_gloo_context.cross_ctx}) {
-        context->closeConnections();
+    if (state.control_operation == LibType::GLOO) {
+      for (auto id : state.process_set_table.Ids()) {
+        const auto& gloo = state.process_set_table.Get(id).gloo_context;
+        if (gloo.shared) {
+          gloo.shared->Break();
+        }
+        for (const auto& context : {gloo.ctx, gloo.local_ctx, gloo.cross_ctx}) {
+          if (context) {
+            context->closeConnections();
+          }
+        }
       }
     }
 #endif
+"""),
+    # The end of further sets of processes is agreed on over these: the program was aborted.
+    ("horovod/common/operations.cc", """\
+    horovod_global.process_set_table.Finalize(global_gloo_context,
+                                              SHUT_DOWN_ERROR);
+""", """\
+    try {
+      horovod_global.process_set_table.Finalize(global_gloo_context,
+                                                SHUT_DOWN_ERROR);
+    } catch (const std::exception& ex) {
+      LOG(DEBUG) << "Process sets end without the others': " << ex.what();
+    }
 """),
     # Before a rank connects to another it waits for Gloo's thread, which sleeps for 10 ms; now
     # that is woken.

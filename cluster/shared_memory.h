@@ -79,9 +79,6 @@ public:
 
   ~SharedMemory() {
     if (head_ != nullptr) {
-      if (head_->processes[local_->rank] == getpid()) {  // and not one that it forked
-        Break();  // the others may not know yet that this rank shuts down
-      }
       munmap(head_, Bytes());
     }
     if (file_ >= 0) {
@@ -127,7 +124,7 @@ private:
   struct Head {
     int64_t name;
     std::atomic<uint32_t> arrived, barriers;  // ranks at the next barrier, and those that are over
-    std::atomic<uint32_t> broken;             // 1 behind an error of any rank, or its shutdown
+    std::atomic<uint32_t> broken;             // 1 behind an error of any rank
     pid_t processes[1];                       // of the ranks
   };
 
@@ -228,7 +225,7 @@ private:
   void Barrier() {
     const uint32_t before = head_->barriers.load();
     if (head_->broken.load()) {
-      throw gloo::IoException("Another rank of this host had an error or shut down");
+      throw gloo::IoException("Another rank of this host had an error");
     }
     if (head_->arrived.fetch_add(1) + 1 == static_cast<uint32_t>(local_->size)) {
       head_->arrived.store(0);
@@ -261,7 +258,7 @@ private:
       }
     }
     if (head_->broken.load()) {
-      return "Another rank of this host had an error or shut down";
+      return "Another rank of this host had an error";
     }
     const bool late = std::chrono::steady_clock::now() > end;
     return late ? "Timed out waiting for the ranks of this host" : "";

@@ -59,7 +59,7 @@ def cuda_tag(info: dict) -> str:
 
 def wheel_label(info: dict) -> str:
     """What a Horovod wheel is tied to: the local part of its version, e.g.
-    torch2.11.0.cu130.nccl2.28.9.p96. Python's and glibc's versions are in the wheel's tags."""
+    torch2.11.0.cu130.nccl2.28.9.p97. Python's and glibc's versions are in the wheel's tags."""
     torch = info["packages"].get("torch", "none").split("+")[0]
     label = f"torch{torch}.{cuda_tag(info)}"
     if info["cuda"]:

@@ -41,12 +41,12 @@ class TestWheel:
         monkeypatch.delenv("HOROVOD_BUILD_CUDA_CC_LIST", raising=False)
         tag = wheel.platform_tag()
         name = wheel.wheel_name(info(), "0.28.1", mpi=False)
-        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p96-cp312-cp312-{tag}.whl"
+        assert name == f"horovod-0.28.1+torch2.11.0.cu130.nccl2.28.9.p97-cp312-cp312-{tag}.whl"
         monkeypatch.setenv("HOROVOD_BUILD_CUDA_CC_LIST", "80,90")
         label = wheel.wheel_name(info(), "0.28.1", mpi=True).split("-")[1]
-        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p96.mpi.sm80.sm90"
+        assert label == "0.28.1+torch2.11.0.cu130.nccl2.28.9.p97.mpi.sm80.sm90"
         label = wheel.wheel_name(info(cuda=None), "0.28.1", mpi=False).split("-")[1]
-        assert label.startswith("0.28.1+torch2.11.0.cpu.p96")
+        assert label.startswith("0.28.1+torch2.11.0.cpu.p97")
 
     def test_requirements_look_in_its_folder(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pins = dict(install.read_pins(ROOT / "requirements.txt"))
@@ -83,11 +83,11 @@ class TestUnmet:
     @pytest.mark.parametrize(
         ("horovod", "mpi", "expected"),
         [
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p96", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p96.mpi", False, []),
-            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p96", True, ["horovod"]),
-            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p96", False, ["horovod"]),
-            ("0.28.1+torch2.11.0.cpu.p96", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p97", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p97.mpi", False, []),
+            ("0.28.1+torch2.11.0.cu130.nccl2.28.9.p97", True, ["horovod"]),
+            ("0.28.1+torch2.10.0.cu130.nccl2.28.9.p97", False, ["horovod"]),
+            ("0.28.1+torch2.11.0.cpu.p97", False, ["horovod"]),
             ("0.28.1", False, ["horovod"]),
         ],
     )
@@ -97,7 +97,7 @@ class TestUnmet:
         assert install.unmet(self.environment(horovod), self.PINS, mpi) == expected
 
     def test_other_versions_are_seen(self) -> None:
-        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p96"
+        good = "0.28.1+torch2.11.0.cu130.nccl2.28.9.p97"
         environment = self.environment(good, **{"hydra-core": "1.3.2"})
         assert install.unmet(environment, self.PINS, False) == ["hydra-core"]
 
@@ -115,7 +115,7 @@ class TestUnmet:
             "torch": "2.11.0", "timm": "", "py-yaml": "", "peft": "0.21.2", "mine": "", "x": ""
         }  # fmt: skip
         environment = self.environment(
-            "0.28.1+torch2.11.0.cu130.nccl2.28.9.p96",
+            "0.28.1+torch2.11.0.cu130.nccl2.28.9.p97",
             **{"torch": "2.11.0+cu130", "timm": "1.0", "peft": "0.21.1", "mine": "3", "x": "1.2"},
         )
         assert install.unmet(environment, pins, False) == ["py-yaml", "peft"]
@@ -125,7 +125,7 @@ class TestUnmet:
         self, built_for: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """It was tried when it was installed, and its wheel may be gone."""
-        environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p96")
+        environment = self.environment(f"0.28.1+torch{built_for}.cu130.nccl2.28.9.p97")
         pins, steps = {**self.PINS, "timm": ""}, []
         monkeypatch.setattr(install, "run_logged", lambda _, command: steps.append(command))
         monkeypatch.setattr(install, "inspect", lambda python: environment)
@@ -165,7 +165,7 @@ class TestPatch:
         """Wheels of other patches have other names: count PATCH up with each change."""
         changes = [repr(patches.PATCHES)] + [header.read_text() for header in patches.HEADERS]
         digest = hashlib.sha256("".join(changes).encode()).hexdigest()[:12]
-        assert (patches.PATCH, digest) == ("p96", "8382e7630f7a")
+        assert (patches.PATCH, digest) == ("p97", "ad77484a4252")
         # pip compares them as text, by which p10 would be older than p9: p90 came after it.
         assert Version(f"0+{patches.PATCH}") > Version("0+p9")
 

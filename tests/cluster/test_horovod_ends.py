@@ -16,7 +16,7 @@ LASTING = ["sh", "-c", '"$@" || sleep 12', "sh"]  # what ends in an error is tol
 # workers of a DataLoader have.
 ENDS = """
 import os, signal, sys, threading, time, torch, horovod.torch as hvd
-hvd.init()
+hvd.init(process_sets=[hvd.ProcessSet([0, 1])] if sys.argv[2:] else None)
 ranks, rank, pause = hvd.size(), hvd.rank(), float(sys.argv[1])
 start = time.monotonic()
 if rank == ranks - 1:
@@ -41,16 +41,22 @@ except hvd.mpi_ops.HorovodInternalError as error:
 
 
 @pytest.mark.parametrize(
-    ("where", "pause"),
-    [("node1:2", "0"), ("node1:2,node2:2", "0"), ("node1:2,node2:2", "3")],
-    ids=["one host, amid a sum", "two hosts, amid a sum", "two hosts, while they agree"],
+    ("where", "how"),
+    [
+        ("node1:2", ["0"]),
+        ("node1:2,node2:2", ["0"]),
+        ("node1:2,node2:2", ["3"]),
+        ("node1:2,node2:2", ["0", "with sets"]),
+        ("node1:2,node2:2", ["3", "with sets"]),
+    ],
+    ids=["one host", "two hosts, amid a sum", "they agree", "a sum, with sets", "agree, with sets"],
 )
 def test_a_rank_that_ends_is_not_waited_for(
-    hosts: list[testbed.Node], where: str, pause: str
+    hosts: list[testbed.Node], where: str, how: list[str]
 ) -> None:
     """Nor is what the others then have taken for a sum. Their launcher would end them: here it is
     told of the end only later. All are told before another rank ends."""
-    command = horovodrun("-H", where, *LASTING, PYTHON, "-c", ENDS, pause)
+    command = horovodrun("-H", where, *LASTING, PYTHON, "-c", ENDS, *how)
     done = run(hosts[0].command(*command), timeout=60)
     others = sum(int(each[-1]) for each in where.split(",")) - 1
     in_time = done.stdout.partition(" ends")[0]

@@ -46,8 +46,8 @@ class SyncBatchNorm(_BatchNorm):
         output, mean, variance, count = _normalize(
             input, self.weight, self.bias, self.eps, self.sync_name, self.sync_world
         )
-        if self.running_mean is not None and self.running_var is not None:
-            assert self.num_batches_tracked is not None
+        if self.track_running_stats and self.running_mean is not None:
+            assert self.running_var is not None and self.num_batches_tracked is not None
             with torch.no_grad():
                 self.num_batches_tracked.add_(1)
                 momentum = self.momentum

@@ -249,6 +249,14 @@ def sync_batchnorm_of_torch(strategy: str) -> dict[str, Any]:
 
 
 @case(without_ddp="torch's needs a GPU")
+def sync_batchnorm_that_keeps_its_statistics(strategy: str) -> dict[str, Any]:
+    """As Lightning's BaseFinetuning.freeze(train_bn=False) leaves a layer."""
+    model = Net(convolutions(normalization=True))
+    model.net[2].track_running_stats = False
+    return fit(strategy, model, sync_batchnorm=SIZE > 1)
+
+
+@case(without_ddp="torch's needs a GPU")
 def sync_batchnorm_without_parameters(strategy: str) -> dict[str, Any]:
     outcomes = {}
     # torch's own fails in backward on a GPU where only one is missing: "invalid gradient".

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.data import sized_len
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.utils.data import DataLoader
@@ -18,8 +20,11 @@ from .buffers import shared_buffers
 from .collectives import World
 
 
-class Evaluation:
-    """What ranks share before they validate, test or predict, and check before each step."""
+class Evaluation(Callback):
+    """What ranks share before they validate, test or predict, and check before each step.
+
+    As a callback it comes after all others, which may have put averaged weights in.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -32,14 +37,16 @@ class Evaluation:
         if length is not None and self.world.size > 1:
             self._fewest[dataloader] = int(self.world.reduce(torch.tensor(length), "min"))
 
-    def before_validation(self, trainer: pl.Trainer) -> None:
+    def on_validation_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Within training: all ranks get the buffers of rank 0."""
-        self._share_buffers(trainer.lightning_module)
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        self._share_buffers(pl_module)
         combined = trainer._evaluation_loop._combined_loader
         assert combined is not None
         batches = batches_of_all(combined, 0, self._fewest)
-        # Again in the first step, if all ranks have it: callbacks that evaluate averaged weights
-        # have put theirs in by then.
+        # Again in the first step, if all ranks have it: the module's own hook, which comes after
+        # this one, may put averaged weights in, too.
         self._share_again = batches not in (0, math.inf)
 
     def _share_buffers(self, module: nn.Module) -> None:
@@ -62,6 +69,8 @@ class Evaluation:
         now, total = loop.batch_progress.current, loop.batch_progress.total
         if batch_idx is None:  # a step that does not ask for it
             batch_idx = now.ready - 1
+            if loop._combined_loader._mode == "sequential":
+                dataloader_idx, batch_idx = of_loader(batch_idx, loop.max_batches)
         of_all = batches_of_all(loop._combined_loader, dataloader_idx, self._fewest)
         assert trainer.state.stage is not None
         limit = getattr(trainer, f"limit_{trainer.state.stage.dataloader_prefix}_batches")
@@ -70,13 +79,24 @@ class Evaluation:
         if batch_idx >= of_all:
             kind = "prediction" if trainer.predicting else "evaluation"
             name, number = f"batch {batch_idx} of the {kind}", total.ready
+            sanity = trainer.sanity_checking  # after which batches are counted anew
 
             def uneven_batch() -> str:
-                return name if total.ready == number and now.completed < now.ready else ""
+                same = total.ready == number and trainer.sanity_checking == sanity
+                return name if same and now.completed < now.ready else ""
 
             self.world.uneven_batch = uneven_batch
         if self._share_again:
             self._share_buffers(trainer.lightning_module)
+
+
+def of_loader(batch: int, batches: Sequence[float]) -> tuple[int, int]:
+    """Which loader's batch it is, and which of its own; `batches`: of each loader, in turn."""
+    for index, count in enumerate(batches):
+        if batch < count:
+            return index, batch
+        batch -= int(count)
+    raise IndexError(f"a batch after the last of {batches}")
 
 
 def batches_of_all(

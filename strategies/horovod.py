@@ -65,7 +65,7 @@ from .refusals import (
     warn_of_own_gathers,
 )
 from .resuming import global_batch_size, resume
-from .samplers import each_sample_once
+from .samplers import each_sample_once, seed_order
 from .steps import GuardedSteps
 
 T = TypeVar("T")
@@ -110,8 +110,9 @@ class HorovodStrategy(ParallelStrategy):
 
     Each rank draws its own random numbers from torch in steps (dropout, noise, augmentation after
     the transfer), whatever the seed. A sampler of your own must draw the same on all ranks in
-    training, so seed them alike: else their shares overlap. Gradients are views in buffers that the
-    next backward fills again: clone those that you keep.
+    training, else their shares overlap: what it draws from torch's, NumPy's and Python's generators
+    follows from the seed and the epoch; seed a generator of its own alike. Gradients are views in
+    buffers that the next backward fills again: clone those that you keep.
 
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
@@ -244,6 +245,9 @@ class HorovodStrategy(ParallelStrategy):
                 self._steps = GuardedSteps(self.optimizers, self._buckets, of_all)
                 self._is_ahead = self.root_device.type == "cuda"
                 read_by_all(trainer, self.world)
+                callbacks = trainer.callbacks  # type: ignore[attr-defined]
+                others = [each for each in callbacks if not isinstance(each, Evaluation)]
+                callbacks[:] = [*others, self._evaluation]
         self.setup_precision_plugin()
 
     def _share_model(self, sent: set[Tensor]) -> None:
@@ -448,6 +452,7 @@ class HorovodStrategy(ParallelStrategy):
         made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None
         for_training = trainer.sanity_checking and made
         if for_training or trainer.state.stage == RunningStage.TRAINING:
+            seed_order(dataloader)
             return dataloader
         if trainer.state.stage in EVALUATING:
             stage = "test" if trainer.testing else "validate"
@@ -463,7 +468,6 @@ class HorovodStrategy(ParallelStrategy):
         if not self._drift_checked and self._has_trained:
             self._drift_checked = True
             self._check_drift()
-        self._evaluation.before_validation(self._trainer)
 
     @override
     def on_test_start(self) -> None:

@@ -19,7 +19,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from .samplers import replace_batches
+from .samplers import SeededOrder, replace_batches
 
 
 def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:
@@ -64,7 +64,10 @@ def drawn_anew(batches: Any) -> str:
     from a seed and the epoch, or is that of the data set."""
     sampler = getattr(batches, "sampler", batches)
     if isinstance(sampler, DistributedSamplerWrapper):
+        seeded = isinstance(sampler, SeededOrder)
         sampler = getattr(sampler.dataset, "_sampler", None)
+        if seeded and getattr(sampler, "generator", "none") is None:
+            return ""  # torch's, without a generator of its own
     repeatable = isinstance(sampler, (DistributedSampler, SequentialSampler))
     return "" if repeatable else type(sampler).__name__
 

@@ -1,15 +1,19 @@
-"""Which samples a rank evaluates: together, the ranks see each sample once."""
+"""Which samples a rank trains and evaluates: together, the ranks evaluate each sample once."""
 
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
+from pytorch_lightning.utilities.seed import isolate_rng
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from .collectives import World
@@ -49,6 +53,29 @@ class EvenBatches(Sampler[list[int]]):
             batch = self.indices[taken : taken + size]
             yield list(batch) if order is None else [order[index] for index in batch]
             taken += size
+
+
+class SeededOrder(DistributedSamplerWrapper):
+    """Lightning's, around a user's own sampler for training, which draws a new order each epoch.
+
+    Here that depends on the seed and the epoch alone, as with torch's DistributedSampler. Ranks may
+    draw different random numbers by now, outside of steps, and with different orders some samples
+    would come twice and others never. (A sampler with a generator of its own uses that.)
+    """
+
+    def __iter__(self) -> Iterator[Any]:
+        with isolate_rng(include_cuda=False):
+            seed = self.seed + self.epoch
+            torch.default_generator.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            return super().__iter__()
+
+
+def seed_order(dataloader: DataLoader) -> None:
+    sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
+    if isinstance(sampler, DistributedSamplerWrapper):
+        sampler.__class__ = SeededOrder
 
 
 def shuffled(sampler: DistributedSampler) -> list[int]:

@@ -384,6 +384,29 @@ MUTATIONS = [
         "horovod-2 and 9_samples",
     ),
     Mutation(
+        "samplers of one's own draw what each rank draws", "samplers.py",
+        "torch.default_generator.manual_seed(seed)", "pass", "samplers_of_ones_own",
+        "test_randomness",
+    ),
+    Mutation(
+        "a layer that keeps its statistics is given others", "batchnorm.py",
+        "if self.track_running_stats and", "if", "keeps_its_statistics and horovod-2",
+    ),
+    Mutation(
+        "running means that callbacks put in are not shared", "horovod.py",
+        "[*others, self._evaluation]", "[self._evaluation, *others]",
+        "running_means", "test_evaluation",
+    ),
+    Mutation(
+        "a batch of the sanity check is taken for a later one", "evaluation.py",
+        " and trainer.sanity_checking == sanity", "", "several_loaders", "test_evaluation",
+    ),
+    Mutation(
+        "batches of later loaders are counted on", "evaluation.py",
+        "dataloader_idx, batch_idx = of_loader(batch_idx, loop.max_batches)", "pass",
+        "several_loaders", "test_evaluation",
+    ),
+    Mutation(
         "each rank draws an order of its own", "samplers.py",
         "world.broadcast_object([order[index] for index in range(len(order))])",
         "[order[index] for index in range(len(order))]", "orders_of_its_own", "test_evaluation",

@@ -40,7 +40,7 @@ from tests.matrix.trainings import (
     samples,
     trainer,
 )
-from tests.test_resuming import OwnLoader
+from tests.test_resuming import OwnLoader, Shares
 
 
 class Evaluated(Net):
@@ -49,8 +49,9 @@ class Evaluated(Net):
         self.log("val_loss", loss, sync_dist=True)
 
 
-def train_with_running_means(averaged: bool) -> dict[str, Any]:
-    run = trainer("horovod", callbacks=[EMAWeightAveraging()] if averaged else [])
+def train_with_running_means(averaged: bool, stream: bool) -> dict[str, Any]:
+    callbacks = [EMAWeightAveraging()] if averaged else []
+    run = trainer("horovod", callbacks=callbacks, limit_val_batches=1)
     model = Evaluated(convolutions(normalization=True))
     kept: list[Tensor] = []
 
@@ -61,18 +62,21 @@ def train_with_running_means(averaged: bool) -> dict[str, Any]:
     model.net[2].register_forward_hook(keep)
     begins: list[Tensor] = []
     model.on_validation_epoch_start = lambda: begins.append(model.net[2].running_mean.clone())
-    run.fit(model, loader(), DataLoader(samples(16), batch_size=8))
+    run.fit(model, loader(), DataLoader(Shares() if stream else samples(16), batch_size=8))
     loss = float(run.callback_metrics["val_loss"])
     return {"running": kept, "begins": begins, "loss": loss}
 
 
+@pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("averaged", [False, True])
-def test_running_means_of_rank_0_are_evaluated(launch: Callable, averaged: bool) -> None:
+def test_running_means_of_rank_0_are_evaluated(
+    launch: Callable, averaged: bool, stream: bool
+) -> None:
     """Also those that a callback puts in their place for the time of an evaluation."""
-    first, second = launch(train_with_running_means, 2, averaged=averaged)
+    first, second = launch(train_with_running_means, 2, averaged=averaged, stream=stream)
     assert len(first["running"]) == 3  # the first is the sanity check
     assert first["running"][1].abs().sum() > 0
-    for where in ("running",) if averaged else ("running", "begins"):
+    for where in ("running", "begins"):
         for mine, other in zip(first[where], second[where], strict=True):
             assert torch.equal(mine, other)
 
@@ -270,9 +274,47 @@ def test_collectives_in_hooks_of_batches_that_all_ranks_have(launch: Callable) -
     assert launch(gather_in_hooks_of_all, 2) == [16, 16]  # with those of the sanity check
 
 
+class GathersOfTheFirst(Net):
+    gathered = 0
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        if dataloader_idx == 0:
+            self.gathered += len(self.all_gather(batch[0]))
+
+
+class GathersByIterator(Net):
+    gathered = 0
+
+    def validation_step(self, dataloader_iter: Any) -> None:
+        batch, _, _ = next(dataloader_iter)
+        self.gathered += len(self.all_gather(batch[0]))
+
+
+def gather_of_two_loaders(by_iterator: bool) -> int:
+    """Also where a batch of the sanity check had the number that another has later, and was there
+    on rank 0 alone."""
+    model = GathersByIterator() if by_iterator else GathersOfTheFirst()
+    loaders = [DataLoader(samples(count), batch_size=1) for count in (10, 4 if by_iterator else 3)]
+    trainer("horovod", max_epochs=1).fit(model, loader(), loaders)
+    return model.gathered
+
+
+@pytest.mark.parametrize(("by_iterator", "batches"), [(False, 2 + 5), (True, 2 + 2 + 5 + 2)])
+def test_collectives_in_batches_of_several_loaders(
+    launch: Callable, by_iterator: bool, batches: int
+) -> None:
+    assert launch(gather_of_two_loaders, 2, by_iterator=by_iterator) == [2 * batches] * 2
+
+
+def gather_by_iterator() -> None:
+    loaders = [DataLoader(samples(count), batch_size=1) for count in (4, 3)]
+    trainer("horovod").validate(GathersByIterator(), loaders)
+
+
 @pytest.mark.parametrize(
     "evaluate",
     [
+        gather_by_iterator,
         evaluate_single_samples,
         evaluate_single_samples_without_index,
         predict_with_a_collective,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, SubsetRandomSampler
+from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
 from strategies.randomness import OwnDraws
 from tests.matrix.trainings import FEATURES, Net, samples, trainer
@@ -121,8 +123,9 @@ def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
         model = Noisy()  # seeds torch by its rank
         torch.manual_seed(3)
         run = trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0)
-        drawing = DataLoader(samples(16), 2, sampler=SubsetRandomSampler(range(16)))
-        run.fit(model, drawing, DataLoader(samples(7), batch_size=1), ckpt_path=path)
+        run.fit(
+            model, DataLoader(samples(16), 2), DataLoader(samples(7), batch_size=1), ckpt_path=path
+        )
         path = f"{folder}/one.ckpt"
         run.save_checkpoint(path)
         draws.append({where: torch.cat(drawn).tolist() for where, drawn in model.drawn.items()})
@@ -169,17 +172,66 @@ class DrawsItsBatches(Net):
         return nn.functional.cross_entropy(self(batch[0]), batch[1])
 
 
+class Deals(Sampler[list[int]]):
+    """Draws batches for all ranks, and keeps its own."""
+
+    def __iter__(self) -> Any:
+        yield from torch.randperm(16).view(-1, 2)[hvd.rank() :: hvd.size()].tolist()
+
+    def __len__(self) -> int:
+        return 8 // hvd.size()
+
+
 def train_on_an_iterator() -> list[float]:
     model = DrawsItsBatches()  # seeds torch by its rank
     torch.manual_seed(3)
-    drawing = DataLoader(samples(16), 2, sampler=SubsetRandomSampler(range(16)))
-    trainer("horovod", max_epochs=1).fit(model, drawing)
+    drawing = DataLoader(samples(16), batch_sampler=Deals())
+    trainer("horovod", max_epochs=1, use_distributed_sampler=False).fit(model, drawing)
     return torch.cat(model.seen).tolist()
 
 
 def test_a_step_that_asks_for_its_batches_draws_them_as_all_do(launch: Callable) -> None:
     first, second = launch(train_on_an_iterator, 2)
     assert sorted(first + second) == sorted(samples(16).tensors[0][:, 0].tolist())
+
+
+class DrawsOnItsOwn(Noisy):
+    """Rank 0 draws between epochs, as for a picture that it logs."""
+
+    def on_train_epoch_end(self) -> None:
+        if hvd.rank() == 0:
+            torch.rand(1), np.random.rand(), random.random()
+
+
+class AtRandom(Sampler[int]):
+    """Draws with Python's and NumPy's generators."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __iter__(self) -> Any:
+        order = np.random.permutation(16).tolist()
+        random.shuffle(order)
+        return iter(order)
+
+
+def train_with_samplers_of_ones_own() -> list[list[float]]:
+    """For each, the samples of three epochs."""
+    seen = []
+    for sampler in (WeightedRandomSampler([1.0] * 16, 16, replacement=False), AtRandom()):
+        model = DrawsOnItsOwn()
+        trainer("horovod", max_epochs=3).fit(model, DataLoader(samples(16), 2, sampler=sampler))
+        seen.append(torch.cat(model.drawn["seen"]).tolist())
+    return seen
+
+
+def test_samplers_of_ones_own_draw_alike_where_ranks_have_gone_apart(launch: Callable) -> None:
+    expected = sorted(samples(16).tensors[0][:, 0].tolist())
+    first, second = launch(train_with_samplers_of_ones_own, 2)
+    for mine, other in zip(first, second, strict=True):
+        epochs = [slice(8 * epoch, 8 * epoch + 8) for epoch in range(3)]
+        assert all(sorted(mine[epoch] + other[epoch]) == expected for epoch in epochs)
+        assert len({tuple(mine[epoch]) for epoch in epochs}) == 3
 
 
 def train_seeded_by_rank() -> list[list[float]]:

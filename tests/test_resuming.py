@@ -333,13 +333,14 @@ class InItsWay(BatchSampler):
 
 def resume_streams(folder: str) -> dict[str, list[str]]:
     """What is said of loaders none of whose samples can be left out, after 3 of 5 batches."""
+    own = torch.Generator().manual_seed(3)
     loaders: dict[str, Any] = {
         "own": OwnLoader(),
         "stream": DataLoader(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "stateful": GoesOnByItself(Counting(5), batch_size=GLOBAL_BATCH // SIZE),
         "sized": DataLoader(samples(40), batch_size=4),
         "batches": DataLoader(samples(40), batch_sampler=InItsWay(range(40), 4, False)),
-        "drawn": DataLoader(samples(40), 4, sampler=SubsetRandomSampler(range(40))),
+        "drawn": DataLoader(samples(40), 4, sampler=SubsetRandomSampler(range(40), own)),
         "weighted": DataLoader(samples(40), 4, sampler=WeightedRandomSampler([1.0] * 40, 40)),
     }
     messages = {}
@@ -355,15 +356,36 @@ def resume_streams(folder: str) -> dict[str, list[str]]:
 
 def test_a_resume_says_which_loaders_begin_anew(launch: Callable, tmp_path: Path) -> None:
     first, second = launch(resume_streams, 2, folder=str(tmp_path))
-    assert not any(second.values()) and not first["stateful"] and not first["sized"]
-    for name, kind in (("drawn", "SubsetRandomSampler"), ("weighted", "WeightedRandomSampler")):
-        assert first[name][0].startswith(f"the resumed epoch draws its samples anew, by a {kind}")
+    assert not any(second.values())
+    assert not first["stateful"] and not first["sized"] and not first["weighted"]
+    assert first["drawn"][0].startswith(
+        "the resumed epoch draws its samples anew, by a SubsetRandomSampler"
+    )
     assert first["batches"][0].startswith(
         "the resumed epoch leaves out the first batches, of its InIt"
     )
     for name, kind in (("own", "OwnLoader"), ("stream", "DataLoader")):
         (text,) = first[name]
         assert "goes on at batch 3, but with the first samples" in text and f"this {kind}" in text
+
+
+def resume_an_order_of_ones_own(folder: str) -> dict[str, Any]:
+    """14 batches of two epochs of 10, the rest after a resume, and all without one."""
+    drawn = DataLoader(samples(), 4, sampler=SubsetRandomSampler(range(80)))
+    keep = ModelCheckpoint(folder, filename="own", every_n_train_steps=14)
+    whole, first, second = Remembers(), Remembers(), Remembers()
+    trainer("horovod").fit(whole, drawn)
+    run = trainer("horovod", max_steps=14, callbacks=[keep], enable_checkpointing=True)
+    run.fit(first, drawn)
+    trainer("horovod").fit(second, drawn, ckpt_path=f"{folder}/own.ckpt")
+    return {"whole": torch.cat(whole.seen), "resumed": torch.cat(first.seen + second.seen)}
+
+
+def test_a_resume_finds_the_order_of_a_sampler_of_ones_own(
+    launch: Callable, tmp_path: Path
+) -> None:
+    for rank in launch(resume_an_order_of_ones_own, 2, folder=str(tmp_path)):
+        assert torch.equal(rank["resumed"], rank["whole"])
 
 
 def test_a_search_for_a_learning_rate_resumes_nothing(

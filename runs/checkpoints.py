@@ -27,7 +27,7 @@ HELD = (
     "callbacks; or if you trust the file, call torch.serialization.add_safe_globals([...]) in "
     "template.py"
 )
-RESUMABLE = ["last.ckpt", "stopped.ckpt"]  # of callbacks/default.yaml
+RESUMABLE = ("last.ckpt", "stopped.ckpt")  # of callbacks/default.yaml
 
 
 class WholeFiles(TorchCheckpointIO):
@@ -47,10 +47,14 @@ class WholeFiles(TorchCheckpointIO):
             torch.save(checkpoint, part)
 
 
-def last(runs: Path) -> Path | None:
-    """The checkpoint to go on from that was written last, by any of a task's runs."""
-    files = [file for name in RESUMABLE for file in _files(runs, f"checkpoints/{name}")]
-    return max(files, key=_written, default=None)
+def last(runs: Path, run: str = "*") -> Path | None:
+    """The checkpoint to go on from that was written last, by any of a task's runs, or by one.
+
+    It is the best if last.ckpt could not be written after that, as on a full disk.
+    """
+    files = sorted(_files(runs, "checkpoints/*.ckpt", run), key=_written, reverse=True)
+    going_on = (f for f in files if f.name in RESUMABLE or unreadable(f, train=True) is None)
+    return next(going_on, None)
 
 
 def best(runs: Path) -> Path | None:
@@ -78,10 +82,10 @@ NAMED = {
 }
 
 
-def _files(runs: Path, name: str) -> list[Path]:
+def _files(runs: Path, name: str, run: str = "*") -> list[Path]:
     """The files of this name in all runs, except those with debug= and those of `make profile`."""
     files = []
-    for file in runs.glob(f"*/{name}"):
+    for file in runs.glob(f"{run}/{name}"):
         overrides = runs / file.relative_to(runs).parts[0] / ".hydra" / "overrides.yaml"
         text = overrides.read_text() if overrides.is_file() else ""
         if "- debug=" not in text and "- profiler=trace" not in text:
@@ -97,6 +101,8 @@ def unreadable(file: Path, train: bool) -> str | None:
     """Why a checkpoint cannot be trained on from (`train`) or evaluated; None if it can."""
     if not file.is_file():
         return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
+    if not zipfile.is_zipfile(file):
+        return f"ckpt_path={file}: it cannot be read as a checkpoint: torch.save has not written it"
     try:
         # Only the structure is read, not the weights.
         checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)

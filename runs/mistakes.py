@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from pathlib import Path
 from traceback import extract_tb
@@ -75,6 +76,8 @@ ADVICE = {
 PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read error|Broken pipe)")
 # Horovod: a HorovodInternalError that begins so was caused on this rank, not by another's end.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Where an error comes through, but is seldom to be mended.
 RUNS_THEM = ("template.py", "runs", "strategies", "cluster")
@@ -151,6 +154,15 @@ def _text(error: BaseException) -> str:
     """What it says; of an error in a loader's worker the last line."""
     text = str(error)
     return text.strip().splitlines()[-1] if "Original Traceback" in text else text
+
+
+def full_disk(error: BaseException | None) -> OSError | None:
+    """That of a full disk, or a used-up quota, behind an error; None if there is none."""
+    while error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return error
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def place_of(error: BaseException) -> str:

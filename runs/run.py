@@ -8,6 +8,7 @@ error in the middle of training keeps its traceback, the folder and what was sav
 from __future__ import annotations
 
 import contextlib
+import glob
 import logging
 import os
 import re
@@ -15,6 +16,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,10 +29,17 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 
-from runs.checkpoints import NAMED, unreadable
+from runs.checkpoints import NAMED, last, unreadable
 from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown
-from runs.mistakes import MISTAKES, ended_by_another, mistake, of_constructor
+from runs.mistakes import (
+    MISTAKES,
+    ended_by_another,
+    full_disk,
+    mistake,
+    of_constructor,
+    place_of,
+)
 from runs.predictions import Predictions
 from runs.ranks import gather_objects
 from runs.refusal import (
@@ -107,6 +116,7 @@ class Run:
             warnings.filterwarnings("ignore", text)
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
+        threading.excepthook = shortly_if_full
         return self
 
     def open(self, strategy: Strategy) -> Path:
@@ -205,7 +215,8 @@ class Run:
         except MISTAKES as error:
             cause = error.__cause__ if isinstance(error, HydraException) else error
             what = with_advice(of_constructor(cause or error), config)
-            raise Refusal(f"{group}={self.choices.get(group, '')}: {what}") from error
+            typed = " ".join([f"{group}={self.choices.get(group, '')}", *typed_in(group)])
+            raise Refusal(f"{typed}: {what}") from error
         if not isinstance(instance, MADE.get(group, object)):
             if (choice := self.choices.get(group)) is None:
                 raise Refusal(f"{group}: a run needs one; leave ~{group} out")
@@ -271,6 +282,7 @@ class Run:
 
     def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         warnings.showwarning = self._show
+        threading.excepthook = threading.__excepthook__
         if error is None:
             self._tell_warnings_of_other_ranks()
             return
@@ -282,21 +294,35 @@ class Run:
             self._remove_folder()
         rank = f"rank {launched_rank()} on {os.uname().nodename}"
         if isinstance(error, SIGTERMException):  # a SystemExit, of status 0
+            self._tell_how_to_go_on()
             print(f"{rank}: ended by SIGTERM, without a checkpoint", file=sys.stderr, flush=True)
             sys.exit(128 + signal.SIGTERM)
         if os.environ.get("HYDRA_FULL_ERROR"):
             return
         callbacks = self.config.get("callbacks")
-        if line := mistake(error, started=self.report.started, callbacks=callbacks):
+        line = mistake(error, started=self.report.started, callbacks=callbacks)
+        if full := full_disk(error):
+            self._tell_how_to_go_on()
+            where = full.filename or place_of(full) or self.folder or "a file"
+            line = line or f"{where}: cannot be written: {full.strerror}"
+        if line:
             refuse(line)
         if ended_by_another(error):  # that rank prints the cause
             if not self.report.started:  # by a mistake, in one line: no line of each other rank
                 let_rank_0_tell()
-            reason = str(error).splitlines()[0][:150]
+            reason = str(error).splitlines()[0].partition(". ")[0][:150]
+            self._tell_how_to_go_on()
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
         if isinstance(error, Exception):
             let_rank_0_tell()
+
+    def _tell_how_to_go_on(self) -> None:
+        """On rank 0, amid a training."""
+        if self.folder is None or not self.report.trained or self.report.steps:
+            return
+        if checkpoint := last(self.folder.parent, glob.escape(self.folder.name)):
+            print(f"to go on: {to_go_on(checkpoint)}", flush=True)
 
     def _remove_folder(self) -> None:
         if self.folder is not None:
@@ -322,6 +348,20 @@ class Run:
                 if text not in printed and launched_rank() == 0:
                     print(f"warning of rank {rank}: {text}", flush=True)
                 printed.add(text)
+
+
+def shortly_if_full(thrown: threading.ExceptHookArgs) -> None:
+    """Of a full disk a line, in a thread such as TensorBoard's: who writes next is told."""
+    if full := full_disk(thrown.exc_value):
+        print(f"{thrown.exc_type.__name__}: {full}", file=sys.stderr, flush=True)
+    else:
+        threading.__excepthook__(thrown)
+
+
+def typed_in(group: str) -> list[str]:
+    """The changes to a group of conf/ that were given on the command line."""
+    changes = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    return [change for change in changes if re.match(rf"[+~]*{group}\.", change)]
 
 
 def to_go_on(checkpoint: Path) -> str:

@@ -74,6 +74,24 @@ class IsToldToEnd(Classifier):
         return super().training_step(batch, batch_idx)
 
 
+class IsKilled(Classifier):
+    """Rank 1, in the second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 1 and batch_idx == 3 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class FillsTheDisk(Classifier):
+    """For TensorBoard, in the second epoch."""
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1 and self.global_rank == 0:
+            events = self.trainer.loggers[0].experiment.file_writer.event_writer
+            events._general_file_writer.filename = "/dev/full"
+
+
 class AsksForAnotherSum(BreaksOnAllRanks):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         hvd.allreduce(torch.zeros(2 + self.global_rank), name="mine")

@@ -406,21 +406,21 @@ class TestMistakes:
             (["ckpt_path=last"], "logs/classifier/runs has a checkpoint to go on from"),
             (best, "first/summary.json is no summary of a run"),
             (["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
-            (["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint"),
+            (["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint: torch.save"),
             (["ckpt_path=kept.ckpt"], "kept.ckpt: it holds a pathlib"),
             (["ckpt_path=weights.ckpt"], "weights.ckpt: it has weights alone (save_weights_only)"),
             (other_model, "error: ckpt_path: the checkpoint does not fit the model"),
             ([f"run_dir={mine}/run", "data.batch_size=1300"], "error: data.batch_size=1300: "),
             (nobody_logs, f"error: {early}.monitor=val_loss: nothing is logged by this name"),
-            (["trainer.precision=12"], "trainer=default: "),
+            (["trainer.precision=12"], "trainer=default trainer.precision=12: "),
             (["trainer.enable_checkpointing=false"], "; callbacks=none leaves those that save out"),
             (["callbacks.best_checkpoint.monitor=null"], "leave one out, as ~callbacks.best_che"),
-            (["+model.foo=1"], "model=classifier: "),
+            (["+model.foo=1"], "model=classifier +model.foo=1: "),
             (["run_dir=conf"], "/conf: it exists already; give another, or none"),
             (["train=false"], "train=false: give the checkpoint to test"),
             (["train=false", "test=false"], "train=false test=false: nothing is left to do"),
             (["predict=true", "trainer.limit_predict_batches=0"], "leaves nothing to predict"),
-            (["model=denoiser", "model.depth=2"], "model=denoiser: "),
+            (["model=denoiser", "model.depth=2"], "model=denoiser model.depth=2: "),
             (
                 ["data=fake", "data.classes=20"],
                 "model.classes=10 and data.classes=20, model.channels=1 and data.channels=3: log",
@@ -431,7 +431,7 @@ class TestMistakes:
             ([FAULTY + "KeepsAnObject"], "checkpoints would hold optimizer and not load"),
         ]
         if not torch.cuda.is_available():
-            mistakes.append((["trainer.accelerator=gpu"], "trainer=default: "))
+            mistakes.append((["trainer.accelerator=gpu"], "default trainer.accelerator=gpu: "))
         logs = tmp_path / "logs"
         typed = json.dumps([[f"log_dir={logs}", *overrides] for overrides, _ in mistakes])
         done = run([sys.executable, str(ROOT / "tests" / "forks.py"), typed], cwd=tmp_path)
@@ -513,6 +513,17 @@ class TestMistakes:
         assert done.stdout.count("RuntimeError: broken in training") == 1, done.stdout
         assert done.stdout.count("Traceback") == 2, done.stdout  # rank 1's and horovodrun's
         assert len(folders(tmp_path)) == 1 and not processes_of(tmp_path)
+
+    def test_a_training_that_ends_early_says_how_to_go_on(self, tmp_path: Path) -> None:
+        for model, error in (
+            ("IsKilled", "horovodrun: rank 1 on localhost was killed by SIGKILL"),
+            ("FillsTheDisk", "error: .*: cannot be written: No space left on device\n"),
+        ):
+            done = job(2, tmp_path / model, FAULTY + model, "~callbacks.early_stopping")
+            assert done.returncode != 0 and re.search(error, done.stdout), done.stdout
+            assert "Traceback" not in done.stdout and not processes_of(tmp_path), done.stdout
+            (told,) = re.findall(r"to go on: .* ckpt_path=(\S+)\n", done.stdout)
+            assert Path(told) == folders(tmp_path / model)[0] / "checkpoints" / "last.ckpt"
 
     @pytest.mark.parametrize(
         ("model", "message"),

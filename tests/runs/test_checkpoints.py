@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import resource
@@ -44,6 +45,22 @@ def test_the_last_checkpoint_is_the_one_written_last(tmp_path: Path) -> None:
     (tmp_path / "a" / ".hydra").mkdir()
     (tmp_path / "a" / ".hydra" / "overrides.yaml").write_text("- model.lr=1\n- debug=limit\n")
     assert checkpoints.last(tmp_path) == tmp_path / "b/checkpoints/last.ckpt"
+
+
+def test_the_best_is_gone_on_from_where_the_last_could_not_be_written(tmp_path: Path) -> None:
+    """But not an average, which has weights alone; nor what another run has written."""
+    folder = tmp_path / "a[1]" / "checkpoints"
+    folder.mkdir(parents=True)
+    whole = {"state_dict": {}, "optimizer_states": []}
+    contents = {"last": whole, "epoch_004": whole, "averaged": {"state_dict": {}}}
+    for second, (name, content) in enumerate(contents.items()):
+        torch.save(content, folder / f"{name}.ckpt")
+        os.utime(folder / f"{name}.ckpt", (second, second))
+    assert checkpoints.last(tmp_path) == folder / "epoch_004.ckpt"
+    (tmp_path / "b" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "b" / "checkpoints" / "last.ckpt").touch()
+    assert checkpoints.last(tmp_path) == tmp_path / "b" / "checkpoints" / "last.ckpt"
+    assert checkpoints.last(tmp_path, glob.escape("a[1]")) == folder / "epoch_004.ckpt"
 
 
 def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 import re
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +28,7 @@ from runs.checkpoints import unreadable
 from runs.mistakes import mistake, no_metric
 from runs.refusal import Refusal
 from runs.report import Report
-from runs.run import Run
+from runs.run import Run, shortly_if_full
 from tests.runs.trainings import IsValidated
 
 
@@ -216,6 +218,7 @@ def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(
         (HorovodInternalError("ncclCommInitRank failed: unhandled system error"), None),
         (HorovodInternalError("CUDA out of memory"), None),
         (RuntimeError(gloo), os.EX_TEMPFAIL),
+        (HorovodInternalError("Horovod has been shut down. This was caused by"), os.EX_TEMPFAIL),
         (RuntimeError("mine"), None),
     ):
         code = None
@@ -224,8 +227,51 @@ def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(
         except SystemExit as end:
             code = end.code
         assert code == status
-        told = f"another rank ended ({error})" in capsys.readouterr().err
+        told = f"another rank ended ({str(error).partition('. ')[0]})" in capsys.readouterr().err
         assert told == (status is not None)  # else the traceback follows
+
+
+@pytest.mark.parametrize(
+    ("place", "told"),
+    [("", "FOLDER: cannot be written: "), ("/data/a.bin", "/data/a.bin: cannot be written: ")],
+)
+def test_a_full_disk_is_told_in_one_line(
+    place: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Wherever it is noticed, and with the error that came of it."""
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), tmp_path, warnings.showwarning
+    run.report = Report(run.config, {})
+    run.report.started = True
+    of_disk = OSError(errno.EDQUOT, "Quota exceeded", *([place] if place else []))
+    error = ValueError("write to closed file")
+    error.__context__ = of_disk
+    for thrown in (of_disk, error):
+        with pytest.raises(SystemExit, match="2"):
+            run.__exit__(type(thrown), thrown, None)
+        expected = told.replace("FOLDER", str(tmp_path))
+        assert capsys.readouterr().err == f"error: {expected}Quota exceeded\n"
+    run.__exit__(OSError, OSError(errno.EIO, "Input/output error"), None)  # a traceback follows
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_tells_of_a_full_disk_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", shortly_if_full)
+
+    def throw(error: Exception) -> str:
+        def body() -> None:
+            raise error
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        return capsys.readouterr().err
+
+    assert throw(OSError(errno.ENOSPC, "No space")) == f"OSError: [Errno {errno.ENOSPC}] No space\n"
+    assert "Traceback" in throw(OSError(errno.EIO, "Input/output error"))
 
 
 class Pairs(Sampler):

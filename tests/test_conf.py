@@ -89,9 +89,8 @@ def is_ours(target: str) -> bool:
     return target.split(".")[-2] in DATA
 
 
-def fits(model: str, data: str, folder: Path) -> Exception | None:
+def fits(groups: list[str], folder: Path) -> Exception | None:
     """Why a model does not train, validate and test one batch of a data set; None if it does."""
-    groups = [f"model={model}", f"data={data}"]
     seed_everything(0, verbose=False)
     trainer = Trainer(
         fast_dev_run=True, accelerator="cpu", default_root_dir=folder,
@@ -124,7 +123,7 @@ def test_a_data_set_may_refer_to_its_model(tmp_path: Path) -> None:
     (tmp_path / "conf" / "data" / "mine.yaml").write_text(mine)
     GlobalHydra.instance().clear()  # of conf() above
     with initialize_config_dir(str(tmp_path / "conf"), version_base="1.3"):
-        assert isinstance(fits("classifier", "mine", tmp_path), Exception)
+        assert isinstance(fits(["model=classifier", "data=mine"], tmp_path), Exception)
         assert datamodule("mine", tmp_path).hparams["split_seed"] == 4
 
 
@@ -137,17 +136,25 @@ def test_data_of_a_fork_is_read_where_it_lies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("model", names("model"))
 def test_each_model_trains_on_some_data(model: str, tmp_path: Path) -> None:
+    """First on what experiments give it, then on any that happens to fit."""
     failures = {}
-    for data in names("data"):
-        failures[data] = fits(model, data, tmp_path)
-        if failures[data] is None:
+    experiments = [[f"experiment={name}"] for name in names("experiment")]
+    chosen = [groups for groups in experiments if model_of(groups) == model]
+    for groups in [*chosen, *([f"model={model}", f"data={data}"] for data in names("data"))]:
+        failures[" ".join(groups)] = failure = fits(groups, tmp_path)
+        if failure is None:
             return
-    message = "\n".join(f"{model} on {data}: {failure}" for data, failure in failures.items())
-    for data, failure in failures.items():
-        ours = is_ours(compose("config", [f"data={data}"]).data._target_)
+    message = "\n".join(f"{groups}: {failure!r}" for groups, failure in failures.items())
+    for groups, failure in failures.items():
+        ours = is_ours(compose("config", groups.split()).data._target_)
         if isinstance(failure, FileNotFoundError) and not ours:
             pytest.skip(message)
     pytest.fail(message)
+
+
+def model_of(groups: list[str]) -> str:
+    """Which file of conf/model they take."""
+    return compose("config", groups, return_hydra_config=True).hydra.runtime.choices["model"]
 
 
 @pytest.mark.parametrize("data", names("data"))

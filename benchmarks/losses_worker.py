@@ -2,18 +2,28 @@
 
 benchmarks/losses.py trains with it in place of `strategy=single`, which draws the order of samples
 from another generator and so would have other global batches. Only the order of the training
-samples differs from Lightning's. It contains nothing of HorovodStrategy.
+samples differs from Lightning's: nothing else is HorovodStrategy's.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.trainer.states import RunningStage
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 from typing_extensions import override
+
+from strategies.samplers import SeededOrder
 
 
 class SingleInOrder(SingleDeviceStrategy):
@@ -26,11 +36,15 @@ class SingleInOrder(SingleDeviceStrategy):
         if (
             stage == RunningStage.TRAINING
             and isinstance(dataloader, DataLoader)
-            and isinstance(dataloader.sampler, RandomSampler)
+            and not isinstance(dataloader.dataset, IterableDataset)
+            and not isinstance(dataloader.sampler, (SequentialSampler, DistributedSampler))
         ):
-            seed = int(os.environ["PL_GLOBAL_SEED"])  # as Lightning seeds it
-            order: DistributedSampler = DistributedSampler(
-                dataloader.dataset, num_replicas=1, rank=0, shuffle=True, seed=seed
+            one: dict[str, Any] = {"num_replicas": 1, "rank": 0}
+            one["seed"] = int(os.environ["PL_GLOBAL_SEED"])  # as Lightning seeds it
+            order: DistributedSampler = (
+                DistributedSampler(dataloader.dataset, shuffle=True, **one)
+                if isinstance(dataloader.sampler, RandomSampler)
+                else SeededOrder(dataloader.sampler, shuffle=False, **one)
             )
             assert dataloader.batch_size is not None
             batches = BatchSampler(order, dataloader.batch_size, dataloader.drop_last)

@@ -16,9 +16,11 @@ import torch
 import torch.distributed
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from .environment import LaunchedEnvironment, own_gpu
+from .samplers import seed_order
 
 # horovodrun's server is one of the job's hosts: no proxy is asked.
 DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -81,7 +83,17 @@ def _read(url: str) -> str:
             time.sleep(0.05)
 
 
-class HorovodrunDDP(DDPStrategy):
+class SeededDDP(DDPStrategy):
+    """Draws the orders of samplers as HorovodStrategy does."""
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if isinstance(dataloader, DataLoader):
+            seed_order(dataloader)
+        return super().process_dataloader(dataloader)
+
+
+class HorovodrunDDP(SeededDDP):
     """DDP over torch.distributed, between the ranks that horovodrun started."""
 
     def __init__(self, accelerator: str = "auto", **arguments: Any) -> None:
@@ -113,7 +125,7 @@ def ddp(accelerator: str = "auto", **arguments: Any) -> DDPStrategy:
         return HorovodrunDDP(accelerator, **arguments)
     if "OMPI_COMM_WORLD_RANK" in os.environ:
         raise MisconfigurationException("strategy=ddp: use horovodrun or torchrun, not mpirun")
-    return DDPStrategy(**arguments)
+    return SeededDDP(**arguments)
 
 
 def leave() -> None:

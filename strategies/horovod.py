@@ -111,7 +111,8 @@ class HorovodStrategy(ParallelStrategy):
     Each rank draws its own random numbers from torch in steps (dropout, noise, augmentation after
     the transfer), whatever the seed. A sampler of your own must draw the same on all ranks in
     training, else their shares overlap: what it draws from torch's, NumPy's and Python's generators
-    follows from the seed and the epoch; seed a generator of its own alike. Gradients are views in
+    follows from the seed and the epoch; seed a generator of its own alike. Its order is kept, which
+    Lightning shuffles again. Gradients are views in
     buffers that the next backward fills again: clone those that you keep.
 
     Raises:

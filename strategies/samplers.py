@@ -61,6 +61,9 @@ class SeededOrder(DistributedSamplerWrapper):
     Here that depends on the seed and the epoch alone, as with torch's DistributedSampler. Ranks may
     draw different random numbers by now, outside of steps, and with different orders some samples
     would come twice and others never. (A sampler with a generator of its own uses that.)
+
+    Nor is the order shuffled once more, as Lightning's does against its own docstring: the ranks
+    together have the batches of one process.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -76,6 +79,7 @@ def seed_order(dataloader: DataLoader) -> None:
     sampler = getattr(dataloader.batch_sampler, "sampler", dataloader.sampler)
     if isinstance(sampler, DistributedSamplerWrapper):
         sampler.__class__ = SeededOrder
+        sampler.shuffle = False
 
 
 def shuffled(sampler: DistributedSampler) -> list[int]:

@@ -389,6 +389,10 @@ MUTATIONS = [
         "test_randomness",
     ),
     Mutation(
+        "the order of a sampler of one's own is shuffled", "samplers.py",
+        "        sampler.shuffle = False\n", "", "samplers_of_ones_own", "test_randomness",
+    ),
+    Mutation(
         "a layer that keeps its statistics is given others", "batchnorm.py",
         "if self.track_running_stats and", "if", "keeps_its_statistics and horovod-2",
     ),

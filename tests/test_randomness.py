@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
 
+from benchmarks.losses_worker import single_in_order
 from strategies.randomness import OwnDraws
-from tests.matrix.trainings import FEATURES, Net, samples, trainer
+from tests.matrix.trainings import FEATURES, RANK, Net, samples, trainer
 
 
 def test_parts_of_a_model_on_other_gpus_draw_for_their_rank_too(
@@ -199,7 +200,7 @@ class DrawsOnItsOwn(Noisy):
     """Rank 0 draws between epochs, as for a picture that it logs."""
 
     def on_train_epoch_end(self) -> None:
-        if hvd.rank() == 0:
+        if RANK == 0:
             torch.rand(1), np.random.rand(), random.random()
 
 
@@ -215,23 +216,34 @@ class AtRandom(Sampler[int]):
         return iter(order)
 
 
-def train_with_samplers_of_ones_own() -> list[list[float]]:
+def train_with_samplers_of_ones_own(strategy: str) -> list[list[float]]:
     """For each, the samples of three epochs."""
-    seen = []
-    for sampler in (WeightedRandomSampler([1.0] * 16, 16, replacement=False), AtRandom()):
+    seen: list[list[float]] = []
+    pl.seed_everything(3, verbose=False)
+    at_random = WeightedRandomSampler([1.0] * 16, 16, replacement=False), AtRandom()
+    for sampler in (*at_random, range(15, -1, -1)):
         model = DrawsOnItsOwn()
-        trainer("horovod", max_epochs=3).fit(model, DataLoader(samples(16), 2, sampler=sampler))
+        run = trainer(single_in_order("cpu") if strategy == "single" else strategy, max_epochs=3)
+        run.fit(model, DataLoader(samples(16), 4 // run.world_size, sampler=sampler))
         seen.append(torch.cat(model.drawn["seen"]).tolist())
     return seen
 
 
-def test_samplers_of_ones_own_draw_alike_where_ranks_have_gone_apart(launch: Callable) -> None:
+def test_samplers_of_ones_own_draw_alike_where_ranks_have_gone_apart(
+    launch: Callable, launch_anew: Callable
+) -> None:
+    """And in the global batches that DDP and the one process of make bench-losses have."""
     expected = sorted(samples(16).tensors[0][:, 0].tolist())
-    first, second = launch(train_with_samplers_of_ones_own, 2)
-    for mine, other in zip(first, second, strict=True):
-        epochs = [slice(8 * epoch, 8 * epoch + 8) for epoch in range(3)]
-        assert all(sorted(mine[epoch] + other[epoch]) == expected for epoch in epochs)
-        assert len({tuple(mine[epoch]) for epoch in epochs}) == 3
+    (alone,) = launch(train_with_samplers_of_ones_own, 1, strategy="single")
+    for strategy, start in (("horovod", launch), ("ddp", launch_anew)):
+        first, second = start(train_with_samplers_of_ones_own, 2, strategy=strategy)
+        for whole, mine, other in zip(alone, first, second, strict=True):
+            assert whole[::2] == mine and whole[1::2] == other
+            epochs = [whole[16 * epoch : 16 * epoch + 16] for epoch in range(3)]
+            assert all(sorted(epoch) == expected for epoch in epochs)
+            in_order = epochs[0] == samples(16).tensors[0][:, 0].flip(0).tolist()
+            assert len({tuple(epoch) for epoch in epochs}) == (1 if in_order else 3)
+        assert in_order
 
 
 def train_seeded_by_rank() -> list[list[float]]:

@@ -112,8 +112,8 @@ class HorovodStrategy(ParallelStrategy):
     the transfer), whatever the seed. A sampler of your own must draw the same on all ranks in
     training, else their shares overlap: what it draws from torch's, NumPy's and Python's generators
     follows from the seed and the epoch; seed a generator of its own alike. Its order is kept, which
-    Lightning shuffles again. Gradients are views in
-    buffers that the next backward fills again: clone those that you keep.
+    Lightning shuffles again. Gradients are views in buffers that the next backward fills again:
+    clone those that you keep.
 
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,

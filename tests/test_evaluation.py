@@ -27,6 +27,7 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 
 from strategies import HorovodStrategy
 from strategies.evaluation import batches_of_all
+from strategies.metrics import warning_cache
 from strategies.samplers import each_sample_once
 from tests.matrix.precision import convolutions
 from tests.matrix.trainings import (
@@ -156,6 +157,7 @@ class LogsItsOwnOfTwo(Net):
 
 def evaluate_what_is_its_own() -> list[str]:
     batches = DataLoader(samples(16), batch_size=4)
+    warning_cache.clear()  # other tests run on these ranks too
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer("horovod").validate(LogsItsOwn(), batches, verbose=False)

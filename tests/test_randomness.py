@@ -226,6 +226,7 @@ def train_with_samplers_of_ones_own(strategy: str) -> list[list[float]]:
         run = trainer(single_in_order("cpu") if strategy == "single" else strategy, max_epochs=3)
         run.fit(model, DataLoader(samples(16), 4 // run.world_size, sampler=sampler))
         seen.append(torch.cat(model.drawn["seen"]).tolist())
+    del os.environ["PL_GLOBAL_SEED"]  # other tests run on these ranks too
     return seen
 
 

@@ -63,6 +63,10 @@ WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # the last timed steps, of which medians are made
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
 SHORT = 10e-3  # seconds: of shorter steps only a share is timed
+# Hooks that only note when a phase begins.
+NOTING = (
+    "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+)  # fmt: skip
 SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 
 
@@ -128,7 +132,8 @@ class Anatomy(Callback):
         self._hosts = [host for host, _ in ranks]
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
-        self._timing, self._drawn = True, 1.0  # this step, and the share of all that are timed
+        self._drawn = 1.0  # the share of steps that are timed
+        self._time(True)
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._began = 0.0  # what `waited` was when this step began
         self._unread: deque[tuple[list[tuple[str, Moment]], list[Any], float]] = deque()
@@ -219,10 +224,20 @@ class Anatomy(Callback):
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._timed.steps:
                 self._look_at_all(trainer)
-        self._timing = self._lot.random() < self._drawn
+        self._time(self._lot.random() < self._drawn)
         if self._timing:
             self._take_exchanges()  # of steps that were not timed
             self._begin_anew()
+
+    def _time(self, timing: bool) -> None:
+        """Whether the step that begins is timed. Lightning passes over a hook that is None, where
+        to call one that does nothing takes longer than to note a moment."""
+        self._timing = timing
+        for hook in NOTING:
+            if timing:
+                self.__dict__.pop(hook, None)  # the method again
+            else:
+                self.__dict__[hook] = None
 
     def _note_step(self) -> None:
         self._begin("rest")

@@ -32,6 +32,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 from runs.checkpoints import NAMED, last, unreadable
 from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown
+from runs.hooks import LeavesOutEmptyHooks
 from runs.mistakes import (
     MISTAKES,
     ended_by_another,
@@ -85,8 +86,8 @@ class Run:
 
     Attributes:
         report: the callback that prints the lines at start and end and writes summary.json.
-        callbacks: the report, what a resume and a test of averaged weights need, and predictions
-            when they are asked for.
+        callbacks: the report, what a resume and a test of averaged weights need, what saves time
+            in a step, and predictions when they are asked for.
         choices: which file of each group of conf/ was taken, e.g. {"model": "classifier"}.
         folder: of the run, with its logs, checkpoints and results; None on all ranks but 0.
         strategy: that of the Trainer; None until `open`.
@@ -98,7 +99,8 @@ class Run:
         self.report = Report(config, self.choices)
         self.callbacks = [
             self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsPatience(), KeepsUnfrozen(),
-            StepsPlateausFirst(), *([Predictions()] if config.predict else []),
+            StepsPlateausFirst(), LeavesOutEmptyHooks(),
+            *([Predictions()] if config.predict else []),
         ]  # fmt: skip
         self.folder: Path | None = None
         self.strategy: Strategy | None = None

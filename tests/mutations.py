@@ -739,6 +739,21 @@ MUTATIONS = [
         "same_part", "test_anatomy", "runs",
     ),
     Mutation(
+        "hooks of steps that are not timed are called", "anatomy.py",
+        "                self.__dict__[hook] = None\n", "                pass\n",
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
+        "hooks stay out in steps that are timed", "anatomy.py",
+        "                self.__dict__.pop(hook, None)  #", "                pass  #",
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
+        "a hook of another callback's class is left out", "hooks.py",
+        "if inherited is getattr(pl.Callback, name):", "if name not in vars(type(callback)):",
+        "hooks_with_code", "runs/test_hooks", "runs",
+    ),
+    Mutation(
         "a rank that waits for a core is said to compute", "anatomy.py",
         "        self.waited += waited\n", "", "take_a_core", "test_anatomy", "runs",
     ),

@@ -575,7 +575,11 @@ def test_a_long_warmup_leaves_nothing_to_tell(
 
 
 class CountsLooks(Anatomy):
-    looks = 0
+    looks = begun = 0
+
+    def on_train_batch_start(self, *arguments: Any) -> None:
+        self.begun += 1
+        super().on_train_batch_start(*arguments)
 
     def _look_at_all(self, trainer: Trainer) -> None:
         self.looks += 1
@@ -592,7 +596,7 @@ def short_steps() -> list[dict[str, Any]]:
         timed = CountsLooks(warmup=0)
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
-        results.append({**timed.found, "looks": timed.looks})
+        results.append({**timed.found, "looks": timed.looks, "begun": timed.begun})
     anatomy.WINDOW, anatomy.SHORT = usual
     return results
 
@@ -606,6 +610,8 @@ def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
         # Not after as many steps, most of which were not timed.
         assert part["looks"] == part["steps"] // window
         assert part["steps"] < batches / 2
+        assert part["begun"] == part["steps"]  # in other steps no hook is called
+        assert min(part["phases_ms"][phase] for phase in PHASES[1:3]) > 0
         assert part["wire"]["calls"] == 1
     assert ranks[0][1]["ranks"] == ranks[1][1]["ranks"]
 

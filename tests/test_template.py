@@ -179,8 +179,11 @@ class TestOtherRuns:
         assert samples == pytest.approx(2 * 1258, rel=0.01)  # those of two epochs, no sample twice
         line = f"profile {folders(tmp_path)[-1]}: fit-profile_rank0-0.txt, test-profile_rank0-0.txt"
         assert line in done.stdout, done.stdout
-        reports = folders(tmp_path)[-1].glob("fit-profile*")
-        assert sorted(f.name for f in reports) == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
+        reports = sorted(folders(tmp_path)[-1].glob("fit-profile*"))
+        assert [f.name for f in reports] == [f"fit-profile_rank{r}-{r}.txt" for r in (0, 1)]
+        hooks = reports[0].read_text()
+        assert "Report.on_train_batch_end" in hooks and "KeepsPatience.on_train_start" in hooks
+        assert "KeepsPatience.on_train_batch" not in hooks  # it has none
         assert result["train"] is True
 
         # A copy, told apart from the path of the best that every checkpoint has in it.

@@ -1,7 +1,7 @@
 # Type `make` to see what there is. Every target installs by itself what it needs.
 
 # In the environment, variables of these names belong to other programs.
-OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT MPI FOLLOW PYTHON
+OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT MPI FOLLOW PYTHON STRATEGY LAUNCHER STOP_SECONDS
 $(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
 # KILL=0 means no.

@@ -151,7 +151,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     check(settings, config)
     facts = ask(hosts, "benchmarks.hardware")
     boots = [host.pop("boot") for host in facts.values()]
-    on_cpu = config["trainer"]["accelerator"] == "cpu"
+    on_cpu = config["trainer"].get("accelerator") == "cpu"
     for host, boot in zip(facts.values(), boots):
         host["machine"] = boots.index(boot)
         host["gpus"] = [] if on_cpu else host["gpus"]

@@ -104,8 +104,8 @@ def main() -> None:
     script = os.path.join(os.getcwd(), sys.argv[0])  # as the interpreter does for __file__
     source = Path(script).read_bytes()
     sys.path[0] = str(Path(script).resolve().parent)
-    for name in ("cluster", "cluster.agent", "cluster.probe"):  # the script may have such a package
-        del sys.modules[name]
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cluster"]:
+        del sys.modules[name]  # the script may have such a package
     pids = os.dup(1)
     os.dup2(2, 1)  # for what an import prints
     devnull = os.open(os.devnull, os.O_RDONLY)

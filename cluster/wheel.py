@@ -95,8 +95,13 @@ def find_wheel(info: dict, horovod: str, mpi: bool) -> Path | None:
     return wheel if wheel.exists() else None
 
 
+def cxx() -> str:
+    """The compiler that was asked for, which may be several words, as "ccache g++"."""
+    return os.environ.get("CXX") or "g++"
+
+
 def check_compilers(info: dict) -> None:
-    for program in (os.environ.get("CXX", "g++"), "make"):  # CXX="ccache g++"
+    for program in (cxx(), "make"):
         if shutil.which(shlex.split(program)[0]) is None:
             package = "make" if program == "make" else "g++"
             raise InstallError(
@@ -104,8 +109,8 @@ def check_compilers(info: dict) -> None:
             )
     if (version := gcc_version()) and version < 9:  # torch's c10/util/C++17.h
         raise InstallError(
-            f"{os.environ.get('CXX', 'g++')} is of GCC {version}, and torch's headers need 9 or "
-            "newer: module load gcc, or name another one that is there: CXX=g++-12 make install"
+            f"{cxx()} is of GCC {version}, and torch's headers need 9 or newer: module load gcc, "
+            "or name another one that is there: CXX=g++-12 make install"
         )
     if not has_headers(info) and shutil.which("apt-get") is None:
         raise InstallError(no_headers(info))
@@ -119,7 +124,7 @@ def check_compilers(info: dict) -> None:
 
 def gcc_version() -> int | None:
     """The major version of the compiler; None for another, as clang is, which claims to be 4."""
-    command = [*shlex.split(os.environ.get("CXX", "g++")), "-dM", "-E", "-x", "c++", "/dev/null"]
+    command = [*shlex.split(cxx()), "-dM", "-E", "-x", "c++", "/dev/null"]
     defined = subprocess.run(command, capture_output=True, text=True).stdout
     version = re.search(r"^#define __GNUC__ (\d+)", defined, re.M)
     return int(version[1]) if version and "__clang__" not in defined else None
@@ -234,7 +239,7 @@ def build_settings(build: Path, site: Path, info: dict, mpi: bool, jobs: int) ->
     """The environment variables of Horovod's build."""
     compiler = build / "c++"
     standard = cxx_standard(Path(info["site"]))
-    compiler.write_text(CXX_WRAPPER.format(cxx=os.environ.get("CXX", "g++"), standard=standard))
+    compiler.write_text(CXX_WRAPPER.format(cxx=cxx(), standard=standard))
     compiler.chmod(0o755)
     wheel_settings = build / "wheel.cfg"
     wheel_settings.write_text(f"[bdist_wheel]\nplat_name = {platform_tag()}\n")

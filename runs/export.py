@@ -75,8 +75,11 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
             data = make(config.data)
             data.prepare_data()
             data.setup("fit")
-            loader = CombinedLoader(data.val_dataloader()).flattened[0]  # there may be several
-            batch = data.on_before_batch_transfer(next(iter(loader)), 0)
+            loaders = CombinedLoader(data.val_dataloader()).flattened
+            batch = next((batch for loader in loaders for batch in loader), None)
+            if batch is None:
+                raise ValueError(f"{type(data).__name__} has no batch to validate")
+            batch = data.on_before_batch_transfer(batch, 0)
             example = data.on_after_batch_transfer(batch, 0)
     except (*MISTAKES, *UNREADABLE, KeyError, ValueError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error

@@ -16,6 +16,12 @@ from runs.refusal import Refusal
 ROOT = Path(__file__).resolve().parent.parent
 
 
+def task_folder(log_dir: Path, task: str | None, model: str) -> Path:
+    """That of a task, which bears the model's name if it has none, for its runs and sweeps. It lies
+    directly in `log_dir` for a model=mine/small too."""
+    return log_dir / str(task or model).replace("/", "_")
+
+
 def new_folder(parent: Path) -> Path:
     """Make a folder named after this second, with a number behind it if another run took it."""
     parent.mkdir(parents=True, exist_ok=True)  # FileExistsError: a link to what is not there

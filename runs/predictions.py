@@ -19,6 +19,7 @@ from __future__ import annotations
 import copy
 import csv
 import io
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,8 +126,9 @@ class Predictions(BasePredictionWriter):
         dataset, classes = loader.dataset, classes_of(loader)
         while isinstance(dataset, Subset):
             indices, dataset = [dataset.indices[index] for index in indices], dataset.dataset
-        samples = getattr(dataset, "samples", None)
-        if not (isinstance(samples, list) and samples and isinstance(samples[0], tuple)):
+        samples: Any = getattr(dataset, "samples", None)
+        first = samples[0] if isinstance(samples, list) and samples else None
+        if not (isinstance(first, tuple) and first and isinstance(first[0], (str, os.PathLike))):
             return
         rows = [[str(samples[index][0])] for index in indices]
         header, numbers = ["file"], gathered[0]
@@ -140,7 +142,7 @@ class Predictions(BasePredictionWriter):
         text = io.StringIO(newline="")
         csv.writer(text).writerows([header, *rows])
         with whole(self.file.with_suffix(".csv")) as part:
-            part.write(text.getvalue().encode())
+            part.write(text.getvalue().encode(errors="surrogateescape"))  # as names may be
         self.names_files = True
 
 

@@ -6,13 +6,16 @@ job's output each change would be a line of its own: there it is printed every t
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
+from torch import Tensor
 
 from runs.refusal import RANK_VARIABLES
 
@@ -57,7 +60,7 @@ class Progress(ProgressBar):
         self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, batch: Any, index: int
     ) -> None:
         if time.monotonic() - self._last_line > (0.2 if self._moving else 10):
-            line = self._line(trainer, f"step {index + 1}/{self.total_train_batches}")
+            line = self._line(trainer, f"step {index + 1}{_last_batch(trainer, index + 1)}")
             self._print(line, end="" if self._moving else "\n")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
@@ -69,7 +72,7 @@ class Progress(ProgressBar):
     def _line(self, trainer: pl.Trainer, where: str) -> str:
         # All ranks come here, not rank 0 alone: reading a metric may reduce it over them.
         last = "" if trainer.max_epochs in (None, -1) else f"/{trainer.max_epochs}"
-        named = {name: float(value) for name, value in trainer.callback_metrics.items()}
+        named = plain(trainer.callback_metrics)
         metrics = "  ".join(
             f"{name} {value:.4g}"
             for name, value in named.items()
@@ -90,6 +93,26 @@ class Progress(ProgressBar):
         if self.is_enabled:
             # Back to the start of the line, and clear what a longer one left behind it.
             print(f"\r{line}\x1b[K" if self._moving else line, end=end, flush=True)
+
+
+def _last_batch(trainer: pl.Trainer, done: int) -> str:
+    """Of the epoch, as "/8"; "" where that is unknown. (Lightning's total_train_batches counts down
+    towards max_steps.)
+
+    Args:
+        done: batches of the epoch so far.
+    """
+    last = trainer.num_training_batches
+    if trainer.max_steps > 0:  # which counts the steps of all optimizers, each of one a batch
+        windows = trainer.accumulate_grad_batches
+        left = (trainer.max_steps - trainer.global_step) // max(1, len(trainer.optimizers))
+        last = min(last, done + left * windows - done % windows)
+    return f"/{last}" if math.isfinite(last) else ""
+
+
+def plain(metrics: Mapping[str, Tensor]) -> dict[str, float]:
+    """Those that are one number, not one for each class."""
+    return {name: float(value) for name, value in metrics.items() if value.numel() == 1}
 
 
 class EpochEnd(Checkpoint):

@@ -25,6 +25,7 @@ from runs.anatomy import Anatomy
 from runs.folders import ROOT, shown, whole
 from runs.hints import counted
 from runs.predictions import Predictions
+from runs.progress import plain
 from runs.ranks import gather_objects
 from runs.refusal import Refusal
 from runs.resuming import kept_settings, settings
@@ -93,7 +94,8 @@ class Report(pl.Callback):
         if beforehand.is_sized(loader):
             self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
         else:  # a stream may know how many it has for all ranks
-            self.train_samples = getattr(getattr(loader, "dataset", None), "samples", None)
+            samples = getattr(getattr(loader, "dataset", None), "samples", None)
+            self.train_samples = samples if isinstance(samples, int) else None
 
     def on_sanity_check_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Warn of a missing metric, which would end the run an epoch later; it may still come."""
@@ -213,7 +215,7 @@ class Report(pl.Callback):
         total = torch.tensor(self.samples, device=trainer.strategy.root_device)
         self.samples = int(trainer.strategy.reduce(total, reduce_op="sum"))
         self.epochs, self.steps = trainer.current_epoch, trainer.global_step
-        self.metrics |= _plain(trainer.callback_metrics)
+        self.metrics |= plain(trainer.callback_metrics)
         if not trainer.is_global_zero:
             return
         stepped = self._has_loss and self.steps > self._first_step
@@ -234,7 +236,7 @@ class Report(pl.Callback):
             print(f"nothing was trained: {hints.not_trained(trainer, resumed)}", flush=True)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.metrics |= _plain(trainer.callback_metrics)
+        self.metrics |= plain(trainer.callback_metrics)
 
     # ---------------------------------------------------------------- the end
 
@@ -384,7 +386,3 @@ def _lr(module: pl.LightningModule) -> str:
     rates = dict.fromkeys(g.get("max_lr", g.get("initial_lr", g.get("lr"))) for g in groups)
     # An optimizer that finds its own rate, as Adafactor with relative steps, has None.
     return ", ".join("none" if lr is None else f"{lr:g}" for lr in rates) or "none"
-
-
-def _plain(metrics: Any) -> dict[str, float]:
-    return {name: float(value) for name, value in metrics.items() if value.numel() == 1}

@@ -31,7 +31,7 @@ from pytorch_lightning.utilities.exceptions import SIGTERMException
 
 from runs.checkpoints import NAMED, last, unreadable
 from runs.config import CONF
-from runs.folders import ROOT, new_folder, quoted, shown
+from runs.folders import ROOT, new_folder, quoted, shown, task_folder
 from runs.hooks import LeavesOutEmptyHooks
 from runs.mistakes import (
     MISTAKES,
@@ -130,7 +130,7 @@ class Run:
         self.strategy = strategy
         for key in ("log_dir", "data_dir"):
             config[key] = str(ROOT / Path(str(config[key])).expanduser())
-        runs = Path(config.log_dir) / str(config.task or self.choices["model"]) / "runs"
+        runs = task_folder(Path(config.log_dir), config.task, self.choices["model"]) / "runs"
         if config.ckpt_path and config.ckpt_path not in NAMED:
             config.ckpt_path = str(Path(str(config.ckpt_path)).expanduser().absolute())
         if not (config.train or config.test or config.predict):

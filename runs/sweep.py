@@ -32,7 +32,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
 from runs.config import CONF
-from runs.folders import ROOT, new_folder, quoted, shown, whole
+from runs.folders import ROOT, new_folder, quoted, shown, task_folder, whole
 from runs.refusal import Refusal, refuse
 from runs.space import Space
 from runs.trials import Trial, best_of, judge, reason, write_results
@@ -279,8 +279,8 @@ def _judged_by(metric: str, mode: str, config: DictConfig) -> tuple[str, str]:
 
 
 def _sweeps_folder(config: DictConfig) -> Path:
-    task = config.task or config.hydra.runtime.choices["model"]
-    return ROOT / Path(config.log_dir).expanduser() / str(task) / "sweeps"
+    log_dir, model = ROOT / Path(config.log_dir).expanduser(), config.hydra.runtime.choices["model"]
+    return task_folder(log_dir, config.task, model) / "sweeps"
 
 
 def main() -> int:

@@ -329,8 +329,9 @@ def test_where_a_run_goes(monkeypatch: pytest.MonkeyPatch) -> None:
     config = opened(monkeypatch)
     assert config.run_dir == str(ROOT / "logs" / "mine" / "runs")
     assert config.data_dir == str(ROOT / "data")
-    config = opened(monkeypatch, "log_dir='~/logs'", "data_dir='~/data'", "task=digits")
-    assert config.run_dir == str(Path.home() / "logs" / "digits" / "runs")
+    config = opened(monkeypatch, "log_dir='~/logs'", "data_dir='~/data'", "task=mine/digits")
+    # One folder: others are looked for in logs/*/runs.
+    assert config.run_dir == str(Path.home() / "logs" / "mine_digits" / "runs")
     assert config.data_dir == str(Path.home() / "data")
     assert opened(monkeypatch, "run_dir='~/mine'").run_dir == str(Path.home() / "mine")
 

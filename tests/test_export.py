@@ -332,6 +332,24 @@ def test_a_batch_that_begins_with_no_tensor_is_told_with_what_to_write(
     assert export.export(checkpoint, "pt2").endswith("(any batch, 1, 8, 8)")
 
 
+class Empty(LightningDataModule):
+    loaders: tuple[DataLoader, ...] = ()
+
+    def val_dataloader(self) -> list[DataLoader]:
+        return list(self.loaders)
+
+
+@pytest.mark.parametrize("loaders", [(), (DataLoader([1.0], 2, drop_last=True),)])  # type: ignore[arg-type]
+def test_data_without_a_batch_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaders: tuple[DataLoader, ...]
+) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, data="Empty")
+    monkeypatch.setattr(Empty, "loaders", loaders)
+    with pytest.raises(Refusal, match="Empty has no batch to validate.*no data are needed"):
+        export.export(checkpoint, "pt2")
+
+
 def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Refusal, match="there is no such file"):
         export.export(tmp_path / "none.ckpt", "pt2")

@@ -221,6 +221,12 @@ def test_make_says_what_it_lacks(target: list[str], message: str) -> None:
     assert "usage" not in done.stdout and "installs" not in done.stdout
 
 
+def test_of_the_environment_make_takes_four_variables() -> None:
+    taken = {"NP", "HOSTS", "HOSTFILE", "ARGS"}
+    others = re.search("^OURS := (.*)", (ROOT / "Makefile").read_text(), re.M)
+    assert others and {*others[1].split()} == TAKEN - taken | {"MPI", "PYTHON"}
+
+
 def test_hosts_in_the_environment_are_not_for_each_target() -> None:
     done = run(["make", "-n", "bench-step", "INSTALL=true"], HOSTFILE="x.yaml")
     assert done.returncode == 0 and '--hosts "localhost:2"' in done.stdout, done.stdout

@@ -455,6 +455,8 @@ def test_a_loss_of_training_is_no_guess_for_one_of_validation(tmp_path: Path) ->
 def test_a_folder_of_logs_may_be_that_of_home() -> None:
     folder = _sweeps_folder(_composed(["log_dir='~/logs'"]))
     assert folder == Path.home() / "logs" / "classifier" / "sweeps"
+    folder = _sweeps_folder(_composed(["log_dir='~/logs'", "task=a/b"]))
+    assert folder == Path.home() / "logs" / "a_b" / "sweeps"
 
 
 @pytest.mark.usefixtures("handlers")

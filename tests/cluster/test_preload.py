@@ -163,10 +163,13 @@ def test_the_head_is_run_in_its_order_and_with_the_hosts_variables(
     """A package of the script's may be called as ours; numbers drawn differ between ranks."""
     (tmp_path / "cluster").mkdir()
     (tmp_path / "cluster" / "__init__.py").write_text("import os; SEEN = os.environ['SET']")
+    for module in ("gpus", "probe", "agent"):
+        (tmp_path / "cluster" / f"{module}.py").write_text(f"MINE = {module!r}")
     (tmp_path / "planted.py").write_text("import os; COLOR = os.environ['COLOR']\n" + COUNTS)
     script.write_text(
         "import os\nos.environ['SET'] = 'before'\nimport numpy, torch\nimport cluster, planted\n"
         "torch.ones(2**23).sum()\n# preload: all that\n"
+        "from cluster import agent, gpus, probe\nprint(agent.MINE, gpus.MINE, probe.MINE)\n"
         "print([cluster.SEEN, planted.COLOR, torch.ones(2**23).sum().item()], flush=True)\n"
         "print('drawn', numpy.random.rand(), flush=True)\nraise SystemError('planted')\n"
     )
@@ -176,6 +179,7 @@ def test_the_head_is_run_in_its_order_and_with_the_hosts_variables(
     done = run(command, timeout=60, OMP_NUM_THREADS="2")
     assert imports(script) == 1
     assert done.stdout.count("['before', 'red', 8388608.0]") == 2, done.stdout
+    assert done.stdout.count("agent gpus probe\n") == 2, done.stdout
     assert len({line.split(">:")[1] for line in done.stdout.splitlines() if "drawn" in line}) == 2
     assert "SystemError: planted" in done.stdout
     assert "preload.py" not in done.stdout and "runpy" not in done.stdout  # no frames of ours

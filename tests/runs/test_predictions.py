@@ -226,6 +226,26 @@ def test_files_have_their_names_beside_the_predictions(
     assert not (tmp_path / "predictions.csv").exists()
 
 
+def test_names_of_files_need_not_be_utf_8(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = b"caf\xe9.png"
+    files = Files()
+    files.samples[9] = (os.fsdecode(name), 0)
+    monkeypatch.setattr(f"{__name__}.Files", lambda: files)
+    assert predict(Labels(), OfFiles(), tmp_path).names_files
+    assert (tmp_path / "predictions.csv").read_bytes().splitlines()[1] == name + b",1,dog"
+
+
+def test_samples_that_are_no_files_are_not_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = Files()
+    for samples in ([(torch.zeros(2), 0)] * 10, [()] * 10):
+        files.samples = samples  # type: ignore[assignment]
+        monkeypatch.setattr(f"{__name__}.Files", lambda: files)
+        assert not predict(Labels(), OfFiles(), tmp_path).names_files
+        assert not (tmp_path / "predictions.csv").exists()
+
+
 class Changes(LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
         return {"score": batch / 2} if batch_idx == 2 else {"label": batch}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,10 @@ import pytest
 import torch
 from pytorch_lightning import Trainer
 from torch.utils.data import DataLoader
+from torchmetrics.classification import MulticlassAccuracy
 
 from runs.progress import Progress
-from tests.runs.trainings import Loses, Times
+from tests.runs.trainings import Loses, Stream, Times, TimesTwo
 
 
 def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixture[str]) -> None:
@@ -58,11 +61,11 @@ def test_within_an_epoch_a_line_comes_every_ten_seconds(
 ) -> None:
     now = 0.0
     monkeypatch.setattr("runs.progress.time.monotonic", lambda: now)
-    monkeypatch.setattr(Progress, "total_train_batches", 8)
     metrics = {"val/loss": torch.tensor(1.5), "train/loss": torch.tensor(0.5)}
     trainer: Any = SimpleNamespace(
-        callback_metrics=metrics, current_epoch=0, max_epochs=-1, sanity_checking=True
-    )
+        callback_metrics=metrics, current_epoch=0, max_epochs=-1, sanity_checking=True,
+        num_training_batches=8, max_steps=-1,
+    )  # fmt: skip
     progress, nobody = Progress(), Any
     progress.on_validation_end(trainer, nobody)  # whose val/loss is not this epoch's
     for batch in range(8):
@@ -74,6 +77,80 @@ def test_within_an_epoch_a_line_comes_every_ten_seconds(
     now += 11
     progress.on_train_batch_end(trainer, nobody, None, None, 0)
     assert not capsys.readouterr().out
+
+
+class LogsClasses(Times):
+    """A metric with a value for each class, which Lightning takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_classes = MulticlassAccuracy(num_classes=2, average=None)
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.of_classes.update(torch.tensor([1, 0]), torch.tensor([1, 1]))
+        self.log("val/of_classes", self.of_classes, logger=False)
+        self.log("val/loss", 2.0)
+
+
+class Steps(TimesTwo):
+    """By hand, or in windows of 3 batches with one optimizer."""
+
+    def __init__(self, by_hand: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> Any:
+        if self.automatic_optimization:
+            return Times.training_step(self, batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def configure_optimizers(self) -> Any:
+        both = super().configure_optimizers()
+        return both[0] if self.automatic_optimization else both
+
+
+@pytest.mark.parametrize(
+    ("by_hand", "windows", "epochs", "batches", "steps", "of"),
+    [
+        (False, 1, 1, 9, -1, ["/9"] * 9),
+        (False, 1, -1, 9, 4, ["/4"] * 4),
+        (False, 3, -1, 99, 3, ["/9"] * 9),
+        (False, 3, 2, 7, 4, ["/7"] * 7 + ["/3"] * 3),  # an epoch's last window is short
+        (True, 1, 9, 4, 12, ["/4"] * 4 + ["/2"] * 2),
+        (False, 1, -1, None, 4, ["/4"] * 4),
+        (False, 1, 1, None, -1, [""] * 7),
+    ],
+)
+def test_a_step_is_told_with_the_epochs_last(
+    by_hand: bool, windows: int, epochs: int, batches: int | None, steps: int, of: list[str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    progress = Progress()
+    progress._moving = True
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[progress], enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=epochs, max_steps=steps,
+        accumulate_grad_batches=windows,
+    )  # fmt: skip
+    data: Any = Stream() if batches is None else torch.ones(batches)
+    with pytest.MonkeyPatch.context() as patch:
+        clock = itertools.count()
+        patch.setattr("runs.progress.time.monotonic", lambda: next(clock))
+        trainer.fit(Steps(by_hand), DataLoader(data))
+    found = re.findall(r"  step (\d+)(/\w+|)  ", capsys.readouterr().out)
+    assert [last for _, last in found] == of
+    number, last = found[-1]
+    assert last in ("", f"/{number}")
+
+
+def test_an_epochs_line_has_metrics_of_one_number(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    ones = DataLoader(torch.ones(2))
+    trainer.fit(LogsClasses(), ones, ones)
+    assert re.search(r"epoch 1/1  [\d.]+ s  val/loss 2\n", capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("rank, moving", [(None, True), ("0", False)])

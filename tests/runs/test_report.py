@@ -214,6 +214,29 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     assert float(rate) == pytest.approx(report.samples / report.seconds)
 
 
+class Listed(Stream):
+    samples = ("a", "b")  # not their number for all ranks
+
+
+class OfAStream(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(Listed())
+
+
+def test_a_stream_may_have_samples_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": {}, "ckpt_path": None, "train": True, "test": False, "run_dir": str(tmp_path)}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, max_epochs=1, callbacks=[report],
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Times(), OfAStream())
+    assert (report.train_samples, report.samples) == (None, 7)
+    assert "\ndata    d\n" in capsys.readouterr().out
+
+
 def tokens(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
     """As EmbeddingBag takes them: all tokens of a batch, and where each text begins."""
     lengths = torch.tensor([0, *map(len, texts[:-1])])

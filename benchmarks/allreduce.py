@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import software, versions
-from benchmarks.launching import ask, command
+from benchmarks.launching import ask, ends_in_a_line
 from benchmarks.load import BUSY_SHARE
 from benchmarks.workers import launched
 from cluster.hosts import Host, Refusal, add_arguments, chosen, given, used
@@ -156,7 +156,7 @@ def facts(hosts: list[Host]) -> dict[str, Any]:
     return {**machines[0], "busy_before": busy, **software(), "machines": machines}
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0]

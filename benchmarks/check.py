@@ -28,7 +28,7 @@ from typing import Any
 from scipy.stats import mannwhitneyu
 
 from benchmarks.efficiency import MIN_REPEATS, Results, Row, rows
-from benchmarks.launching import command
+from benchmarks.launching import ends_in_a_line
 from benchmarks.load import DRIFT
 from benchmarks.scaling_plan import OURS
 from cluster.hosts import Refusal
@@ -189,7 +189,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.check", description=__doc__.partition("\n")[0]

@@ -49,7 +49,7 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def command(main: Callable[[], int]) -> Callable[[], int]:
+def ends_in_a_line(main: Callable[[], int]) -> Callable[[], int]:
     """Decorates the main of a benchmark. SIGTERM and SIGHUP are as Ctrl-C; what is refused ends in
     a line and status 2, a run that failed in status 1, Ctrl-C in 130."""
 
@@ -72,7 +72,7 @@ def command(main: Callable[[], int]) -> Callable[[], int]:
 
 
 @contextlib.contextmanager
-def kept(file: Path) -> Iterator[None]:
+def tells_what_is_kept(file: Path) -> Iterator[None]:
     """What ends a measurement here, Ctrl-C or a run that failed, tells that its file is kept, if
     there is one yet."""
     try:
@@ -239,8 +239,8 @@ def _measured(job: Job, summaries: list[dict[str, Any]]) -> dict[str, Any]:
             p: anatomies[0]["step_ms"][p] for p in ("p10", "p90")
         },
         "measured_steps": anatomies[0]["steps"],
-        "phases_ms": None if job.alone else anatomies[0].get("phases_ms"),
-        "wire": None if job.alone else anatomies[0].get("wire"),
+        "phases_ms": None if job.alone else anatomies[0]["phases_ms"],
+        "wire": None if job.alone else anatomies[0]["wire"],
         "model": first["model"],
         "train_samples": first["train_samples"],
         "drop_last": first["drop_last"],

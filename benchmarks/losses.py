@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks import losses_report
 from benchmarks.files import RESULTS, continued, slug, write_json
 from benchmarks.hardware import hardware, machine, processors
-from benchmarks.launching import Failed, command, kept, say, train
+from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.overrides import batch_size_of, configuration, refuse_ours
 from cluster.hosts import Refusal
@@ -187,7 +187,7 @@ def batches(jobs: list[Job], sizes: list[int]) -> list[int]:
     return global_batches
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     arguments = parse()
     mine = arguments.overrides
@@ -200,7 +200,7 @@ def main() -> int:
     refuse_ours(mine, OURS, "make bench-losses")
     global_batches = batches(jobs, arguments.np)
     file, results = continued(results, arguments.out, name, "jobs")
-    with kept(file):
+    with tells_what_is_kept(file):
         for job, batch in list(zip(jobs, global_batches))[len(results["jobs"]) :]:
             measured = measure(job, batch, arguments.np, arguments.steps, launch)
             results["jobs"].append(measured)

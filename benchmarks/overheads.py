@@ -32,7 +32,7 @@ from scipy.optimize import nnls
 
 from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import ROOT, hardware, versions
-from benchmarks.launching import Failed, command, kept, say
+from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
 
 LAWS: dict[str, Callable[[float], float]] = {
     "log p": math.log2,
@@ -138,7 +138,7 @@ def table(results: dict[str, Any]) -> str:
     return markdown(["ms, at ranks", *map(str, sizes), "grows as"], lines)
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
@@ -153,7 +153,7 @@ def main() -> int:
     results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
     name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores"
     file, results = continued(results, arguments.out, name, "runs")
-    with kept(file):
+    with tells_what_is_kept(file):
         for repeat in range(arguments.repeats):
             for ranks in results["ranks"]:
                 runs = results["runs"][str(ranks)]

@@ -37,7 +37,7 @@ from benchmarks import predict_inputs as inputs
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import RESULTS, markdown, unused, write_text
 from benchmarks.hardware import machine
-from benchmarks.launching import command
+from benchmarks.launching import ends_in_a_line
 from benchmarks.load import BUSY_SHARE
 from cluster.hosts import Refusal
 
@@ -258,7 +258,7 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     arguments = parse()
     ranks = sorted({*arguments.ranks})

@@ -27,7 +27,7 @@ from benchmarks import published
 from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import command, say
+from benchmarks.launching import ends_in_a_line, say
 from benchmarks.workers import launched
 from cluster.hosts import Refusal
 from cluster.testbed import BURST, Testbed, missing
@@ -196,7 +196,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
     save(figure, file)
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predict_proof", description=__doc__.partition("\n")[0]

@@ -24,9 +24,9 @@ from pathlib import Path
 
 from benchmarks import phases, traces
 from benchmarks.files import whole
-from benchmarks.launching import command
+from benchmarks.launching import ends_in_a_line
 from benchmarks.overrides import refuse_ours
-from cluster.doctor import quick
+from cluster.doctor import refuse_unfit
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
 from cluster.ssh import diagnose
 
@@ -68,7 +68,7 @@ def train(arguments: argparse.Namespace) -> Path:
     overrides = job(arguments)
     if subprocess.run([sys.executable, "-m", "runs.config", *overrides]).returncode:
         raise SystemExit(2)  # runs.config has said why
-    quick(used(chosen(arguments), arguments.np))
+    refuse_unfit(used(chosen(arguments), arguments.np))
     command = [sys.executable, "-m", "cluster.horovodrun", *given(arguments)]
     command += [sys.executable, "template.py", *overrides]
     print(shlex.join(command), flush=True)
@@ -138,7 +138,7 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     arguments = parser().parse_args()
     folder: Path | None = arguments.merge

@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling_report
-from benchmarks.efficiency import Results, Run, runs_of
+from benchmarks.efficiency import Results, runs_of
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
-from benchmarks.launching import Failed, Job, command, kept, say
+from benchmarks.launching import Failed, Job, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import accumulated, steps_of
 from benchmarks.scaling_plan import jobs, length, plan, turns, whole_updates
 
@@ -105,15 +105,12 @@ def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
     network = results["settings"]["network"] or ""
     hardware = slug(f"{scaling_report.hardware_of(results)} {network}")
     file, results = continued(results, folder, f"scaling_{model}_{hardware}", "runs", "trial")
-    kept = _whole_repeats(results)
+    a_repeat = len(jobs(results["settings"], results["oversubscribed"]))
+    kept = whole_repeats(results["runs"], a_repeat)
     if left := len(results["runs"]) - len(kept):
         runs = f"{left} run{'s' * (left > 1)}"
         say(f"measured again: {runs} of the repeat that was interrupted, for all of it at one time")
     return file, {**results, "runs": kept}
-
-
-def _whole_repeats(results: Results) -> list[Run]:
-    return whole_repeats(results["runs"], len(jobs(results["settings"], results["oversubscribed"])))
 
 
 # ---------------------------------------------------------------------------- the command
@@ -154,12 +151,12 @@ def parse(line: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     arguments = parse()
     results, launcher = plan(arguments)
     file, results = open_file(results, arguments.out)
-    with kept(file):
+    with tells_what_is_kept(file):
         run(results, launcher.run, lambda: write_json(results, file))
         results["finished"] = True  # in the file when its tables and plot are there
         print(scaling_report.write(results, file))

@@ -40,7 +40,7 @@ def predicted(
         if (run["strategy"], run["batch"], run["alone"])
         == ("horovod", settings["batch_size"], False)
     ]
-    first = [run for run in runs if run["np"] == settings["sizes"][0] and run.get("phases_ms")]
+    first = [run for run in runs if run["np"] == settings["sizes"][0]]
     wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
     machines: dict[str, Any] = {}
     for host in results["hosts"].values():
@@ -60,7 +60,7 @@ def predicted(
     median = statistics.median(run["step_ms"] for run in first)
     low, high = (end / median for end in interval([run["step_ms"] for run in first]))
     run = min(first, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
-    step = {"p10": median, "p90": median, **(run.get("quantiles_ms") or {}), "median": median}
+    step = {**run["quantiles_ms"], "median": median}
     anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
     summary = {
         "strategy": "horovod", "world_size": run["np"], "anatomy": anatomy,

@@ -40,7 +40,7 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import Job, Launcher, command, kept, say
+from benchmarks.launching import Job, Launcher, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import configuration, refuse_ours, steps_of
 from cluster.hosts import Host, Refusal
 from models.split import Split
@@ -161,7 +161,7 @@ def description(results: dict[str, Any]) -> str:
     )
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.split", description=__doc__.partition("\n")[0]
@@ -199,7 +199,7 @@ def main() -> int:
     name = f"split_{slug(device(results))}"
     file, results = continued(results, arguments.out, name, "runs")
     results["runs"] = whole_repeats(results["runs"], len(ways(devices)))
-    with kept(file):
+    with tells_what_is_kept(file):
         run(results, measure, lambda: write_json(results, file))
     text = f"{description(results)}\n\n{table(results)}\n"
     write_text(file.with_suffix(".md"), text)

@@ -39,7 +39,7 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import ROOT, hardware, versions
-from benchmarks.launching import Failed, command, kept, say
+from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import refuse_ours
 
 OURS = [sys.executable, "-m", "cluster.horovodrun"]
@@ -165,7 +165,7 @@ def description(results: dict[str, Any]) -> str:
     )
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
@@ -185,7 +185,7 @@ def main() -> int:
     }  # fmt: skip
     name = f"start_{slug(results['cpu'])}-{results['cores']}-cores"
     file, results = continued(results, arguments.out, name, "runs", "look_ups")
-    with kept(file):
+    with tells_what_is_kept(file):
         run(results, lambda: write_json(results, file))
     text = f"{description(results)}\n\n{table(results)}\n"
     write_text(file.with_suffix(".md"), text)

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import load
 from benchmarks.files import RESULTS, continued, slug, write_json, write_text
 from benchmarks.hardware import hardware
-from benchmarks.launching import command, kept, say
+from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
 from benchmarks.step_ranks import Group, Variant, start
 from benchmarks.step_report import ALONE, OURS, report
 from cluster.hosts import Refusal, parse
@@ -169,7 +169,7 @@ def models_that_fit(arguments: argparse.Namespace, defaults: list[str], ranks: i
     return [model for model in models if not lacking[model]]
 
 
-@command
+@ends_in_a_line
 def main() -> int:
     arguments = options()
     facts = hardware()
@@ -199,7 +199,7 @@ def main() -> int:
     name = f"step_{models}{batch}{slug(arguments.network)}_{slug(processor)}"
     file, results = continued(results, arguments.out, name, "models")
     results["busy_before"] = max(busy, results.get("busy_before", 0))
-    with kept(file):
+    with tells_what_is_kept(file):
         for model in arguments.models:
             if model not in results["models"]:
                 results["models"][model] = measure(model, arguments.variants, arguments)

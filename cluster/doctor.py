@@ -51,7 +51,7 @@ from cluster.hosts import (
     add_arguments,
     chosen,
     entry,
-    make,
+    make_command,
     refuse_one_twice,
     typed,
     used,
@@ -339,7 +339,7 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
             process.terminate()
             output, errors = process.communicate()
             errors = f"no end within {PAIR_SECONDS} s"
-    look = f"NCCL_DEBUG=INFO {make(f'hello {typed(group)}')}"
+    look = f"NCCL_DEBUG=INFO {make_command(f'hello {typed(group)}')}"
     results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:
         reason = " ".join(errors.strip().splitlines()[-1:])[:300]
@@ -367,7 +367,7 @@ def table(findings: list[Finding]) -> str:
     return "\n".join(out)
 
 
-def quick(hosts: list[Host]) -> None:
+def refuse_unfit(hosts: list[Host]) -> None:
     """The checks that take no time, before a job starts.
 
     Raises:
@@ -401,7 +401,7 @@ def main() -> int:
         hosts = chosen(arguments)
         hosts = used(hosts, arguments.np)
         if arguments.quick:
-            quick(hosts)
+            refuse_unfit(hosts)
             return 0
         findings = examine(hosts)
     except Refusal as error:

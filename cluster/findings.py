@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.environment import ROOT
-from cluster.hosts import Host, environment_folder, folded, make
+from cluster.hosts import Host, environment_folder, folded, make_command
 from cluster.probe import CODE
 
 # What a host needs.
@@ -46,7 +46,7 @@ def joined(findings: list[Finding]) -> list[Finding]:
 
 
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    sync = make(f"sync {here['hosts']}")
+    sync = make_command(f"sync {here['hosts']}")
     if facts["code"] is None:
         what = "is no checkout of this" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
@@ -71,7 +71,7 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    mend = make(f"sync ENV=1 {here['hosts']}")
+    mend = make_command(f"sync ENV=1 {here['hosts']}")
     if environment_folder().parent != ROOT:
         mend = f"on {host.name}: make install PYTHON={sys.executable}"
     fail = functools.partial(Finding, "FAIL", "packages", host.name)
@@ -90,7 +90,7 @@ def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
     kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
     if build["gpus"] and not build["nccl"]:
         text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
-        return [fail(text, f"{make('install')}, then {mend}")]
+        return [fail(text, f"{make_command('install')}, then {mend}")]
     names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
     versions += f" with {', '.join(names[kind] for kind in kinds)}"
     return [Finding("ok", "packages", host.name, versions)]

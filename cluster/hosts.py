@@ -189,7 +189,7 @@ def environment_folder() -> Path:
     return prefix.parent.resolve() / prefix.name
 
 
-def make(what: str) -> str:
+def make_command(what: str) -> str:
     """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
     ours = environment_folder() == ROOT / ".venv"
     return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")

@@ -23,7 +23,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from cluster.doctor import leave, quick
+from cluster.doctor import leave, refuse_unfit
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
 from cluster.hosts import Refusal, add_arguments, chosen, given, listed, ranks, used
 from cluster.record import ALIVE, FOLDER, begun, birth, new_folder, note_end, place, write
@@ -40,7 +40,7 @@ def launch(arguments: argparse.Namespace) -> int:
     start = _start(arguments.at)
     hosts = chosen(arguments)
     members = ranks(hosts, arguments.np)  # also refuses here what cannot run
-    quick(used(hosts, arguments.np))
+    refuse_unfit(used(hosts, arguments.np))
     folder = new_folder()
     run = [sys.executable, "-m", "cluster.jobs", "run", "--record", str(folder)]
     run += ["--at", start.isoformat()] if start else []
@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         while (left := (start - datetime.datetime.now()).total_seconds()) > 0:
             time.sleep(min(left, 30))  # the clock may be set meanwhile
         try:  # again, as the code on some host may have changed since
-            quick(used(chosen(arguments), arguments.np))
+            refuse_unfit(used(chosen(arguments), arguments.np))
         except (Refusal, OSError) as error:
             note_end(arguments.record, "failed", str(error))
             raise

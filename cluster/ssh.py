@@ -8,7 +8,7 @@ import sys
 import threading
 from dataclasses import dataclass
 
-from cluster.hosts import SSH_SECONDS, Host, make, typed
+from cluster.hosts import SSH_SECONDS, Host, make_command, typed
 
 BEHIND_PROXY = re.compile("UNKNOWN port|kex_exchange|banner exchange|stdio forwarding failed")
 NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
@@ -34,12 +34,14 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
     login = f"ssh {host.destination}"
     last = " ".join(stderr.strip().splitlines()[-1:])[:200]
     if status == NO_FOLDER:
-        return Trouble(f"there is no folder {os.getcwd()}", make(f"sync {typed([host])}"))
+        return Trouble(f"there is no folder {os.getcwd()}", make_command(f"sync {typed([host])}"))
     if status in (126, 127):
         python = os.path.relpath(sys.executable)
-        return Trouble(f"{python} does not run there", make(f"sync ENV=1 {typed([host])}"))
+        return Trouble(f"{python} does not run there", make_command(f"sync ENV=1 {typed([host])}"))
     if "No module named cluster" in stderr:
-        return Trouble(f"{os.getcwd()} is no checkout of this", make(f"sync {typed([host])}"))
+        return Trouble(
+            f"{os.getcwd()} is no checkout of this", make_command(f"sync {typed([host])}")
+        )
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
     if "UNKNOWN port" in stderr:  # ssh's name for what is behind a proxy

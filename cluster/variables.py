@@ -70,7 +70,7 @@ NUMBERS = "[0-9]{1,5}(-[0-9]{1,5})?"
 SEVERAL = re.compile(rf"[^\[\]:]*\[{NUMBERS}(,{NUMBERS})*\][^\[\]]*")
 
 
-def typed(overrides: str) -> dict[str, str]:
+def of_command_line(overrides: str) -> dict[str, str]:
     """The variables of make's command line, by its MAKEOVERRIDES, which escape blanks and $."""
     words = re.findall(r"(?:\\.|[^\\ ])+", overrides, re.DOTALL)
     plain = [re.sub(r"\\(.)", r"\1", word, flags=re.DOTALL).replace("$$", "$") for word in words]
@@ -179,7 +179,7 @@ def where(given: dict[str, str]) -> str:
 
 
 def main(overrides: str, level: str, goals: str) -> None:
-    given, targets = typed(overrides), goals.split()
+    given, targets = of_command_line(overrides), goals.split()
     if level != "0":  # a Makefile that calls this one hands on variables of its own
         known = {name for name in given if is_known(name)} - (TAKEN - taken_by(targets))
         given = {name: given[name] for name in known}

@@ -19,8 +19,7 @@ WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by by
 def warn_of_drift(module: nn.Module, world: World, buffers: bool) -> bool:
     """Name the first parameter that differs between ranks, or else, with `buffers`, the first
     buffer; return whether there is one."""
-    sums = dict(zip([name for name, _ in module.named_parameters()], _sums(module)))
-    if name := _first_apart(sums, world):
+    if name := _first_apart(_sums(module), world):
         rank_zero_warn(
             f"the parameter {name} differs between ranks, and checkpoints have that of rank 0: "
             "something else than averaged gradients has moved it (a step or gradients of each "
@@ -53,16 +52,16 @@ def _first_apart(mine: Mapping[str, object], world: World) -> str:
     return next((n for n in names if len({o[n] for o in ranks if n in o}) > 1), "")
 
 
-def _sums(module: nn.Module) -> list[int]:
+def _sums(module: nn.Module) -> dict[str, int]:
     """For each parameter the sum of its bits, read as integers of its element size."""
-    sums = []
-    for parameter in module.parameters():
+    sums = {}
+    for name, parameter in module.named_parameters():
         values = parameter.detach()
         values = torch.view_as_real(values) if values.is_complex() else values
         integers = values.view(WHOLE[values.element_size()]).reshape(-1)
         # In pieces, because torch copies them to 64 bits.
-        sums.append(sum(piece.sum(dtype=torch.int64) for piece in integers.split(PIECE)))
-    return [int(total) for total in sums]
+        sums[name] = sum(piece.sum(dtype=torch.int64) for piece in integers.split(PIECE))
+    return {name: int(total) for name, total in sums.items()}  # a GPU is waited for once
 
 
 def _digest(buffer: Tensor) -> bytes:

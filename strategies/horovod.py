@@ -464,24 +464,16 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def on_validation_start(self) -> None:
         self._share_metrics()
-        if self._buckets is None:
-            return
         if not self._drift_checked and self._has_trained:
             self._drift_checked = True
             self._check_drift()
-
-    @override
-    def on_test_start(self) -> None:
-        self._share_metrics()
-
-    @override
-    def on_predict_start(self) -> None:
-        self._share_metrics()
 
     def _share_metrics(self) -> None:
         """Also those that the module has made in its on_*_start hooks, which come before ours."""
         if self.world.size > 1:
             synchronize_metrics(self._module, self.world)
+
+    on_test_start = on_predict_start = _share_metrics
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:

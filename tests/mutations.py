@@ -161,7 +161,7 @@ MUTATIONS = [
     ),
     Mutation(
         "metrics made when a validation starts stay a rank's own", "horovod.py",
-        "        self._share_metrics()\n        if self._buckets", "        if self._buckets",
+        "        self._share_metrics()\n        if not self._drift", "        if not self._drift",
         "made_in_hooks and horovod-2",
     ),
     Mutation(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from benchmarks import files, overrides, scaling, scaling_plot
-from benchmarks.launching import Failed, Job, Launcher, command, kept
+from benchmarks.launching import Failed, Job, Launcher, ends_in_a_line, tells_what_is_kept
 from cluster.hosts import Refusal, parse
 from tests.conftest import ROOT, run, wait_until
 from tests.scaling_source import HERE, MACHINE, QUIET, Source, results
@@ -37,7 +37,7 @@ def test_what_was_measured_is_kept_and_not_measured_again(
 
     file, benchmark = scaling.open_file(results(), tmp_path)
     told = f"^{end}; what is whole in {re.escape(str(file))} is kept: the same command goes on$"
-    with pytest.raises(type(end), match=told), kept(file):
+    with pytest.raises(type(end), match=told), tells_what_is_kept(file):
         scaling.run(benchmark, interrupted, lambda: files.write_json(benchmark, file))
     assert len(json.loads(file.read_text())["runs"]) == 4
     named, _ = scaling.open_file(results(network="10 Gbit/s"), tmp_path)
@@ -151,7 +151,7 @@ def test_a_mistake_is_told_in_a_line_before_anything_runs() -> None:
 def test_a_command_ends_in_a_line_and_a_status(
     end: BaseException, status: int, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    @command
+    @ends_in_a_line
     def main() -> int:
         raise end
 
@@ -164,11 +164,12 @@ def test_a_measurement_that_is_told_to_end_ends_its_ranks(tmp_path: Path) -> Non
     script = f"""
 import signal, sys
 from pathlib import Path
-from benchmarks.launching import command, train
+from benchmarks.launching import ends_in_a_line, train
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 ranks = [sys.executable, "-m", "cluster.horovodrun", "-np", "2", "-H", "localhost:2"]
 log = Path("{tmp_path / "log"}")
-sys.exit(command(lambda: train([*ranks, "sleep", "{seconds}"], "sleep", log, threads=1))())
+main = ends_in_a_line(lambda: train([*ranks, "sleep", "{seconds}"], "sleep", log, threads=1))
+sys.exit(main())
 """
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE)
 

@@ -118,6 +118,7 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     for each in benchmark["runs"]:
         each["phases_ms"] = {"forward": 4.0, "backward": 4.0, "data": 0.0, "all_reduce": 0.0}
         each["phases_ms"] |= {"optimizer": 1.0, "rest": 1.0, "straggler": 0.0}
+        each["quantiles_ms"] = {"p10": 10.0, "p90": 10.0}
         sent = 2 * (each["np"] - 1) / each["np"] * 1e6
         wire = {"payload_bytes": 1e6, "bytes": sent, "calls": 1.0}
         each["wire"] = wire if each["np"] > 1 else None
@@ -177,6 +178,7 @@ def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path
     )
     for each in benchmark["runs"]:
         each["phases_ms"] = dict.fromkeys([*PHASES, "straggler"], 0.0) | {"forward": 4.0}
+        each["quantiles_ms"] = {"p10": each["step_ms"], "p90": each["step_ms"]}
         sent = {"payload_bytes": 1e6, "bytes": 1e6, "calls": 1.0}
         each["wire"] = sent if each["np"] > 1 else None
     curve, _ = predicted(benchmark, [all_reduce(tmp_path, "right")])

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as draw
 
 from cluster import agent, findings, gpus
-from cluster.doctor import quick
+from cluster.doctor import refuse_unfit
 from cluster.forwarding import addresses, forwarded
 from cluster.hosts import (
     Host,
@@ -31,7 +31,7 @@ from cluster.hosts import (
     entry,
     environment_folder,
     listed,
-    make,
+    make_command,
     parse,
     ranks,
     read,
@@ -473,7 +473,7 @@ def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
     file = tmp_path / "hosts.yaml"
     file.write_text("hosts: {node1: {slots: 2, gpus: [1, 0], user: ada}, node2: 1}")
     first, second = read(file)
-    assert str(diagnose(first, 97, "")).endswith(": " + make(f"sync HOSTFILE={file}"))
+    assert str(diagnose(first, 97, "")).endswith(": " + make_command(f"sync HOSTFILE={file}"))
     assert entry(first) == {"slots": 2, "gpus": (1, 0), "user": "ada"}
     assert entry(second) == {"slots": 1}
 
@@ -485,7 +485,7 @@ def test_a_process_is_known_by_its_birth() -> None:
 def test_one_host_under_two_names_is_refused() -> None:
     """Before it is asked anything."""
     with pytest.raises(Refusal, match="127.0.0.1 is localhost: name it once, as localhost:3"):
-        quick([Host("localhost", 1), Host("127.0.0.1", 2)])
+        refuse_unfit([Host("localhost", 1), Host("127.0.0.1", 2)])
 
 
 def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -563,9 +563,9 @@ def test_a_checkout_may_be_reached_by_a_link(
     (tmp_path / "link").symlink_to(ROOT)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "link" / ".venv"))
     assert environment_folder() == ROOT / ".venv"
-    assert make("doctor") == "make doctor"
+    assert make_command("doctor") == "make doctor"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    assert make("doctor") == f"make doctor PYTHON={sys.executable}"
+    assert make_command("doctor") == f"make doctor PYTHON={sys.executable}"
 
 
 def test_a_second_address_of_an_interface_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,7 +175,7 @@ def test_code_that_changes_until_its_time_is_refused(
         raise Refusal("node2: code: other than here: template.py")
 
     became: list[list[str]] = []
-    monkeypatch.setattr(jobs, "quick", other)
+    monkeypatch.setattr(jobs, "refuse_unfit", other)
     monkeypatch.setattr(os, "execv", lambda _, line: became.append(line))
     monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGTERM stays the suite's own
     write(tmp_path, {"state": "waiting"})
@@ -212,7 +212,7 @@ def test_a_run_that_cannot_be_noted_is_none(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(jobs, "write", full)
-    monkeypatch.setattr(jobs, "quick", lambda _: None)
+    monkeypatch.setattr(jobs, "refuse_unfit", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:1", "true"])
     try:
         assert jobs.main() == 2
@@ -234,7 +234,7 @@ def test_what_is_noted_of_a_run_before_its_launcher_runs(
 ) -> None:
     """The same as the launcher itself notes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(jobs, "quick", lambda _: None)
+    monkeypatch.setattr(jobs, "refuse_unfit", lambda _: None)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=os.getpid()))
     monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:2,node2:1", "true"])
     assert jobs.main() == 0

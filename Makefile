@@ -85,7 +85,7 @@ sweep: environment ## try several values: ARGS="model.lr=0.1,0.01"; or search: T
 tensorboard: environment ## show the curves of all runs in the browser
 	@$(BIN)/tensorboard --logdir logs $(ARGS)
 
-export: environment ## write the trained model of CKPT= as one file that needs only torch; FORMAT=pt2|onnx
+export: environment ## write the trained model of CKPT= as one file that needs only torch; FORMAT=onnx: for ONNX
 	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"
 
 new: ## start a project of your own, a copy without our results: NAME=my_project, DIR=/data/mine
@@ -178,7 +178,7 @@ check: dev-environment ## lint, format and types
 test: dev-environment ## run the tests; some of them: ARGS="-k strategy"
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-slow: dev-environment ## train laptop-sized jobs to their expected results (23 minutes)
+test-slow: dev-environment ## train laptop-sized jobs to their expected results, and other long tests (23 minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 test-gpu: dev-environment ## test the strategy, a job and the benchmark of a step on the GPUs of this host
@@ -188,5 +188,5 @@ test-mutations: dev-environment ## break the code in many places and see tests f
 	@$(PYTHON) tests/mutations.py $(ARGS)
 
 clean: ## remove caches, but not logs, data or .venv
-	@rm -rf .pytest_cache .mypy_cache .ruff_cache
+	@rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

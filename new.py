@@ -3,10 +3,11 @@
     make new NAME=my_project                    into ../my_project
     make new NAME=my_project DIR=/data/mine
 
-What git tracks is copied, as it stands here. Results of this repository stay behind: pictures,
-measurements, the entries of the changelog, and of README and docs/ what stands between
-`<!-- ours -->` and `<!-- /ours -->`. The license stays, as it asks for. No environment is copied:
-`make train` makes one there, with the Horovod that was built here. Needs Python and git alone.
+What git tracks is copied, as it stands here, except tests/test_new.py. Results of this repository
+stay behind: pictures, measurements, the entries of the changelog, and of README and docs/ what
+stands between `<!-- ours -->` and `<!-- /ours -->`. The license stays, as it asks for. No
+environment is copied: `make train` makes one there, with the Horovod that was built here. Needs
+Python and git alone.
 """
 
 from __future__ import annotations

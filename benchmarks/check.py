@@ -8,8 +8,8 @@ The test leaves out the slowest repeat of OLD where there are five or more, as i
 1 or 2 of 100 rows are called slower though nothing changed (simulated, lognormal noise of 7 %).
 
 Exit status 0: no regression; 1: some, and the rows are named; 2: the files cannot be compared,
-because one is unfinished, the job, hardware or settings differ, the machine itself has become
-slower, or there are too few repeats to know the noise. Versions, the commit, and keys of the
+because one is unfinished, the job, hardware or settings differ, the machine itself has changed
+speed, or there are too few repeats to know the noise. Versions, the commit, and keys of the
 configuration that only one file has, may differ: they are what is compared.
 """
 

@@ -13,7 +13,7 @@ described:
     rate, latency              of the links between hosts, as 25gbit and 20us
     gpus_per_host              ranks of a host
     inside                     a host: pcie, nvlink, or a rate
-    operations                 nccl, gloo or mpi, where the all-reduces do not say it
+    operations                 nccl, gloo or mpi; all-reduces of others are left out
     controller_latency         the least time of a hop while they agree, as 20us
 
 Assumed: the batch of a rank, its compute, and the ranks of a host stay as they were. The formulas,

@@ -1,6 +1,6 @@
 """How training scales: the job itself on several numbers of processes, a table and a plot of it.
 
-    make bench                                          1 and 2 processes, the default job
+    make bench                            the default job on 1, 2, 4, ... GPUs, or 1 and 2 processes
     make bench NP="1 2 4 8" HOSTS=node1:4,node2:4 ARGS="experiment=denoiser"
     make bench STRATEGY="horovod ddp" MODE=both         beside DDP; weak and strong scaling
     make bench REPEATS=7 STEPS=200                      or EPOCHS=2: whole epochs

@@ -1,7 +1,7 @@
 """Batches wait for no empty hooks.
 
-Lightning calls all hooks of all callbacks, with a record for its profiler around each, be it one
-that the callback only inherits and that does nothing: most of a dozen callbacks' hooks of a step.
+Lightning calls all hooks of all callbacks, with a record for its profiler around each, even those
+that a callback only inherits and that do nothing: in a step most hooks of a dozen callbacks.
 """
 
 from __future__ import annotations

@@ -178,10 +178,10 @@ def main() -> int:
         parser.error("--steps and --repeats are at least 1")
     gpus = torch.cuda.device_count()
     devices = ["cuda:0", "cuda:1"] if gpus > 1 else ["cpu", "cpu"]
-    accelerator = [] if gpus > 1 else ["trainer.accelerator=cpu"]
+    accelerator = f"trainer.accelerator={'gpu' if gpus > 1 else 'cpu'}"
 
     def measure(way: Way, batch: int) -> dict[str, Any]:
-        job = [EXPERIMENT, *way.overrides(devices), *accelerator, *arguments.overrides]
+        job = [EXPERIMENT, *way.overrides(devices), accelerator, *arguments.overrides]
         launcher = Launcher(
             [Host("localhost", way.ranks)], ["-H", f"localhost:{way.ranks}"], job, 1
         )

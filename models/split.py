@@ -76,17 +76,34 @@ class Split(LightningModule):
 
     def setup(self, stage: str) -> None:
         # Not in __init__: a model trained on GPUs may be loaded or exported on a host without any.
-        devices = self.hparams["devices"] or []
-        if any(each.startswith("cuda") for each in devices) and not torch.cuda.device_count():
-            raise ValueError(f"devices={devices}: this host has no GPU; [cpu,cpu] runs anywhere")
+        devices, gpus = self.hparams["devices"] or [], torch.cuda.device_count()
+        numbers = [torch.device(each).index or 0 for each in devices if each.startswith("cuda")]
+        if numbers and max(numbers) >= gpus:
+            raise ValueError(
+                f"devices={devices}: GPUs that this process sees: {gpus}; [cpu,cpu] runs anywhere; "
+                "`gpus` of a host file show one to each rank: leave them out"
+            )
+        if numbers and self.trainer.local_rank > 0:
+            raise ValueError(
+                f"devices={devices}: two ranks of a host would have the same; start one on each "
+                "(NP=1, HOSTS=node1:1,node2:1)"
+            )
 
     def place(self) -> None:
-        """Move each half to its device, after Lightning has moved the whole to one. The optimizer's
-        state is created or restored later, on the devices of its parameters."""
+        """Move each half to its device, after Lightning has moved the whole to one."""
         for half, device in zip((self.first, self.second), self.hparams["devices"] or []):
             half.to(device)
 
     on_fit_start = on_test_start = on_predict_start = place
+
+    def on_train_start(self) -> None:
+        """Move what a checkpoint restored of the optimizer, which Lightning moves to one device, to
+        those of its parameters."""
+        for optimizer in self.trainer.optimizers:
+            for parameter, state in optimizer.state.items():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and key != "step":  # which Adam has on the CPU
+                        state[key] = value.to(parameter.device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits of shape (batch, classes), on the device of the images."""

@@ -379,10 +379,13 @@ class GradientBuckets:
 
     def _watch(self) -> None:
         for parameter in self.parameters:
-            if parameter.requires_grad and parameter not in self._hooks:
-                # A hook of the node runs after all hooks of the parameter, whenever those were
-                # registered; they may change its gradient. We hold the node to keep it alive.
-                node = get_gradient_edge(parameter).node
+            if not parameter.requires_grad:
+                continue
+            # A hook of the node runs after all hooks of the parameter, whenever those were
+            # registered; they may change its gradient. We hold the node to keep it alive. A
+            # parameter that has moved to another device since (models of several) has a new one.
+            node, held = get_gradient_edge(parameter).node, self._hooks.get(parameter)
+            if held is None or held[0] is not node:
                 hook = node.register_hook(partial(self._gradient_is_there, parameter))
                 self._hooks[parameter] = node, hook
 

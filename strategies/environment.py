@@ -106,7 +106,8 @@ def _find(process_set: hvd.ProcessSet) -> None:
 def own_gpu(local_rank: int, ranks: int) -> torch.device:
     """The GPU whose number is the local rank, or the only one that this process was shown.
 
-    Horovod: a process has one GPU, counted from all visible ones, whatever `devices` says.
+    Horovod: a process has one GPU, counted from all visible ones, unless Trainer(devices=[2, 3])
+    names one for each rank of the host.
 
     Args:
         ranks: on this host.

@@ -173,8 +173,10 @@ class HorovodStrategy(ParallelStrategy):
     @override
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
-        first = self.parallel_devices[0]
-        return own_gpu(hvd.local_rank(), hvd.local_size()) if first.type == "cuda" else first
+        chosen, rank, ranks = self.parallel_devices, hvd.local_rank(), hvd.local_size()
+        if chosen[0].type != "cuda":
+            return chosen[0]
+        return chosen[rank] if len(chosen) == ranks else own_gpu(rank, ranks)
 
     @property
     @override
@@ -204,7 +206,7 @@ class HorovodStrategy(ParallelStrategy):
                 "(an old driver, a GPU that another process has to itself), or use accelerator=cpu"
             ) from error
         assert self.parallel_devices is not None
-        devices = len(self.parallel_devices)
+        devices = self.parallel_devices
         refuse_contradictions(devices, self.num_nodes, self.root_device, self.world)
         self._seed = self.broadcast(int(os.environ.get("PL_GLOBAL_SEED", 0)))
         if self.root_device.type == "cpu":

@@ -107,19 +107,27 @@ def _tensors_of(module: nn.Module) -> list[str]:
     return lines
 
 
-def refuse_contradictions(devices: int, num_nodes: int, device: torch.device, world: World) -> None:
+def refuse_contradictions(
+    devices: Sequence[torch.device], num_nodes: int, device: torch.device, world: World
+) -> None:
     """`devices` or `num_nodes` that contradict horovodrun's, GPUs without NCCL, and GPUs that two
     ranks share or only some have.
 
     Args:
-        devices: how many the Trainer has for this host; by default 1 for CPUs, or all GPUs.
+        devices: which the Trainer has for this host; by default one CPU, or all GPUs.
         device: this rank's.
     """
     ranks, cuda = hvd.local_size(), device.type == "cuda"
-    if devices not in (1, ranks, torch.cuda.device_count() if cuda else 1):
+    if len(devices) not in (1, ranks, torch.cuda.device_count() if cuda else 1):
         raise MisconfigurationException(
-            f"Trainer(devices={devices}) on {os.uname().nodename}, where horovodrun started "
+            f"Trainer(devices={len(devices)}) on {os.uname().nodename}, where horovodrun started "
             f"{ranks} processes; leave devices out: the slots of -H decide"
+        )
+    indices = [each.index for each in devices]
+    if cuda and len(devices) != ranks and indices != [*range(len(devices))]:
+        raise MisconfigurationException(
+            f"Trainer(devices={indices}) on {os.uname().nodename}, where horovodrun started "
+            f"{ranks} processes: name as many GPUs, or let CUDA_VISIBLE_DEVICES show them"
         )
     if num_nodes > 1:
         hosts = len(set(world.gather_objects(os.uname().nodename)))

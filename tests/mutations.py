@@ -86,6 +86,11 @@ MUTATIONS = [
         "own_way", "test_evaluation",
     ),
     Mutation(
+        "layers that have moved send their gradients after backward", "buckets.py",
+        "if held is None or held[0] is not node:", "if held is None:",
+        "that_have_moved", "test_strategy",
+    ),
+    Mutation(
         "a resume counts in the batches of the first epoch", "horovod.py",
         "size = global_batch_size(trainer.fit_loop, self.world.size)",
         "size = 2 * self.world.size",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -346,6 +348,36 @@ class TestSplit:
         assert {parameter.device.type for parameter in model.first.parameters()} == {"cpu"}
         assert {parameter.device.type for parameter in model.second.parameters()} == {"meta"}
 
+    def test_a_restored_optimizer_has_its_state_where_its_parameters_are(self) -> None:
+        model: Any = Split(devices=["cpu", "meta"])
+        model.place()
+        optimizer = model.configure_optimizers()
+        for parameter in model.parameters():  # as Lightning restores it
+            zeros = torch.zeros(parameter.shape)
+            optimizer.state[parameter] = {"step": torch.tensor(3.0), "exp_avg": zeros}
+        model.trainer = Mock(spec=Trainer, optimizers=[optimizer])
+        model.on_train_start()
+        for parameter, state in optimizer.state.items():
+            assert state["exp_avg"].device == parameter.device and state["step"].item() == 3
+
+    @pytest.mark.parametrize(
+        ("gpus", "local_rank", "told"),
+        [
+            (0, 0, "process sees: 0;"),
+            (1, 0, "process sees: 1;"),
+            (2, 1, "two ranks of a host"),
+            (2, 0, ""),
+        ],
+    )
+    def test_gpus_that_are_not_there_or_taken_are_told(
+        self, gpus: int, local_rank: int, told: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        model: Any = Split(devices=["cuda:0", "cuda:1"])
+        model.trainer = Mock(spec=Trainer, local_rank=local_rank)
+        with pytest.raises(ValueError, match=told) if told else nullcontext():
+            model.setup("fit")
+
     def test_what_gpus_have_trained_is_loaded_without_them(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -357,7 +389,7 @@ class TestSplit:
         model = Split.load_from_checkpoint(tmp_path / "a.ckpt")
         images = torch.rand(4, 1, 8, 8)
         torch.testing.assert_close(model(images), model.second(model.first(images)))
-        with pytest.raises(ValueError, match="this host has no GPU"):  # but not trained
+        with pytest.raises(ValueError, match="process sees: 0"):  # but not trained
             model.setup("fit")
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from strategies import HorovodStrategy, buckets, ddp, environment
+from strategies import HorovodStrategy, buckets, ddp, environment, refusals
 from strategies.buckets import GradientBuckets
 from strategies.collectives import on_own_gpu
 from strategies.cores import usable_cores
@@ -426,6 +426,7 @@ class TestDevices:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
         monkeypatch.setattr(hvd, "local_rank", lambda: local_rank)
+        monkeypatch.setattr(hvd, "local_size", lambda: local_rank + 1)
         return strategy
 
     def test_too_few_are_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,6 +440,23 @@ class TestDevices:
             strategy = self.strategy(monkeypatch, 4, rank)
             strategy.world._hosts = ["here"]  # as the first of its process set
             assert strategy.root_device == torch.device("cuda", rank)
+
+    def test_or_that_which_was_chosen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Trainer(devices=[2, 3]); with other numbers of ranks this is refused."""
+        monkeypatch.setattr(hvd, "nccl_built", lambda: True)
+        monkeypatch.setattr(refusals, "_refuse_others_gpus", lambda *_: None)
+        chosen = [torch.device("cuda", 2), torch.device("cuda", 3)]
+        for ranks, devices in ((2, chosen), (1, chosen[:1]), (1, chosen), (2, chosen[1:])):
+            strategy = self.strategy(monkeypatch, 4, ranks - 1)
+            strategy.parallel_devices = devices
+            arguments = devices, 1, strategy.root_device, strategy.world
+            if len(devices) == ranks:
+                assert strategy.root_device == devices[-1]
+                refusals.refuse_contradictions(*arguments)
+                continue
+            told = r"devices=2\)" if len(devices) > 1 else r"devices=\[3\]\).* as many GPUs"
+            with pytest.raises(MisconfigurationException, match=told):
+                refusals.refuse_contradictions(*arguments)
 
     def test_or_the_only_one_that_it_was_shown(self, monkeypatch: pytest.MonkeyPatch) -> None:
         strategy = self.strategy(monkeypatch, 1, 3)
@@ -485,6 +503,21 @@ class TestDevices:
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(reducer._gradient_is_there, model.parameters()))
         assert most == [1] and reducer._seen == set(model.parameters())
+
+    def test_gradients_of_layers_that_have_moved_are_noticed(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """To another device as training begins; autograd makes new nodes for another dtype too."""
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        reducer = GradientBuckets(model, HorovodStrategy().world, add, 4, before=1, after=1)
+        monkeypatch.setattr(reducer, "_launch", lambda bucket: None)
+        model[1].double()
+        reducer.start()
+        hooks = dict(reducer._hooks)
+        model[1](model[0](torch.ones(1, 2)).double()).sum().backward()
+        assert reducer._seen == set(model.parameters())
+        reducer._watch()
+        assert reducer._hooks == hooks  # nothing has moved since
 
     def test_a_bucket_has_no_more_elements_than_horovod_counts(self) -> None:
         """Their number would be negative there, and memory be overwritten."""

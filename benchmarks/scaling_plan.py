@@ -155,6 +155,7 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     for host, boot in zip(facts.values(), boots):
         host["machine"] = boots.index(boot)
         host["gpus"] = [] if on_cpu else host["gpus"]
+    on_gpus = any(host["gpus"] for host in facts.values())
     cores = {np: cores_of_a_rank(hosts, facts, np) for np in sizes}
     # The same at each size, so that a rank computes equally fast.
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -163,7 +164,8 @@ def plan(arguments: argparse.Namespace) -> tuple[Results, Launcher]:
     results = {
         "benchmark": "scaling", **software(), "settings": settings,
         "config": config, "hosts": facts,
-        "oversubscribed": [np for np in sizes if cores[np] < 1],
+        # With GPUs, ranks that train alone would all take the first.
+        "oversubscribed": [np for np in sizes if cores[np] < 1 and not on_gpus],
         "trial": None, "finished": False, "runs": [],
     }  # fmt: skip
     where = ["--hostfile", arguments.hostfile] if arguments.hostfile else []

@@ -179,6 +179,18 @@ def test_cores_are_counted_on_machines_not_on_hosts() -> None:
         cores(hosts, gpu, 2)
 
 
+@pytest.mark.parametrize("gpus, oversubscribed", [([], [2]), (["A GPU", "A GPU"], [])])
+def test_ranks_that_share_cores_and_no_gpu_are_not_oversubscribed(
+    gpus: list[str], oversubscribed: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = {"data": {"batch_size": 8}, "trainer": {}}
+    monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
+    facts = {"localhost": {**MACHINE, "cores": 1, "gpus": gpus, "boot": "today"}}
+    monkeypatch.setattr(scaling_plan, "ask", lambda *_: facts)
+    benchmark, _ = scaling_plan.plan(scaling.parse(["--np", "1", "2"]))
+    assert benchmark["oversubscribed"] == oversubscribed
+
+
 @pytest.mark.parametrize("asked, threads", [("", 4), ("3", 3), ("2,1", 4)])
 def test_threads_are_those_that_make_train_would_have(
     asked: str, threads: int, monkeypatch: pytest.MonkeyPatch

@@ -361,6 +361,7 @@ def test_a_backward_of_the_sanity_check_is_in_no_step() -> None:
     timed = Anatomy()
     timed.on_before_backward(None, Net(), torch.zeros(()))  # nothing of it has begun
     timed.on_after_backward(None, Net())  # type: ignore[arg-type]
+    assert "_marks" not in vars(timed)
 
 
 def found(model: Net, data: DataLoader | None = None, **arguments: Any) -> dict[str, Any]:

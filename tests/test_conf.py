@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import re
 import shutil
@@ -227,10 +228,15 @@ def debug(name: str, folder: Path, *overrides: str) -> tuple[Trainer, dict[str, 
     return trainer, {name: float(value) for name, value in trainer.callback_metrics.items()}
 
 
+@functools.cache
+def composed(line: str) -> DictConfig:
+    return compose("config", [line])
+
+
 @pytest.mark.parametrize("name", names("debug"))
 def test_debug_goes_with_all_experiments_and_models(name: str) -> None:
     for other in ["model=denoiser", *(f"experiment={file}" for file in names("experiment"))]:
-        before, after = compose("config", [other]), compose("config", [other, f"debug={name}"])
+        before, after = composed(other), compose("config", [other, f"debug={name}"])
         assert (after.model, after.data) == (before.model, before.data) and after != before
         # Over several epochs Lightning counts whole batches, not shares of an epoch.
         trainer = after.trainer

@@ -86,7 +86,7 @@ def test_a_container_may_have_less_memory(
 
 def test_a_process_in_a_real_group_of_half_a_core_has_one() -> None:
     """Of control groups of version 1; those of version 2 are made up above."""
-    group = Path("/sys/fs/cgroup/cpu/cores-of-a-test")
+    group = Path(f"/sys/fs/cgroup/cpu/cores-of-a-test-{os.getpid()}")
     try:
         group.mkdir()
         (group / "cpu.cfs_quota_us").write_text("50000")

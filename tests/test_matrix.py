@@ -30,6 +30,8 @@ def parameters() -> Iterator[Any]:
     assert set(CASES) >= OF_HOW_MANY
     for case in CASES:
         for strategy, ranks in LAUNCHES:
+            if strategy == "ddp" and case in WITHOUT_DDP:
+                continue
             fast = ranks == 2 or (strategy == "horovod" and ranks == 4 and case in OF_HOW_MANY)
             marks = [] if fast else [pytest.mark.slow]
             yield pytest.param(case, strategy, ranks, marks=marks)
@@ -86,9 +88,6 @@ def assert_same(actual: Any, expected: Any, tolerance: float, where: str = "") -
 def test_numbers_are_those_of_one_process(
     results: Callable, case: str, strategy: str, ranks: int
 ) -> None:
-    if strategy == "ddp" and case in WITHOUT_DDP:
-        assert all(case not in rank for rank in results(strategy, ranks))
-        return
     (one,) = results("single", 1)
     assert not isinstance(one[case], str), one[case]
     for rank in results(strategy, ranks):

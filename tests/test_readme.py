@@ -36,6 +36,7 @@ BLOCKS = blocks(README)
 COMMANDS = [line for kind, text in BLOCKS if kind == "sh" for line in text.splitlines()]
 NOT_HERE = {"make test"}  # this is it
 ACTIVATE = ". .venv/bin/activate"
+TRAINER = "conf/trainer/default.yaml"
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +75,10 @@ def test_each_command_runs(copy: Path, command: str) -> None:
     # `python` and `horovodrun` are typed after the line that activates the environment.
     typed = command if command.startswith("make") else f"{ACTIVATE} && {command}"
     before = set(copy.glob("logs/*/runs/*/summary.json"))
+    if "experiment=" not in command and command != "make train":  # which shows that it learns
+        typed = f"sed -i 's/^max_epochs: 50$/max_epochs: 3/' {TRAINER} && {typed}"
     done = run(["sh", "-c", typed], cwd=copy, timeout=850)
+    (copy / TRAINER).write_bytes((ROOT / TRAINER).read_bytes())
     assert done.returncode == 0, done.stdout
     new = set(copy.glob("logs/*/runs/*/summary.json")) - before
     assert len(new) == (0 if "--help" in command else 1)

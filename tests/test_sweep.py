@@ -98,6 +98,7 @@ class TestWhatIsTried:
             tried.append((space.draw(tried, number, "min"), value))
         assert sorted(changes for changes, _ in tried) == sorted(space.grid())
 
+    @pytest.mark.usefixtures("unchecked")
     def test_what_takes_the_place_of_a_draw_is_the_same_after_an_interruption(self) -> None:
         space = Space([f"seed={','.join(map(str, range(100)))}", "data.batch_size=1,2,3"], 9)
         drawn = space.draw([], 1, "min")

@@ -500,6 +500,7 @@ class TestMistakes:
 
     def test_a_loss_that_is_no_number_is_told(self, tmp_path: Path) -> None:
         done = job(0, tmp_path, "trainer.max_epochs=4", FAULTY + "Diverges")
+        assert done.returncode == 0, done.stdout
         assert "stopped early: val/loss is no finite number any more; debug=" in done.stdout
         assert summary(tmp_path)["epochs"] == 1
         assert summary(tmp_path)["metrics"]["val/loss"] is None  # JSON has no NaN

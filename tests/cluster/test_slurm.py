@@ -70,7 +70,9 @@ class TestAllocation:
         assert allocation(job) == expected
 
     def test_a_folder_may_have_any_name(self) -> None:
-        for script in Path(allocation.__code__.co_filename).parent.glob("*.sbatch"):
+        scripts = [*Path(allocation.__code__.co_filename).parent.glob("*.sbatch")]
+        assert scripts
+        for script in scripts:
             (override,) = re.findall(r'"(callbacks\.\S+)"', script.read_text())
             check([override.replace("$PWD", "/home/jürgen/a=b, c").replace("$checkpoint", "x")])
 

@@ -498,7 +498,10 @@ def test_a_rate_that_a_schedule_warms_up_is_told_as_it_is_written() -> None:
     assert optimizer.param_groups[0]["lr"] < 0.001 and _lr(module) == "0.01"
 
 
-@pytest.mark.parametrize("profiler, told", [("none", True), ("simple", True), ("pytorch", False)])
+@pytest.mark.parametrize(
+    "profiler, told",
+    [("none", True), ("simple", True), ("advanced", False), ("pytorch", False), ("trace", False)],
+)
 def test_steps_that_a_profiler_made_longer_have_no_limit(
     profiler: str, told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

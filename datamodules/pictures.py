@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 from collections import Counter
@@ -44,7 +45,9 @@ def in_colours(image: Image.Image) -> Image.Image:
         ValueError: for pixels of 32 bits, for which no value is known to be white.
     """
     sixteen = image.mode.startswith("I;16") or (image.mode == "I" and image.format in SIXTEEN)
-    ImageOps.exif_transpose(image, in_place=True)
+    image.load()  # what is damaged in the pixels is an error
+    with contextlib.suppress(Exception):  # in the EXIF not: pixels are turned before it is written
+        ImageOps.exif_transpose(image, in_place=True)
     if sixteen:
         image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):

@@ -101,6 +101,10 @@ def unreadable(file: Path, train: bool) -> str | None:
     """Why a checkpoint cannot be trained on from (`train`) or evaluated; None if it can."""
     if not file.is_file():
         return f"ckpt_path={file}: there is no such file; see logs/*/runs/*/checkpoints/"
+    try:
+        file.open("rb").close()
+    except OSError as error:
+        return f"ckpt_path={file}: {error.strerror}"
     if not zipfile.is_zipfile(file):
         return f"ckpt_path={file}: it cannot be read as a checkpoint: torch.save has not written it"
     try:

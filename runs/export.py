@@ -57,11 +57,14 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
         Refusal: for a file that is no checkpoint, or lies in no run's folder; where an example is
             no tensor.
     """
-    file = checkpoint.absolute().parent.parent / ".hydra" / "config.yaml"
     if not checkpoint.is_file():
         raise Refusal(f"{checkpoint}: there is no such file; see logs/*/runs/*/checkpoints/")
-    if not file.is_file():
-        raise Refusal(f"{checkpoint}: {file} is missing: export it within its run's folder")
+    # Names of checkpoints may have folders in them, as {val/loss} has.
+    files = (folder / ".hydra" / "config.yaml" for folder in checkpoint.absolute().parents)
+    if not (file := next(filter(Path.is_file, files), None)):
+        raise Refusal(
+            f"{checkpoint}: no .hydra/config.yaml above it: export it within its run's folder"
+        )
     config = OmegaConf.load(file)
     hint = ""
     try:
@@ -147,7 +150,9 @@ def compare(model: LightningModule, exported: Callable[..., Any], batch: Inputs)
         expected = _tensors(model(*batch))
     outputs = _tensors(exported(*batch))
     try:
-        torch.testing.assert_close(outputs, expected, rtol=TOLERANCE, atol=TOLERANCE)
+        torch.testing.assert_close(
+            outputs, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True
+        )
     except AssertionError as error:
         reason = " ".join(str(error).split())
         raise Refusal(f"what was exported computes something else: {reason[:250]}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -66,6 +67,9 @@ class Progress(ProgressBar):
     def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         self._epoch_took = time.monotonic() - self._epoch_began
 
+    def on_exception(self, *_: Any) -> None:
+        self.print(end="")  # what comes of it begins a line
+
     def print_epoch(self, trainer: pl.Trainer) -> None:
         self._print(self._line(trainer, f"{self._epoch_took:.1f} s"))
 
@@ -90,6 +94,8 @@ class Progress(ProgressBar):
 
     def _print(self, line: str, end: str = "\n") -> None:
         self._last_line = time.monotonic()
+        if self._moving and not end:  # one that the terminal wraps would stay there
+            line = line[: shutil.get_terminal_size().columns - 1]
         if self.is_enabled:
             # Back to the start of the line, and clear what a longer one left behind it.
             print(f"\r{line}\x1b[K" if self._moving else line, end=end, flush=True)
@@ -106,7 +112,7 @@ def _last_batch(trainer: pl.Trainer, done: int) -> str:
     if trainer.max_steps > 0:  # which counts the steps of all optimizers, each of one a batch
         windows = trainer.accumulate_grad_batches
         left = (trainer.max_steps - trainer.global_step) // max(1, len(trainer.optimizers))
-        last = min(last, done + left * windows - done % windows)
+        last = min(last, max(done, done + left * windows - done % windows))
     return f"/{last}" if math.isfinite(last) else ""
 
 

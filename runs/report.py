@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from runs import beforehand, hints
 from runs.anatomy import Anatomy
@@ -92,7 +92,7 @@ class Report(pl.Callback):
         self.classes = beforehand.classes_of(loader)
         beforehand.refuse_classes(pl_module, self.classes, self.choices["data"])
         if beforehand.is_sized(loader):
-            self.train_samples, self.drop_last = len(loader.dataset), loader.drop_last
+            self.train_samples, self.drop_last = _of_all_ranks(loader), loader.drop_last
         else:  # a stream may know how many it has for all ranks
             samples = getattr(getattr(loader, "dataset", None), "samples", None)
             self.train_samples = samples if isinstance(samples, int) else None
@@ -331,6 +331,13 @@ class Report(pl.Callback):
             "versions": versions(),
             "git": commit(),
         }
+
+
+def _of_all_ranks(loader: DataLoader) -> int:
+    """How many samples an epoch has: those that a sampler takes, as of a fold."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    taken = isinstance(sampler, Sized) and not isinstance(sampler, DistributedSampler)
+    return len(sampler if taken else loader.dataset)  # type: ignore[arg-type]
 
 
 def _samples(loader: Any, batch: Any, index: int) -> int:

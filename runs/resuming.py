@@ -8,6 +8,7 @@ Trainer without this package can take it, and the other way round.
 from __future__ import annotations
 
 import inspect
+import math
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +125,17 @@ class EndsEpochsOnce(callbacks.Callback):
         batches["is_last_batch"] = False
 
 
+class KeepsAccumulating(callbacks.Callback):
+    """In an epoch that is resumed within, as many batches are accumulated as before: Lightning's
+    GradientAccumulationScheduler says how many only as an epoch begins."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, callbacks.GradientAccumulationScheduler):
+                now = callback.get_accumulate_grad_batches(trainer.current_epoch)
+                trainer.accumulate_grad_batches = now
+
+
 class KeepsUnfrozen(callbacks.Callback):
     """What a BackboneFinetuning has unfrozen stays so after a resume, and its running means move.
     Lightning freezes it in `setup` and unfreezes it as one certain epoch begins, which a run
@@ -212,7 +224,9 @@ def save_average(trainer: pl.Trainer) -> str | None:
     ]
     if not averaging or not checkpointer or not checkpointer.dirpath:
         return None
-    if trainer.current_epoch <= averaging[0].swa_end:
+    end = averaging[0].swa_end  # infinite where no number of epochs was given
+    made = averaging[0].n_averaged is not None and (end == math.inf or trainer.current_epoch > end)
+    if not made:
         return None
     file = Path(checkpointer.dirpath) / "averaged.ckpt"
     trainer.save_checkpoint(file, weights_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import io
 import logging
 import os
 import re
@@ -56,6 +57,7 @@ from runs.report import Report
 from runs.resuming import (
     EndsEpochsOnce,
     EvaluatesAverages,
+    KeepsAccumulating,
     KeepsPatience,
     KeepsUnfrozen,
     StepsPlateausFirst,
@@ -98,8 +100,8 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         self.callbacks = [
-            self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsPatience(), KeepsUnfrozen(),
-            StepsPlateausFirst(), LeavesOutEmptyHooks(),
+            self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsAccumulating(),
+            KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(), LeavesOutEmptyHooks(),
             *([Predictions()] if config.predict else []),
         ]  # fmt: skip
         self.folder: Path | None = None
@@ -114,6 +116,8 @@ class Run:
             logging.getLogger(name).setLevel(level)
         if not torch.cuda.is_available():  # torch's profilers would say so, as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file or class may be no UTF-8
+            sys.stdout.reconfigure(errors="backslashreplace")
         for text in QUIETED:
             warnings.filterwarnings("ignore", text)
         self._show = warnings.showwarning

@@ -8,9 +8,9 @@ the run, without a checkpoint.)
 The signal reaches ranks at different moments, and a checkpoint in the middle of an epoch needs all
 of them at the same batch. So about once a second the ranks ask each other whether one was asked;
 they also agree on how many batches lie between two questions. With accumulated gradients, which no
-checkpoint holds, they ask only when a step is done; after an epoch's last batch, only when its
-validation is done. An evaluation is not interrupted: they ask after it. A test or a prediction,
-which changes no weights, ends at once, as by Ctrl-C, and the run tells what is known until then.
+checkpoint holds, they ask only when a step is done; before a validation, only when it is done. An
+evaluation is not interrupted: they ask after it. A test or a prediction, which changes no weights,
+ends at once, as by Ctrl-C, and the run tells what is known until then.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.utils.data._utils import signal_handling
 
 from runs.refusal import launched_size
@@ -109,6 +110,13 @@ class StopOnSignal(Checkpoint):
             # restores what was there before both, before teardown.
             signal.signal(signal.SIGTERM, self._ask)
 
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        signal.signal(signal.SIGTERM, self._end)  # Lightning's, set before, no prediction looks at
+
+    def _end(self, *_: Any) -> None:
+        if os.getpid() == self._process:
+            raise SIGTERMException
+
     def _ask(self, number: int, _: Any) -> None:
         if os.getpid() != self._process:
             return  # a worker of a loader, forked with this handler
@@ -122,6 +130,9 @@ class StopOnSignal(Checkpoint):
         self._left -= 1
         loop = trainer.fit_loop
         within = loop._should_accumulate() or loop.epoch_loop.batch_progress.is_last_batch
+        # A validation that comes next would be passed over by a resume.
+        assert loop._data_fetcher is not None
+        within |= loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         if self._left <= 0 and not within:
             self._ask_all(trainer)
 

@@ -768,6 +768,16 @@ MUTATIONS = [
         "last_evaluation", "runs/test_stopping", "runs",
     ),
     Mutation(
+        "a stop comes before a validation that a resume passes over", "stopping.py",
+        "within |= loop.epoch_loop._should_check_val_fx(loop._data_fetcher)", "pass",
+        "validation_within", "runs/test_stopping", "runs",
+    ),
+    Mutation(
+        "an epoch that is resumed within accumulates nothing", "resuming.py",
+        "trainer.accumulate_grad_batches = now", "pass",
+        "accumulates_as_before", "runs/test_resuming", "runs",
+    ),
+    Mutation(
         "data without a test are found out after training", "beforehand.py",
         "if test and trainer.limit_test_batches and", "if False and",
         "without_a_loader", "runs/test_beforehand", "runs",

@@ -275,6 +275,12 @@ class TestPictures:
         with pytest.raises(RuntimeError, match="x.tif cannot be read: its pixels have 32 bits"):
             read(str(tmp_path / "x.tif"))
 
+    @pytest.mark.parametrize("damage", [b"Exif\0\0MM\0*", b"Exif\0\0XX\0*\0\0\0\x08", b"?"])
+    def test_damaged_exif_is_passed_over(self, damage: bytes, tmp_path: Path) -> None:
+        Image.new("RGB", (8, 4), "red").save(tmp_path / "phone.jpg", exif=damage)
+        image = read(str(tmp_path / "phone.jpg"))
+        assert image.size == (8, 4) and np.asarray(image)[0, 0, 0] > 250
+
     def test_it_is_turned_as_its_exif_says(self, tmp_path: Path) -> None:
         exif = Image.Exif()
         exif[0x0112] = 6  # lies on its side

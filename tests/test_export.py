@@ -101,6 +101,33 @@ def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
         torch.testing.assert_close(exported(images), model(images))
 
 
+def test_a_checkpoint_may_lie_in_a_folder_of_checkpoints(tmp_path: Path) -> None:
+    """As with filename={epoch}-{val/loss:.2f}."""
+    checkpoint, _ = trained(tmp_path)
+    deeper = checkpoint.with_name("epoch=3-val") / "loss=0.12.ckpt"
+    deeper.parent.mkdir()
+    checkpoint.rename(deeper)
+    assert "loss=0.12.pt2" in export.export(deeper, "pt2")
+
+
+class Normalizes(LightningModule):
+    """By a deviation, which is 0 for the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(4, 2)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch / batch.std(0)
+
+
+def test_what_gives_no_number_for_its_example_is_exported(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, model="Normalizes")
+    torch.save({"state_dict": {}}, checkpoint)
+    assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 2)")
+
+
 def test_a_model_may_say_what_its_forward_takes(tmp_path: Path) -> None:
     checkpoint, _ = trained(tmp_path, "experiment=dcgan")
     assert export.export(checkpoint, "pt2").endswith("(any batch, 100)")

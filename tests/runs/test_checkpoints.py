@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import json
 import os
@@ -11,6 +12,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import fsspec
 import pytest
@@ -132,6 +134,17 @@ def test_what_can_be_gone_on_from(tmp_path: Path, content: Any, train: bool, why
     torch.save(content, tmp_path / "a.ckpt")
     error = checkpoints.unreadable(tmp_path / "a.ckpt", train)
     assert error is None if not why else why in str(error)
+
+
+def test_a_checkpoint_that_may_not_be_read_is_called_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As root, who reads all, cannot see it."""
+    torch.save({"state_dict": {}}, tmp_path / "a.ckpt")
+    denied = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    monkeypatch.setattr(Path, "open", Mock(side_effect=denied))
+    error = checkpoints.unreadable(tmp_path / "a.ckpt", train=False)
+    assert error == f"ckpt_path={tmp_path / 'a.ckpt'}: Permission denied"
 
 
 def test_a_file_is_on_the_disk_before_it_has_its_name(

@@ -45,14 +45,21 @@ def test_averaged_weights_are_tested(tmp_path: Path) -> None:
     assert float(model.weight.detach()) == pytest.approx(0.6875)  # goes on from 0.8
 
 
-@pytest.mark.parametrize(("stops", "tested"), [(False, "averaged.ckpt"), (True, None)])
+@pytest.mark.parametrize(
+    ("length", "stops", "tested"),
+    [
+        ({"max_epochs": 4}, False, "averaged.ckpt"),
+        ({"max_epochs": 4}, True, None),
+        ({"max_epochs": -1, "max_steps": 8}, False, "averaged.ckpt"),
+    ],
+)
 def test_the_average_of_swa_is_tested_once_it_is_made(
-    stops: bool, tested: str | None, tmp_path: Path
+    length: dict[str, int], stops: bool, tested: str | None, tmp_path: Path
 ) -> None:
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
-        default_root_dir=tmp_path,
+        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)],
+        default_root_dir=tmp_path, **length,
     )  # fmt: skip
     ones, model = DataLoader(torch.ones(2)), TimesIsTested()
     if stops:

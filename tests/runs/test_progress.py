@@ -116,6 +116,7 @@ class Steps(TimesTwo):
         (False, 1, -1, 9, 4, ["/4"] * 4),
         (False, 3, -1, 99, 3, ["/9"] * 9),
         (False, 3, 2, 7, 4, ["/7"] * 7 + ["/3"] * 3),  # an epoch's last window is short
+        (False, 3, 1, 7, 3, ["/7"] * 7),
         (True, 1, 9, 4, 12, ["/4"] * 4 + ["/2"] * 2),
         (False, 1, -1, None, 4, ["/4"] * 4),
         (False, 1, 1, None, -1, [""] * 7),
@@ -141,6 +142,33 @@ def test_a_step_is_told_with_the_epochs_last(
     assert [last for _, last in found] == of
     number, last = found[-1]
     assert last in ("", f"/{number}")
+
+
+class Fails(Times):
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        if batch_idx == 2:
+            raise ValueError("no more")
+        self.log("a_metric_with_a_name_that_is_longer_than_the_rest_of_the_line", 1.0)
+        return super().training_step(batch, batch_idx)
+
+
+def test_a_moving_line_fits_and_is_gone_when_training_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    clock = itertools.count()
+    monkeypatch.setattr("runs.progress.time.monotonic", lambda: next(clock))
+    progress = Progress()
+    progress._moving = True
+    trainer = Trainer(
+        accelerator="cpu", logger=False, callbacks=[progress], enable_model_summary=False,
+        enable_checkpointing=False, max_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="no more"):
+        trainer.fit(Fails(), DataLoader(torch.ones(4)))
+    lines = capsys.readouterr().out.split("\r")
+    assert lines[-2].startswith("epoch 1/1  step 2/4  a_metric") and lines[-1] == "\x1b[K"
+    assert len(lines[-2].removesuffix("\x1b[K")) == 39
 
 
 def test_an_epochs_line_has_metrics_of_one_number(capsys: pytest.CaptureFixture[str]) -> None:

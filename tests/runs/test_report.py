@@ -30,6 +30,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SubsetRandomSampler,
 )
 
 from benchmarks import hardware
@@ -212,6 +213,21 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     with open(tmp_path / "second" / "metrics.csv") as file:
         (rate,) = [r for row in csv.DictReader(file) if (r := row["samples_per_second"])]
     assert float(rate) == pytest.approx(report.samples / report.seconds)
+
+
+def test_samples_to_train_are_those_that_a_sampler_takes(tmp_path: Path) -> None:
+    class Fold(TrainsAndTests):
+        def train_dataloader(self) -> DataLoader:
+            return DataLoader(torch.ones(20), batch_size=2, sampler=SubsetRandomSampler(range(8)))
+
+    config = {"data": {}, "ckpt_path": None, "train": True, "test": False, "run_dir": str(tmp_path)}
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    trainer = Trainer(
+        accelerator="cpu", logger=False, max_epochs=1, callbacks=[report],
+        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(Times(), Fold())
+    assert report.train_samples == report.samples == 8
 
 
 class Listed(Stream):

@@ -13,7 +13,12 @@ import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningModule, Trainer
-from pytorch_lightning.callbacks import BaseFinetuning, EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+)
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -68,6 +73,36 @@ def test_with_a_number_of_steps_an_epochs_end_comes_once(
     first = events(tmp_path / "first", max_epochs=1, **options)
     last = str(tmp_path / "first" / "last.ckpt")
     assert first + events(tmp_path / "rest", last, max_steps=6, **options) == whole
+
+
+def test_an_epoch_that_is_resumed_within_accumulates_as_before(tmp_path: Path) -> None:
+    """8 batches an epoch, of which each 4 are a step in the first and each 2 in the second."""
+
+    class Counts(Times):
+        def __init__(self) -> None:
+            super().__init__()
+            self.steps: list[int] = []  # batches before each
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.steps.append(self.trainer.fit_loop.epoch_loop.total_batch_idx + 1)
+
+    def steps(folder: Path, ckpt_path: Path | None = None, **options: Any) -> list[int]:
+        model, within = Counts(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1)
+        within.save_top_k = -1
+        schedule = GradientAccumulationScheduler({0: 4, 1: 2})
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=2,
+            enable_model_summary=False, **options,
+            callbacks=[within, schedule, resuming.KeepsAccumulating()],
+        )  # fmt: skip
+        trainer.fit(model, DataLoader(torch.ones(8)), ckpt_path=ckpt_path)
+        return model.steps
+
+    whole = steps(tmp_path)
+    assert whole == [4, 8, 10, 12, 14, 16]
+    for done in (1, 4):
+        file = tmp_path / f"step={done}.ckpt"
+        assert steps(tmp_path / str(done), file) == whole[done:]
 
 
 class Wavers(Times):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -69,6 +71,51 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
 
 
 @pytest.mark.usefixtures("handlers")
+def test_a_stop_waits_for_a_validation_within_the_epoch(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of batch 5, which a resume would pass over; the next batch ends the run."""
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))
+    validations = []
+    for batch, path in ((4, None), (-1, tmp_path / "s.ckpt")):
+        model = StopsAt(batch)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, max_epochs=1, val_check_interval=5,
+            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
+            enable_checkpointing=True, callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
+            default_root_dir=tmp_path,
+        )  # fmt: skip
+        with pytest.raises(Stopped) if path is None else contextlib.nullcontext():
+            trainer.fit(model, ones, one, ckpt_path=path)
+        validations.append((model.batches, model.validations))
+    assert validations == [(6, 1), (4, 1)]
+
+
+class PredictsForLong(Times):
+    predicted = 0
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.predicted += 1
+        return batch
+
+
+@pytest.mark.usefixtures("handlers")
+def test_sigterm_ends_a_prediction(tmp_path: Path) -> None:
+    model = PredictsForLong()
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=True,
+        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))], default_root_dir=tmp_path,
+    )  # fmt: skip
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SIGTERMException):
+        trainer.predict(model, DataLoader(torch.ones(4)))
+    assert model.predicted == 1 and signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("handlers")
 def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     now, asked = 0.0, []
 
@@ -80,7 +127,11 @@ def test_ranks_ask_each_other_once_a_second(monkeypatch: pytest.MonkeyPatch) -> 
     strategy = SimpleNamespace(root_device=torch.device("cpu"), reduce=reduce)
     loop = SimpleNamespace(
         _should_accumulate=lambda: False,
-        epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(is_last_batch=False)),
+        epoch_loop=SimpleNamespace(
+            batch_progress=SimpleNamespace(is_last_batch=False),
+            _should_check_val_fx=lambda _: False,
+        ),
+        _data_fetcher=0,
     )
     trainer: Any = SimpleNamespace(strategy=strategy, fit_loop=loop)
     monkeypatch.setattr("runs.stopping.time.monotonic", lambda: now)

@@ -107,18 +107,27 @@ class EvaluatesAverages(callbacks.Callback):
 class EndsEpochsOnce(callbacks.Callback):
     """A run resumed from an epoch's end begins with the next epoch. With max_steps Lightning comes
     to that end again (`FitLoop.restarting`): schedules step twice, or a batch too many is trained.
+
+    One that max_steps, max_time or a callback ended within an epoch goes on within it, where
+    Lightning takes the last checkpoint for that of a whole epoch, and leaves out what is left.
     """
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or trainer.max_steps == -1:
+        if trainer.state.fn != TrainerFn.FITTING:
             return
         if not (loop := checkpoint.get("loops", {}).get("fit_loop")):
             return  # it says nothing of epochs
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         if epochs["current"]["processed"] != epochs["current"]["started"]:
             return  # within an epoch
+        if batches["current"]["ready"] and not batches["is_last_batch"]:
+            for counts in (epochs["total"], epochs["current"]):
+                counts["processed"] -= 1
+            return
+        if trainer.max_steps == -1:
+            return
         for counts in (epochs["total"], epochs["current"]):
             counts["completed"] = counts["processed"]
         batches["current"] = dict.fromkeys(batches["current"], 0)

@@ -773,6 +773,11 @@ MUTATIONS = [
         "validation_within", "runs/test_stopping", "runs",
     ),
     Mutation(
+        "what is left of an epoch in which a run ended is left out", "resuming.py",
+        'if batches["current"]["ready"] and not batches["is_last_batch"]:', "if False:",
+        "goes_on_within_it", "runs/test_resuming", "runs",
+    ),
+    Mutation(
         "an epoch that is resumed within accumulates nothing", "resuming.py",
         "trainer.accumulate_grad_batches = now", "pass",
         "accumulates_as_before", "runs/test_resuming", "runs",

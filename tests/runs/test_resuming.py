@@ -36,8 +36,11 @@ class Logs(Times):
         super().__init__()
         self.events: list[Any] = []
 
+    ends_after = 0  # steps, if not 0
+
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.events.append((self.current_epoch, batch_idx, batch.tolist()))
+        self.trainer.should_stop |= self.global_step + 1 == self.ends_after
         return super().training_step(batch, batch_idx)
 
     def validation_step(self, batch: Tensor, batch_idx: int) -> None:
@@ -103,6 +106,31 @@ def test_an_epoch_that_is_resumed_within_accumulates_as_before(tmp_path: Path) -
     for done in (1, 4):
         file = tmp_path / f"step={done}.ckpt"
         assert steps(tmp_path / str(done), file) == whole[done:]
+
+
+@pytest.mark.parametrize("length", [{"max_steps": 10}, {"max_epochs": 3}])
+@pytest.mark.parametrize("by", ["max_steps", "a callback"])
+@pytest.mark.parametrize("steps", [1, 6])
+def test_a_run_that_ended_within_an_epoch_goes_on_within_it(
+    by: str, steps: int, length: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by max_time; 4 batches an epoch. Other strategies go on with the epoch's first samples."""
+    whole = events(tmp_path / "whole", strategy="horovod", **length)
+    if by == "max_steps":
+        first = events(tmp_path / "first", strategy="horovod", max_steps=steps)
+    else:
+        with monkeypatch.context() as patch:
+            patch.setattr(Logs, "ends_after", steps)
+            first = events(tmp_path / "first", strategy="horovod", max_epochs=9)
+    assert sum(isinstance(event, tuple) for event in first) == steps
+    last = str(tmp_path / "first" / "last.ckpt")
+    rest = events(tmp_path / "rest", last, strategy="horovod", **length)
+    ended = f"end {steps // 4}"  # of which the first run has told, too
+    assert ended in first
+    told = [event for event in first + rest if not str(event).startswith("validation")]
+    told.remove(ended)
+    assert told == [event for event in whole if not str(event).startswith("validation")]
+    assert rest[-1] == whole[-1]
 
 
 class Wavers(Times):

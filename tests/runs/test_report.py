@@ -215,19 +215,9 @@ def test_a_run_resumed_within_an_epoch_tells_its_own_time(
     assert float(rate) == pytest.approx(report.samples / report.seconds)
 
 
-def test_samples_to_train_are_those_that_a_sampler_takes(tmp_path: Path) -> None:
-    class Fold(TrainsAndTests):
-        def train_dataloader(self) -> DataLoader:
-            return DataLoader(torch.ones(20), batch_size=2, sampler=SubsetRandomSampler(range(8)))
-
-    config = {"data": {}, "ckpt_path": None, "train": True, "test": False, "run_dir": str(tmp_path)}
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=False, max_epochs=1, callbacks=[report],
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
-    trainer.fit(Times(), Fold())
-    assert report.train_samples == report.samples == 8
+class Fold(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(20), batch_size=2, sampler=SubsetRandomSampler(range(8)))
 
 
 class Listed(Stream):
@@ -239,18 +229,22 @@ class OfAStream(LightningDataModule):
         return DataLoader(Listed())
 
 
-def test_a_stream_may_have_samples_of_its_own(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    ("data", "told", "trained"), [(Fold, ", 8 samples to train", 8), (OfAStream, "", 7)]
+)
+def test_samples_to_train_are_those_that_are_drawn(
+    data: type[LightningDataModule], told: str, trained: int, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
     config = {"data": {}, "ckpt_path": None, "train": True, "test": False, "run_dir": str(tmp_path)}
     report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
     trainer = Trainer(
         accelerator="cpu", logger=False, max_epochs=1, callbacks=[report],
         enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(Times(), OfAStream())
-    assert (report.train_samples, report.samples) == (None, 7)
-    assert "\ndata    d\n" in capsys.readouterr().out
+    trainer.fit(Times(), data())
+    assert report.train_samples == (trained if told else None) and report.samples == trained
+    assert f"\ndata    d{told}\n" in capsys.readouterr().out
 
 
 def tokens(texts: list[Tensor]) -> tuple[Tensor, Tensor]:

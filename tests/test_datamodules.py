@@ -277,8 +277,8 @@ class TestPictures:
 
     @pytest.mark.parametrize("damage", [b"Exif\0\0MM\0*", b"Exif\0\0XX\0*\0\0\0\x08", b"?"])
     def test_damaged_exif_is_passed_over(self, damage: bytes, tmp_path: Path) -> None:
-        Image.new("RGB", (8, 4), "red").save(tmp_path / "phone.jpg", exif=damage)
-        image = read(str(tmp_path / "phone.jpg"))
+        Image.new("RGB", (8, 4), "red").save(tmp_path / "phone.png", exif=damage)
+        image = read(str(tmp_path / "phone.png"))
         assert image.size == (8, 4) and np.asarray(image)[0, 0, 0] > 250
 
     def test_it_is_turned_as_its_exif_says(self, tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def last(runs: Path, run: str = "*") -> Path | None:
 
     It is the best if last.ckpt could not be written after that, as on a full disk.
     """
-    files = sorted(_files(runs, "checkpoints/*.ckpt", run), key=_written, reverse=True)
+    files = sorted(_files(runs, "checkpoints/**/*.ckpt", run), key=_written, reverse=True)
     going_on = (f for f in files if f.name in RESUMABLE or unreadable(f, train=True) is None)
     return next(going_on, None)
 
@@ -70,10 +70,15 @@ def best(runs: Path) -> Path | None:
         except (ValueError, TypeError, KeyError):
             raise ValueError(f"{file} is no summary of a run: mend it or delete it") from None
         if kept:
-            recorded = Path(kept)
-            here = file.parent / "checkpoints" / recorded.name  # the folder may have been moved
-            return here if here.is_file() else recorded
+            return moved(Path(kept), file.parent / "checkpoints") or Path(kept)
     return None
+
+
+def moved(recorded: Path, folder: Path) -> Path | None:
+    """Where a checkpoint is if what was recorded lies in this folder now. It may lie below it: a
+    metric's name has a slash, so `{epoch}-{val/loss:.2f}` names a file in a folder."""
+    ends = (recorded.parts[-names:] for names in range(1, len(recorded.parts) + 1))
+    return next((file for end in ends if (file := folder.joinpath(*end)).is_file()), None)
 
 
 NAMED = {

@@ -19,6 +19,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from runs.checkpoints import moved
 from runs.refusal import Refusal
 
 # Not told as kept from the checkpoint: rates have a line of their own, the rest chooses an
@@ -48,10 +49,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if trainer.state.fn != TrainerFn.FITTING:  # what this run's training found stays
             del checkpoint["callbacks"][self.state_key]
             return
-        # If the folder was moved, the best still lies beside the checkpoint.
+        # If the folder was moved, the best still lies beside the checkpoint, or beside its folder.
         beside = Path(str(trainer.ckpt_path)).parent
         places = {
-            file: next((str(p) for p in (Path(file), beside / Path(file).name) if p.is_file()), "")
+            file: file
+            if Path(file).is_file()
+            else str(moved(Path(file), beside) or moved(Path(file), beside.parent) or "")
             for file in state.get("best_k_models", ())
         }
         places = trainer.strategy.broadcast(places)

@@ -54,15 +54,16 @@ def test_the_best_is_gone_on_from_where_the_last_could_not_be_written(tmp_path: 
     folder = tmp_path / "a[1]" / "checkpoints"
     folder.mkdir(parents=True)
     whole = {"state_dict": {}, "optimizer_states": []}
-    contents = {"last": whole, "epoch_004": whole, "averaged": {"state_dict": {}}}
+    contents = {"last": whole, "4-val/loss=1": whole, "averaged": {"state_dict": {}}}
+    (folder / "4-val").mkdir()
     for second, (name, content) in enumerate(contents.items()):
         torch.save(content, folder / f"{name}.ckpt")
         os.utime(folder / f"{name}.ckpt", (second, second))
-    assert checkpoints.last(tmp_path) == folder / "epoch_004.ckpt"
+    assert checkpoints.last(tmp_path) == folder / "4-val/loss=1.ckpt"
     (tmp_path / "b" / "checkpoints").mkdir(parents=True)
     (tmp_path / "b" / "checkpoints" / "last.ckpt").touch()
     assert checkpoints.last(tmp_path) == tmp_path / "b" / "checkpoints" / "last.ckpt"
-    assert checkpoints.last(tmp_path, glob.escape("a[1]")) == folder / "epoch_004.ckpt"
+    assert checkpoints.last(tmp_path, glob.escape("a[1]")) == folder / "4-val/loss=1.ckpt"
 
 
 def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) -> None:
@@ -83,6 +84,14 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
     moved.parent.mkdir()
     moved.touch()
     assert checkpoints.best(tmp_path) == moved
+    named_by_metric = "epoch=2-val/loss=0.1.ckpt"
+    ends = {"train": True, "checkpoint": f"/gone/checkpoints/{named_by_metric}"}
+    (tmp_path / "a" / "summary.json").write_text(json.dumps(ends))
+    os.utime(tmp_path / "a" / "summary.json", (0, 0))
+    nested = moved.parent / named_by_metric
+    nested.parent.mkdir()
+    nested.touch()
+    assert checkpoints.best(tmp_path) == nested
     for text in ("", "[]", "{}"):
         (tmp_path / "d" / "summary.json").write_text(text)
         with pytest.raises(ValueError, match="d/summary.json is no summary of a run"):

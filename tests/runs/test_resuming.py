@@ -224,10 +224,14 @@ def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
 
 
 def train_to_the_best(
-    folder: Path, *losses: float, patience: int = 9, ckpt_path: Path | None = None
+    folder: Path,
+    *losses: float,
+    patience: int = 9,
+    ckpt_path: Path | None = None,
+    name: str = "{epoch}",
 ) -> tuple[Path, int]:
     """The file of the best, and how many epochs there were; leaves last.ckpt."""
-    best = resuming.ModelCheckpoint(folder, "{epoch}", monitor="val/loss")
+    best = resuming.ModelCheckpoint(folder, name, monitor="val/loss")
     stop = EarlyStopping("val/loss", patience=patience)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
@@ -261,6 +265,17 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+
+
+@pytest.mark.parametrize("gone_on_from", ["last.ckpt", "epoch=1-val/loss=1.ckpt"])
+def test_the_best_may_be_named_by_a_metric_with_a_slash(gone_on_from: str, tmp_path: Path) -> None:
+    name = "{epoch}-{val/loss:.0f}"
+    train_to_the_best(tmp_path / "first", 3, 1, name=name)
+    there = (tmp_path / "first").rename(tmp_path / "moved")
+    best, _ = train_to_the_best(
+        tmp_path / "second", 3, 1, 2, ckpt_path=there / gone_on_from, name=name
+    )
+    assert best == there / "epoch=1-val" / "loss=1.ckpt"
 
 
 class HasCallbacks(Loses):

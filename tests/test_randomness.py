@@ -107,6 +107,7 @@ class Noisy(Net):
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         self.draw("train")
+        self.drawn["alike"].append(torch.tensor([np.random.rand(), random.random()]))
         self.drawn["seen"].append(batch[0][:, 0])
         return super().training_step(batch, batch_idx)
 
@@ -122,7 +123,7 @@ def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
     draws, path = [], None
     for epochs in (1, 2):
         model = Noisy()  # seeds torch by its rank
-        torch.manual_seed(3)
+        torch.manual_seed(3), np.random.seed(3), random.seed(3)
         run = trainer(strategy, max_epochs=epochs, num_sanity_val_steps=0)
         run.fit(
             model, DataLoader(samples(16), 2), DataLoader(samples(7), batch_size=1), ckpt_path=path
@@ -134,7 +135,8 @@ def draw_in_steps(strategy: str, folder: str) -> list[dict[str, list[float]]]:
 
 
 def test_each_rank_draws_for_itself_in_its_steps(launch: Callable, tmp_path: Path) -> None:
-    """But not outside of them, also where ranks have unequally many batches to evaluate."""
+    """But not outside of them, also where ranks have unequally many batches to evaluate; nor from
+    NumPy's and Python's generators."""
     ranks = launch(draw_in_steps, 2, strategy="horovod", folder=str(tmp_path))
     first, second = (rank[0] for rank in ranks)
     assert len(first["val"]) - len(second["val"]) == 1
@@ -142,7 +144,7 @@ def test_each_rank_draws_for_itself_in_its_steps(launch: Callable, tmp_path: Pat
         drawn = first[where] + second[where] + ranks[0][1][where] + ranks[1][1][where]
         assert len(set(drawn)) == len(drawn) > 12
     for epoch, other in zip(*ranks):
-        assert epoch["outside"] == other["outside"]
+        assert epoch["outside"] == other["outside"] and epoch["alike"] == other["alike"]
         assert len(set(epoch["outside"])) == 4
         assert len(set(epoch["seen"] + other["seen"])) == 16
 

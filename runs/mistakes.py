@@ -48,6 +48,12 @@ ADVICE = {
         "trainer.val_check_interval={}: a rank has {} batches an epoch: give at most that, or "
         "count over epochs with trainer.check_val_every_n_epoch=null"
     ),
+    # torch, of a OneCycleLR
+    r"^Tried to step \d+ times. The specified number of total steps is (\d+)": (
+        "the schedule of the learning rate has {0} steps, and this training makes more: make it "
+        "for self.trainer.estimated_stepping_batches; that of a checkpoint keeps its steps: give "
+        "trainer.max_steps={0}, or the global batch size and epochs of before"
+    ),
     # torch, of the loss, and of a label on a CPU
     r"does not require grad and does not have a grad_fn": (
         "the loss has no gradient: leave out what cuts it off (detach, item, no_grad), and let a "

@@ -33,8 +33,8 @@ class Progress(ProgressBar):
         self._epoch_began = self._epoch_took = self._last_line = 0.0
         self._validated = False  # in this epoch
 
-    def enable(self) -> None:
-        self.is_enabled = True
+    def enable(self) -> None:  # called by Lightning after a search of the learning rate, on all
+        self.is_enabled = self._trainer is None or self._trainer.is_global_zero
 
     def disable(self) -> None:  # called by Lightning's setup, on all ranks but 0
         self.is_enabled = False

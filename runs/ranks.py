@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -31,10 +33,22 @@ def gather_objects(strategy: Strategy, mine: T) -> list[T]:
     return objects
 
 
+def leaves(batch: Any) -> Iterator[Any]:
+    """What a batch holds, in torch's containers, mappings (transformers' BatchEncoding) and
+    dataclasses, which Lightning moves to a device, too."""
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, Mapping):
+            yield from leaves(dict(leaf))
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from leaves(vars(leaf))
+        else:
+            yield leaf
+
+
 def same_on_all(strategy: Strategy, batch: Any) -> bool:
     """Whether every rank has this same batch. All ranks must call it."""
     digest = hashlib.sha256()
-    for leaf in tree_leaves(batch):
+    for leaf in leaves(batch):
         if isinstance(leaf, Tensor) and leaf.layout is torch.strided:
             raw = leaf.detach().cpu().contiguous().flatten().view(torch.uint8)
             digest.update(raw.numpy().tobytes())

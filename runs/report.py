@@ -17,7 +17,6 @@ import torch
 from omegaconf import DictConfig
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from runs import beforehand, hints
@@ -26,9 +25,9 @@ from runs.folders import ROOT, shown, whole
 from runs.hints import counted
 from runs.predictions import Predictions
 from runs.progress import plain
-from runs.ranks import gather_objects
+from runs.ranks import gather_objects, leaves
 from runs.refusal import Refusal
-from runs.resuming import kept_settings, settings
+from runs.resuming import kept_settings, settings, warn_of_short_schedules
 from runs.versions import commit, versions
 
 MOST_HOSTS = 4  # that are named; summary.json has all
@@ -162,6 +161,7 @@ class Report(pl.Callback):
         if not self.config.ckpt_path:
             return
         lr, kept = _lr(pl_module), kept_settings(trainer, self._asked)
+        warn_of_short_schedules(trainer)
         changed = {"lr": lr if lr != self._lr else "", "kept": kept}
         if trainer.is_global_zero:
             _tell({k: f"{text}, as the checkpoint has it" for k, text in changed.items() if text})
@@ -350,7 +350,7 @@ def _samples(loader: Any, batch: Any, index: int) -> int:
     plain = getattr(type(batches), "__iter__", None) is BatchSampler.__iter__
     if plain and isinstance(size, int) and isinstance(sampler, Sized):
         return min(size, max(0, len(sampler) - index * size))
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()]
     return len(tensors[0]) if tensors else 0
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.rank_zero import rank_zero_warn
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import OneCycleLR
 
 from runs.checkpoints import moved
 from runs.refusal import Refusal
@@ -191,31 +194,28 @@ class StepsPlateausFirst(callbacks.Callback):
     a resumed run would train on with other rates.
     """
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # Before those that keep checkpoints, which Lightning puts last, and after the module's own
-        # hook. Only now: a Trainer given a Checkpoint adds no ModelCheckpoint of its own.
-        all_ = trainer.callbacks  # type: ignore[attr-defined]
-        if not any(isinstance(callback, StepsPlateaus) for callback in all_):
-            keep = [isinstance(callback, callbacks.Checkpoint) for callback in all_].count(True)
-            all_.insert(len(all_) - keep, StepsPlateaus())
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # With the first that keeps checkpoints: they come last, when the module's own hook has
+        # logged, too. A callback of ours there would be what trainer.checkpoint_callback is.
+        if (first := trainer.checkpoint_callback) is not None:
+            then = partial(type(first).on_train_epoch_end, first)
+            first.on_train_epoch_end = partial(_step_plateaus, then)  # type: ignore[method-assign]
 
 
-class StepsPlateaus(callbacks.Checkpoint):
-    """A Checkpoint, so that its turn comes when all metrics of an epoch are there."""
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        loop = trainer.fit_loop
-        monitored = [
-            config.monitor
-            for config in trainer.lr_scheduler_configs
-            if config.reduce_on_plateau and config.interval == "epoch"
-        ]
-        if not monitored or not loop.epoch_loop._num_ready_batches_reached():
-            return
-        if not set(monitored) <= trainer.callback_metrics.keys():
-            return  # Lightning says so; or the checkpoint was written when all was measured
+def _step_plateaus(then: Callable, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    loop = trainer.fit_loop
+    monitored = [
+        config.monitor
+        for config in trainer.lr_scheduler_configs
+        if config.reduce_on_plateau and config.interval == "epoch"
+    ]
+    # Where a metric is missing, Lightning says so; or the checkpoint was written when all were
+    # there.
+    there = set(monitored) <= trainer.callback_metrics.keys()
+    if monitored and there and loop.epoch_loop._num_ready_batches_reached():
         loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
         loop._restarting = True  # until this epoch is left: Lightning does not step again
+    then(trainer, pl_module)
 
 
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
@@ -285,6 +285,29 @@ def kept_settings(trainer: pl.Trainer, asked: dict[str, list[Any]]) -> str:
         for name, values in asked.items()
         if name in current and _told(current[name]) != _told(values)
     )
+
+
+def warn_of_short_schedules(trainer: pl.Trainer) -> None:
+    """Tell at once of a OneCycleLR that the checkpoint has made too short, as that of a run with a
+    larger global batch: torch fails when its steps are over."""
+    epochs, steps = trainer.max_epochs or -1, trainer.max_steps
+    per_epoch = trainer.num_training_batches / trainer.accumulate_grad_batches
+    # At least so many steps are left: what is left of an epoch that has begun does not count.
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    begun = progress.current.ready > 0 and not progress.is_last_batch
+    by_epochs = (epochs - trainer.current_epoch - begun) * per_epoch if epochs != -1 else math.inf
+    by_steps = steps - trainer.global_step if steps != -1 else math.inf
+    left = min(by_epochs, by_steps)
+    for config in trainer.lr_scheduler_configs:
+        schedule = config.scheduler
+        if not isinstance(schedule, OneCycleLR) or config.interval != "step":
+            continue
+        if schedule.last_epoch + left / config.frequency > schedule.total_steps:
+            rank_zero_warn(
+                f"OneCycleLR has {schedule.total_steps} steps, as the checkpoint has it, and this "
+                "training makes more: it would fail after them; give the global batch size and "
+                f"epochs of before, or trainer.max_steps={schedule.total_steps}"
+            )
 
 
 def _told(values: list[Any]) -> str:

@@ -48,11 +48,13 @@ def sigterm_asks() -> bool:
     return launched_size() is None or "SLURM_JOB_ID" in os.environ
 
 
-def outlive_sigterm(_: object) -> None:
-    """In a worker of torch's loaders, without which no step ends, SIGTERM ends it only later."""
+def outlive_signals(_: object) -> None:
+    """A worker of torch's loaders, without which no step ends, passes over a terminal's Ctrl-C, and
+    SIGTERM ends it only later."""
 
     def set_handlers() -> None:
         torchs()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, lambda *_: signal.alarm(WORKER_SECONDS))
 
     # torch: a worker sets its handlers after this, and has no other way to set ours behind them.
@@ -94,7 +96,7 @@ class StopOnSignal(Checkpoint):
         self._before = {SIGNAL: signal.signal(SIGNAL, asked)}
         self._process = os.getpid()
         if stage == "fit" and sigterm_asks():
-            register_after_fork(self, outlive_sigterm)
+            register_after_fork(self, outlive_signals)
             atexit.register(end_workers)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

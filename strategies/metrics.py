@@ -196,7 +196,8 @@ def warn_of_own_values(trainer: pl.Trainer, world: World) -> None:
     unsynced = {
         result.meta.name
         for result in (trainer._results or {}).values()
-        if result.meta.on_epoch and result.is_tensor and not result.meta.sync.should
+        if result.meta.on_epoch and result.is_tensor
+        if not (result.meta.sync.should or result.meta.sync.rank_zero_only)
     }
     own = {
         name: repr(float(value))

@@ -60,7 +60,8 @@ class SeededOrder(DistributedSamplerWrapper):
 
     Here that depends on the seed and the epoch alone, as with torch's DistributedSampler. Ranks may
     draw different random numbers by now, outside of steps, and with different orders some samples
-    would come twice and others never. (A sampler with a generator of its own uses that.)
+    would come twice and others never. (A sampler with a generator of its own uses that, but for the
+    one that torchdata's RandomSampler makes for itself, in a StatefulDataLoader.)
 
     Nor is the order shuffled once more, as Lightning's does against its own docstring: the ranks
     together have the batches of one process.
@@ -72,7 +73,14 @@ class SeededOrder(DistributedSamplerWrapper):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
+            if (made := generator_of_torchdata(self.dataset._sampler)) is not None:
+                made.manual_seed(seed)
             return super().__iter__()
+
+
+def generator_of_torchdata(sampler: Any) -> torch.Generator | None:
+    of_torchdata = type(sampler).__module__.startswith("torchdata.")
+    return getattr(sampler, "generator", None) if of_torchdata else None
 
 
 def seed_order(dataloader: DataLoader) -> None:

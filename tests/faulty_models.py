@@ -1,5 +1,6 @@
 """Classifiers that tell or warn, lack a test, end or break on ranks, see NaN, keep too much."""
 
+import logging
 import os
 import signal
 import time
@@ -23,6 +24,16 @@ class Warns(Classifier):
         warnings.warn("everybody says this", stacklevel=1)
         if self.global_rank == 1:
             warnings.warn("only rank 1 says this", stacklevel=1)
+        else:
+            logging.getLogger("pytorch_lightning.callbacks.lr_finder").error("found no rate")
+
+
+class AsksForSteps(Classifier):
+    """For which Lightning starts the loaders' workers before the training."""
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        assert self.trainer.estimated_stepping_batches > 0
+        return super().configure_optimizers()
 
 
 class TellsHowItMultiplies(Classifier):

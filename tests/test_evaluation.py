@@ -137,6 +137,7 @@ class LogsItsOwn(Evaluated):
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
         super().validation_step(batch, batch_idx)
         self.log("own", float(RANK))
+        self.log("of rank 0", float(RANK), rank_zero_only=True)
         self.log("largest", MaxMetric()(torch.tensor(float(RANK))), sync_dist=True)
 
     test_step = validation_step

@@ -224,7 +224,7 @@ class TestOtherRuns:
         self, number: signal.Signals, tmp_path: Path
     ) -> None:
         long = ["trainer.max_epochs=100000", "callbacks.early_stopping.patience=100000"]
-        long.append("data.num_workers=1")
+        long += ["data.num_workers=1", FAULTY + "AsksForSteps"]
         command = [*TEMPLATE, f"log_dir={tmp_path}", *long]
         output = tmp_path / "output"
         with open(output, "w") as file:
@@ -358,6 +358,7 @@ class TestOtherRuns:
         assert done.stdout.count("all 2 ranks were given the same first batch: Stream has to") == 1
         assert done.stdout.count("UserWarning: everybody says this") == 1
         assert done.stdout.count("warning of rank 1: UserWarning: only rank 1 says this") == 1
+        assert done.stdout.count("found no rate") == 1
 
 
 class PlainBatches(Digits):

@@ -28,6 +28,15 @@ def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixtu
     assert [line.partition("val/loss ")[2] for line in lines] == ["", "4", "", "2", ""]
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_other_ranks_stay_silent_after_a_search_of_the_rate(first: bool) -> None:
+    progress: Any = Progress()
+    progress._trainer = SimpleNamespace(is_global_zero=first)
+    progress.disable()
+    progress.enable()  # as Lightning's LearningRateFinder does on all ranks
+    assert progress.is_enabled == first
+
+
 class Prints(Times):
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         self.print("batch", batch_idx, sep="|")

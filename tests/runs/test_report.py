@@ -11,7 +11,9 @@ import re
 import shlex
 import subprocess
 import time
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,7 +39,7 @@ from benchmarks import hardware
 from runs.anatomy import Anatomy
 from runs.folders import ROOT
 from runs.predictions import Predictions
-from runs.ranks import gather_objects
+from runs.ranks import gather_objects, leaves
 from runs.refusal import Refusal
 from runs.report import Report, _look, _lr, _places
 from runs.versions import commit
@@ -256,6 +258,29 @@ def tokens(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
 class TakesFirst(Times):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return super().training_step(batch[0], batch_idx)
+
+
+@dataclass
+class Sentences:
+    ids: Tensor
+
+
+class TakesIds(Times):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        ids = batch["ids"] if isinstance(batch, UserDict) else batch.ids
+        return super().training_step(ids, batch_idx)
+
+
+@pytest.mark.parametrize("kind", [UserDict, Sentences])
+def test_samples_of_a_stream_are_counted_by_the_first_tensor(kind: Any, tmp_path: Path) -> None:
+    """A UserDict is what transformers' BatchEncoding is."""
+    loader = DataLoader(Stream(), 2, collate_fn=lambda ids: kind(ids=torch.stack(ids).float()))
+    assert train(tmp_path, model=TakesIds, loader=loader).samples == 7
+
+
+def test_what_a_batch_holds() -> None:
+    batch = [{"a": 1}, UserDict(b=(2, UserDict(c=3))), Sentences(torch.tensor(4)), Sentences, "5"]
+    assert [*leaves(batch)] == [1, 2, 3, 4, Sentences, "5"]
 
 
 @pytest.mark.parametrize("collate", [tokens, list])

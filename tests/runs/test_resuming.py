@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader
 
 from runs import resuming
 from runs.config import CONF
+from runs.mistakes import mistake
 from runs.refusal import Refusal
 from runs.resuming import KeepsUnfrozen
 from tests.runs.trainings import Loses, Times
@@ -212,7 +213,7 @@ def test_a_checkpoint_of_a_validation_is_gone_on_from(tmp_path: Path) -> None:
 def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
     wanted: bool, tmp_path: Path
 ) -> None:
-    """What steps plateaus is of the kind of those that keep them, and is none."""
+    """What steps plateaus adds none of the kind that keeps them, which would be found first."""
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
         callbacks=[resuming.StepsPlateausFirst()], default_root_dir=tmp_path, max_epochs=1,
@@ -221,6 +222,9 @@ def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
     ones: Any = DataLoader(torch.ones(4))
     trainer.fit(Wavers(), ones, ones)
     assert len(list(tmp_path.rglob("*.ckpt"))) == wanted
+    assert [type(callback) for callback in trainer.checkpoint_callbacks] == [
+        ModelCheckpoint
+    ] * wanted
 
 
 def train_to_the_best(
@@ -410,6 +414,44 @@ def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
         assert fit(Cycles(kind, 3, weight_decay=0.5), last).told == [
             f"{kind.__name__}.weight_decay 0.01 (not 0.5)"
         ]
+
+
+class OneCycle(Times):
+    def on_train_start(self) -> None:
+        resuming.warn_of_short_schedules(self.trainer)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> None:
+    """Of a checkpoint after 2 of 3 epochs with half the batches."""
+
+    def fit(batches: int, **options: Any) -> None:
+        keep = ModelCheckpoint(tmp_path / str(batches), "{epoch}", save_top_k=-1)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
+            enable_model_summary=False, callbacks=[keep], **options,
+        )  # fmt: skip
+        trainer.fit(OneCycle(), DataLoader(torch.ones(batches)), ckpt_path=resume)
+
+    resume: Path | None = None
+    fit(2)
+    resume = tmp_path / "2" / "epoch=1.ckpt"
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "OneCycleLR has")
+        fit(2)
+        fit(4, max_steps=6)
+    with (
+        pytest.warns(UserWarning, match="OneCycleLR has 6 steps, .* or trainer.max_steps=6"),
+        pytest.raises(ValueError, match="Tried to step 7 times") as ended,
+    ):
+        fit(4)
+    told = mistake(ended.value, started=True)
+    assert told and told.startswith("the schedule of the learning rate has 6 steps, and this")
 
 
 def test_a_checkpoint_of_a_torch_without_a_newer_argument_is_gone_on_from() -> None:

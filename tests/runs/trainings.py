@@ -131,7 +131,7 @@ def train(
         enable_model_summary=False, max_epochs=max_epochs, fast_dev_run=fast_dev_run,
     )  # fmt: skip
     twenty, one = DataLoader(torch.ones(20), batch_size=2), DataLoader(torch.ones(1))
-    trainer.fit(model(), loader or twenty, one, ckpt_path=ckpt_path)
+    trainer.fit(model(), twenty if loader is None else loader, one, ckpt_path=ckpt_path)
     return report
 
 

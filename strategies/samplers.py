@@ -73,7 +73,8 @@ class SeededOrder(DistributedSamplerWrapper):
             torch.default_generator.manual_seed(seed)
             random.seed(seed)
             np.random.seed(seed % 2**32)
-            if (made := generator_of_torchdata(self.dataset._sampler)) is not None:
+            sampler = self.dataset._sampler  # type: ignore[attr-defined]
+            if (made := generator_of_torchdata(sampler)) is not None:
                 made.manual_seed(seed)
             return super().__iter__()
 

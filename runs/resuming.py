@@ -300,7 +300,7 @@ def warn_of_short_schedules(trainer: pl.Trainer) -> None:
     left = min(by_epochs, by_steps)
     for config in trainer.lr_scheduler_configs:
         schedule = config.scheduler
-        if not isinstance(schedule, OneCycleLR) or config.interval != "step":
+        if not isinstance(schedule, OneCycleLR) or config.interval != "step" or math.isinf(left):
             continue
         if schedule.last_epoch + left / config.frequency > schedule.total_steps:
             rank_zero_warn(

@@ -74,14 +74,9 @@ class SeededOrder(DistributedSamplerWrapper):
             random.seed(seed)
             np.random.seed(seed % 2**32)
             sampler = self.dataset._sampler  # type: ignore[attr-defined]
-            if (made := generator_of_torchdata(sampler)) is not None:
-                made.manual_seed(seed)
+            if type(sampler).__module__.startswith("torchdata."):
+                sampler.generator.manual_seed(seed)
             return super().__iter__()
-
-
-def generator_of_torchdata(sampler: Any) -> torch.Generator | None:
-    of_torchdata = type(sampler).__module__.startswith("torchdata.")
-    return getattr(sampler, "generator", None) if of_torchdata else None
 
 
 def seed_order(dataloader: DataLoader) -> None:

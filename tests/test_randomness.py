@@ -15,11 +15,13 @@ import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Sampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
 from benchmarks.losses_worker import single_in_order
 from strategies.randomness import OwnDraws
+from strategies.samplers import seed_order
 from tests.matrix.trainings import FEATURES, RANK, Net, samples, trainer
 
 
@@ -160,6 +162,25 @@ def test_draws_begin_elsewhere_each_time_and_move_nothing() -> None:
     torch.rand(1)  # as a loader does
     with OwnDraws(0, torch.device("cpu"))():
         assert drawn == [drawn[0]] * 2 and float(torch.rand(1)) != drawn[0]
+
+
+class OfTorchdata(RandomSampler):
+    """As torchdata's RandomSampler: with a generator of its own, which no seed reaches."""
+
+    def __init__(self, data: list[int]) -> None:
+        super().__init__(data, generator=torch.Generator())
+
+
+OfTorchdata.__module__ = "torchdata.stateful_dataloader.sampler"
+
+
+def test_a_stateful_loader_has_the_same_order_when_its_epoch_is_gone_on_with() -> None:
+    sampler = DistributedSamplerWrapper(OfTorchdata([*range(16)]), num_replicas=1, rank=0, seed=3)
+    seed_order(DataLoader([*range(16)], sampler=sampler))
+    first = [*sampler]
+    assert [*sampler] == first and sorted(first) == [*range(16)]
+    sampler.set_epoch(1)
+    assert [*sampler] != first
 
 
 class DrawsItsBatches(Net):

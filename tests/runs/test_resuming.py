@@ -27,7 +27,7 @@ from runs.config import CONF
 from runs.mistakes import mistake
 from runs.refusal import Refusal
 from runs.resuming import KeepsUnfrozen
-from tests.runs.trainings import Loses, Times
+from tests.runs.trainings import Loses, Stream, Times
 
 
 class Logs(Times):
@@ -422,21 +422,22 @@ class OneCycle(Times):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
+        steps = self.trainer.estimated_stepping_batches  # infinite for a stream
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(min(steps, 99)))
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> None:
     """Of a checkpoint after 2 of 3 epochs with half the batches."""
 
-    def fit(batches: int, **options: Any) -> None:
+    def fit(batches: int, stream: bool = False, **options: Any) -> None:
         keep = ModelCheckpoint(tmp_path / str(batches), "{epoch}", save_top_k=-1)
         trainer = Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
             enable_model_summary=False, callbacks=[keep], **options,
         )  # fmt: skip
-        trainer.fit(OneCycle(), DataLoader(torch.ones(batches)), ckpt_path=resume)
+        data: Any = Stream() if stream else torch.ones(batches)
+        trainer.fit(OneCycle(), DataLoader(data), ckpt_path=resume)
 
     resume: Path | None = None
     fit(2)
@@ -445,6 +446,8 @@ def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> N
         warnings.filterwarnings("error", "OneCycleLR has")
         fit(2)
         fit(4, max_steps=6)
+        with contextlib.suppress(ValueError):  # who knows before that there are 7 batches?
+            fit(7, stream=True)
     with (
         pytest.warns(UserWarning, match="OneCycleLR has 6 steps, .* or trainer.max_steps=6"),
         pytest.raises(ValueError, match="Tried to step 7 times") as ended,

@@ -25,7 +25,7 @@ class Warns(Classifier):
         if self.global_rank == 1:
             warnings.warn("only rank 1 says this", stacklevel=1)
         else:
-            logging.getLogger("pytorch_lightning.callbacks.lr_finder").error("found no rate")
+            logging.getLogger("pytorch_lightning.tuner.lr_finder").error("found no rate")
 
 
 class AsksForSteps(Classifier):

@@ -422,8 +422,8 @@ class OneCycle(Times):
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        steps = self.trainer.estimated_stepping_batches  # infinite for a stream
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, int(min(steps, 99)))
+        steps = int(self.trainer.estimated_stepping_batches)  # -1 for a stream
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps if steps > 0 else 99)
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 

@@ -219,6 +219,8 @@ def given(arguments: argparse.Namespace) -> Given:
     """
     network = inputs.described(arguments.network)
     run = Path(arguments.run) if arguments.run else inputs.newest_run()
+    if run.is_dir():
+        run /= "summary.json"
     names = arguments.allreduce  # or one that has blanks in it
     named = [Path(name) for name in ([names] if os.path.isfile(names) else names.split())]
     with inputs.of_our_form(f"RUN={run}"):
@@ -251,7 +253,9 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
     )
-    parser.add_argument("--run", default="", help="summary.json of a run; by default the newest")
+    parser.add_argument(
+        "--run", default="", help="a run's folder, or its summary.json; by default the newest"
+    )
     parser.add_argument("--allreduce", default="", help="results of make bench-allreduce")
     parser.add_argument("--network", default="", help="rate=25gbit latency=20us ...")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="2 4 8 ...")

@@ -89,7 +89,8 @@ class Job:
         # Why the job ends, after how much that explains: 0 a rank ended as another did, 1 it
         # failed, 2 it was killed, 3 host or agent failed, 4 the job was told to stop.
         self._cause: tuple[int, str] | None = None
-        self._unsaved = ""  # the first failure of a rank that was asked for a checkpoint
+        # The first failure of a rank that was asked for a checkpoint, or who did not end by itself.
+        self._unsaved = ""
         self._left = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None
         self._status = 0
@@ -206,7 +207,7 @@ class Job:
         now = time.monotonic()
         if not self._running:  # an agent may wait for a process that not even SIGKILL ends
             self._deadlines.setdefault("kill", now + 10)
-        for name, act in (("stop", self._end), ("end", self._end), ("kill", self._kill)):
+        for name, act in (("stop", self._cut_off), ("end", self._end), ("kill", self._kill)):
             if now > self._deadlines.get(name, float("inf")):
                 self._deadlines[name] = float("inf")
                 act()
@@ -304,6 +305,14 @@ class Job:
             connection.send(signal="SIGUSR1")
         seconds = f"{self.stop_seconds:g} s"
         self.record.tell(f"stopping: {seconds} for a checkpoint; another Ctrl-C ends it now")
+
+    def _cut_off(self) -> None:
+        if self._running:
+            count = len(self._running)
+            others = f" and {count - 1} more" if count > 1 else ""
+            late = f"rank {min(self._running)}{others} had not ended"
+            self._unsaved = self._unsaved or late
+        self._end()
 
     def _end(self) -> None:
         self._deadlines["kill"] = time.monotonic() + END_SECONDS + 2

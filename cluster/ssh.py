@@ -49,13 +49,15 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
         why = " ".join(lines[-1:])[:200] or "the connection was closed"
         return Trouble(f"ProxyJump or ProxyCommand does not lead to it: {why}", f"{login} to look")
     on_it = f"on {host.name}: sudo systemctl"
+    port = " on".join(["", *re.findall(r" port [0-9]+(?=: Connection refused)", stderr)[-1:]])
     for words, what, mend in (
         ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than the known one",
          f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}"),
         ("Host key verification failed", "its host key is unknown here",
          f"{login} once, and compare the fingerprint"),
         ("Permission denied", "it lets nobody in with our key", f"ssh-copy-id {host.destination}"),
-        ("Connection refused", "no sshd listens there", f"{on_it} start ssh"),
+        ("Connection refused", f"no sshd listens there{port}",
+         f"{on_it} start ssh, or name its port in the host file"),
         ("Could not resolve hostname", "its name is unknown",
          "write the name that ssh and the other hosts know"),
         ("No route to host", "there is no route to it", f"ping {host.name}"),

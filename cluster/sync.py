@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, NoReturn
@@ -48,6 +49,7 @@ KINDS = {"+": "new", "*": "changed", "-": "deleted"}
 # Files that git may track, but no run reads.
 UNREAD = (".md", ".rst", ".png", ".svg", ".jpg", ".pdf")
 RESULTS = "benchmarks/results/"
+leaving = threading.Event()  # from Ctrl-C on: what fails now, fails because we end it
 # Not copied, but deleted with their folder (rsync's p). Other ignored files keep it: they may be
 # somebody's work.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
@@ -240,7 +242,7 @@ def _run(command: list[str], host: Host, seconds: float | None = None, stdin: st
     try:
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, encoding="utf-8", errors="replace",
-            timeout=seconds, input=stdin,
+            timeout=seconds, input=stdin, start_new_session=True,  # Ctrl-C ends it by _leave
         )  # fmt: skip
     except subprocess.TimeoutExpired:
         raise Refusal(
@@ -274,6 +276,7 @@ def _rsync_failed(host: Host, status: int, errors: str) -> str:
 
 def _leave(mark: IO[bytes]) -> NoReturn:
     """End at Ctrl-C without waiting for hosts, and leave no process and no mark behind."""
+    leaving.set()
     for pid in descendants():  # each ssh and rsync
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
@@ -296,6 +299,8 @@ def main() -> int:
         try:
             lines = sync(host, Path(mark.name).name, arguments.dry_run, arguments.env)
         except (Refusal, OSError) as error:
+            if leaving.is_set():
+                return
             if isinstance(error, Disturbed) and not alone:
                 disturbed.append(host)
                 return

@@ -655,7 +655,9 @@ def test_predict_writes_a_table_and_a_plot(
     assert [row["ranks"] for row in second] == ["16"]
     best, likely, worst = (float(second[0][f"{n}_ms"]) for n in ("best", "step", "worst"))
     assert best <= likely <= worst
-    assert said(monkeypatch, *options[:2], "--allreduce", str(files["one"]), "--ranks", "8") == 0
+    files["run"].rename(files["run"].with_name("summary.json"))
+    folder = ["--run", str(files["run"].parent), "--allreduce", str(files["one"])]
+    assert said(monkeypatch, *folder, "--ranks", "8") == 0
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
 
 

@@ -88,7 +88,10 @@ def test_each_trouble_of_ssh_is_told_from_the_others(
         f["host"]: (f["check"], f["text"], f["mend"]) for f in findings if f["level"] == "FAIL"
     }
     assert found == {
-        "node2": ("ssh", "no sshd listens there", "on node2: sudo systemctl start ssh"),
+        "node2": (
+            "ssh", "no sshd listens there on port 2222",
+            "on node2: sudo systemctl start ssh, or name its port in the host file",
+        ),
         "node3": (
             "ssh", "it lets nobody in with our key",
             "ssh-copy-id -o PubkeyAuthentication=no node3",
@@ -549,7 +552,9 @@ def test_what_an_ssh_leaves_behind_is_not_waited_for(
     fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) >/dev/null & {refused}")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
-    assert contact.trouble and contact.trouble.text == "no sshd listens there", contact.trouble
+    assert contact.trouble and contact.trouble.text == "no sshd listens there on port 22", (
+        contact.trouble
+    )
     assert not (tmp_path / "waited").exists()
 
 

@@ -433,7 +433,8 @@ class TestRendezvous:
         (255, "Host key verification failed.", "its host key is unknown here"),
         (255, "@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.",
          "ssh-keygen -R node1"),
-        (255, "ssh: connect to host node1 port 22: Connection refused", "no sshd listens"),
+        (255, "ssh: connect to host node1 port 22: Connection refused",
+         "no sshd listens there on port 22: on node1: sudo systemctl start ssh, or name its port"),
         (255, "ssh: connect to host node1 port 22: Connection timed out", "no answer within 10 s"),
         (255, "Connection timed out during banner exchange", "said nothing"),
         (255, "ada@login: Permission denied (publickey).\n"

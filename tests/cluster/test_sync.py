@@ -358,11 +358,13 @@ def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signa
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
-    asking = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
+    asking = [int(pid) for pid in found.stdout.split()]
+    # A terminal does not end it before us, which would pass for a host that failed.
+    assert asking and all(os.getsid(pid) == pid for pid in asking)
     (os.killpg if number == signal.SIGINT else os.kill)(process.pid, number)
     assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
-    # A shell's `&` may have them deaf to Ctrl-C.
-    for pid in map(int, asking.stdout.split() if number == signal.SIGTERM else []):
+    for pid in asking:
         wait_until(lambda pid=pid: not birth(pid), 5, "the end of ssh")
     assert not list(ROOT.glob(f".sync-{process.pid}-*"))
 

@@ -350,10 +350,9 @@ def test_what_rsync_may_not_set_is_told() -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
     """By Ctrl-C, which a terminal tells all its processes, or by a signal for it alone."""
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\ntouch {tmp_path}/asked\nexec sleep 20\n")
-    (tmp_path / "ssh").chmod(0o755)
+    fake_ssh(tmp_path, f"touch {tmp_path}/asked\nexec sleep 20")
     process = subprocess.Popen(
-        [PYTHON, "-m", "cluster.sync", "-H", "192.0.2.1"], cwd=ROOT,
+        [PYTHON, "-m", "cluster.sync", "-H", "h1"], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
         env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip

@@ -49,10 +49,10 @@ KINDS = {"+": "new", "*": "changed", "-": "deleted"}
 # Files that git may track, but no run reads.
 UNREAD = (".md", ".rst", ".png", ".svg", ".jpg", ".pdf")
 RESULTS = "benchmarks/results/"
-leaving = threading.Event()  # from Ctrl-C on: what fails now, fails because we end it
 # Not copied, but deleted with their folder (rsync's p). Other ignored files keep it: they may be
 # somebody's work.
 CACHES = ("__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache", ".hypothesis")
+leaving = threading.Event()  # from Ctrl-C on: what fails now, fails because we end it
 
 
 class Disturbed(Refusal):

@@ -24,6 +24,11 @@ ifeq ($(ANY_PYTHON),)
   $(error no Python of 3.9 or newer runs here; the environment needs 3.10 to 3.13: install one, or name it with PYTHON=)
 endif
 
+# torch asks who we are: in a container that may be a user without a name.
+ifeq ($(USER)$(LOGNAME),)
+  export USER := $(shell id -un 2>/dev/null || id -u)
+endif
+
 # Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.
 WHERE := $(shell $(ANY_PYTHON) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
 ifneq ($(filter-out 0,$(.SHELLSTATUS)),)

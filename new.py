@@ -24,7 +24,7 @@ from pathlib import Path
 from runs.refusal import Refusal, refuse
 
 ROOT = Path(__file__).resolve().parent
-LEFT_OUT = ("benchmarks/results/", "docs/images/", "tests/test_new.py")
+LEFT_OUT = ("benchmarks/results/", "docs/images/", "tests/test_new.py", ".gitmodules")
 MEASURED = re.compile(
     r"(?<=<!-- scaling: written by make bench-readme -->\n).*?(?=<!-- scaling: end -->)", re.S
 )
@@ -46,8 +46,13 @@ def new(name: str, folder: Path) -> int:
         raise Refusal(f"DIR={folder}: it is there already; give the new folder itself, in that one")
     if folder.is_relative_to(ROOT):
         raise Refusal(f"DIR={folder}: this is within the repository itself; give another")
-    files = _git("ls-files", "-z", where=ROOT).split("\0")
-    kept = [f for f in files if f and not f.startswith(LEFT_OUT) and os.path.lexists(ROOT / f)]
+    # The files of a submodule too; one that is not checked out is a folder.
+    files = _git("ls-files", "-z", "--recurse-submodules", where=ROOT).split("\0")
+    kept = [
+        f for f in files
+        if f and not f.startswith(LEFT_OUT) and os.path.lexists(ROOT / f)
+        if not (ROOT / f).is_dir() or (ROOT / f).is_symlink()
+    ]  # fmt: skip
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as staged:
         copy = Path(staged) / name

@@ -5,9 +5,9 @@
 It is for scripts with a line that begins with MARK. What stands above that line is run once; then
 each rank runs the whole script as `python script.py arguments ...` would, in a session of its own,
 with its own variables and output. So a host imports torch and Lightning once, however many ranks it
-has. Above the line HOROVOD_RANK is not set, as there is no rank yet; an error there is raised again
-in each rank. Ranks import for themselves where a fork is not as good as a new process: when the
-imports started a Python thread, or asked CUDA for its devices.
+has. Above the line HOROVOD_RANK is not set, as there is no rank yet. Ranks import for themselves
+where a fork is not as good as a new process: when the imports failed (a second attempt would meet
+what the first has left half made), started a Python thread, or asked CUDA for its devices.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import gc
 import json
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -33,13 +34,15 @@ from cluster.agent import MARK, die_with_parent
 PAUSE_HARD = 2  # omp_pause_resource_t of OpenMP 5.0
 
 
-def run_head(script: str, source: bytes) -> None:
-    """Run what stands above the mark."""
+def run_head(script: str, source: bytes) -> bool:
+    """Run what stands above the mark; whether it came to its end."""
     head = source.partition(b"\n" + MARK)[0]
     gc.disable()  # it takes a quarter of the time of imports, walking again what they have made
+    complete = False
     with contextlib.suppress(Exception):  # each rank comes to it again, and reports it
         code = compile(head, script, "exec", dont_inherit=True)
         exec(code, {"__name__": "__preload__", "__file__": script})
+        complete = True
     freeze()
     gc.enable()
     for stream in (sys.stdout, sys.stderr):
@@ -48,6 +51,7 @@ def run_head(script: str, source: bytes) -> None:
     for library in set(re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())):
         with contextlib.suppress(OSError, AttributeError):  # new in GCC 9
             ctypes.CDLL(library).omp_pause_resource_all(PAUSE_HARD)
+    return complete
 
 
 def freeze() -> None:
@@ -111,10 +115,10 @@ def main() -> None:
     devnull = os.open(os.devnull, os.O_RDONLY)
     os.dup2(devnull, 0)
     os.close(devnull)
-    run_head(script, source)
+    complete = run_head(script, source)
     threads, parent, agent = threading.active_count(), os.getpid(), os.getppid()
     outputs = [descriptor for pair in job["outputs"].values() for descriptor in pair]
-    for rank, variables in job["ranks"].items():
+    for number, (rank, variables) in enumerate(job["ranks"].items()):
         with warnings.catch_warnings():
             # Python 3.12 warns of threads of NumPy's OpenBLAS, with which a fork is safe.
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -124,8 +128,10 @@ def main() -> None:
             for descriptor in [*outputs, pids]:
                 os.close(descriptor)
             torch = sys.modules.get("torch")
-            if threads > 1 or (torch and torch.cuda._is_in_bad_fork()):
+            if not complete or threads > 1 or (torch and torch.cuda._is_in_bad_fork()):
                 os.execv(sys.executable, [sys.executable, *sys.argv])
+            if number:  # one rank removes what matplotlib made where HOME cannot be written
+                atexit.unregister(shutil.rmtree)
             return run(script, source)
         os.write(pids, f"{pid} {rank}\n".encode())
     os._exit(0)

@@ -121,6 +121,12 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
             )
     if any(word.endswith(";") for word in all_.get("ARGS", "").split()):
         yield f"ARGS={all_['ARGS']}: write changes with blanks between, not semicolons"
+    changes = "" if "sweep" in goals else all_.get("ARGS", "")  # sweep's are read by no shell
+    if match := re.search(r"[()<>&|]", re.sub(r"'[^']*'|\"[^\"]*\"|\\.", "", changes)):
+        yield (
+            f"ARGS={all_['ARGS']}: a shell would take its {match[0]}: write such a change within "
+            "single quotes too, ARGS=\"'key=f(1)'\"; interval() and choice() are for make sweep"
+        )
     np, hosts = all_.get("NP", "1"), all_.get("HOSTS", "localhost")
     if not re.fullmatch(r"( *[1-9][0-9]*)+ *", np):
         yield f"NP={np}: give a number of processes, as NP=2"

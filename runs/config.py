@@ -94,6 +94,9 @@ def _check(arguments: list[str]) -> None:
         config = compose("config", lines, return_hydra_config=True)
         lists = {o.key_or_group: o.value() for o in groups if isinstance(o.value(), list)}
         choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
+        for group, choice in choices.items():
+            if str(choice).endswith(".yaml"):  # Hydra takes it, for another name of the same
+                raise Refusal(f"conf/: {group}: {choice}: name the file without .yaml")
         with open_dict(config):
             del config["hydra"]
         changed: list[tuple[str, Any]] = []  # where callbacks are set, and what is set there
@@ -108,8 +111,9 @@ def _check(arguments: list[str]) -> None:
                     changed.append(("", {name: override.value()}))
         for choice in _listed(choices.get("callbacks")):
             file = CONF / "callbacks" / f"{choice}.yaml"
-            members = OmegaConf.to_container(OmegaConf.load(file))
-            changed.append((f"conf/callbacks/{choice}.yaml: ", members))
+            if file.is_file():  # or it is a structured config
+                members = OmegaConf.to_container(OmegaConf.load(file))
+                changed.append((f"conf/callbacks/{choice}.yaml: ", members))
         _check_monitors(changed, config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)

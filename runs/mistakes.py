@@ -62,6 +62,11 @@ ADVICE = {
     r"^Target (-?\d+) is out of bounds": (
         "a label is {}, for which the model has no output: labels count from 0 to model.classes - 1"
     ),
+    # torch, of the batches that a loader's workers hand over
+    r"unable to (?:allocate|open|resize|write).* shared memory|killed by signal: Bus error": (
+        "/dev/shm is full, through which the workers of loaders hand over their batches: give it "
+        "more (docker run --shm-size=8g), or data.num_workers=0"
+    ),
     # torch, of an object in a checkpoint
     OBJECT: f"the checkpoint cannot be loaded: {HELD}",
     # torch, of the optimizers in a checkpoint

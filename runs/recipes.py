@@ -6,11 +6,13 @@ Such a file chooses from the groups of conf/config.yaml, by `override /model: de
 
 from __future__ import annotations
 
+import contextlib
 import re
 from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from runs.refusal import Refusal, guess
@@ -53,9 +55,12 @@ def groups(conf: Path) -> list[str]:
 
 
 def missing(conf: Path, group: str, choice: Any) -> str | None:
-    """What to say of a group that has no such file; None if it has."""
+    """What to say of a group that has no such file or structured config; None if it has."""
     files = (conf / group).rglob("*.yaml")
-    options = sorted(str(file.relative_to(conf / group).with_suffix("")) for file in files)
+    named = {str(file.relative_to(conf / group).with_suffix("")) for file in files}
+    with contextlib.suppress(OSError):  # where code has registered none for this group
+        named |= {name.removesuffix(".yaml") for name in ConfigStore.instance().list(group)}
+    options = sorted(named)
     if choice in options:
         return None
     choice = str(choice).lower() if isinstance(choice, bool) else choice

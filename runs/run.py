@@ -17,6 +17,7 @@ import shlex
 import shutil
 import signal
 import sys
+import tempfile
 import threading
 import warnings
 from pathlib import Path
@@ -71,6 +72,8 @@ MADE = {  # the groups of conf/ that make one object each, and its class
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
 }  # fmt: skip
 LR_POWERS = {"linear": 1, "sqrt": 0.5}  # of the number of ranks, by lr_scaling
+# A socket's path has 107 characters (unix(7)), of which multiprocessing takes 32 below TMPDIR.
+LONGEST_TMPDIR = 75
 QUIETED = (  # warnings that tell a user of this template nothing
     ".*Profiler clears events.*",
     ".*LeafSpec.*is deprecated.*",
@@ -114,6 +117,9 @@ class Run:
         level = logging.ERROR if launched_rank() else logging.WARNING
         for name in ("pytorch_lightning", "lightning_fabric"):
             logging.getLogger(name).setLevel(level)
+        if not launched_rank():  # what these say, they were asked for
+            for name in ("early_stopping", "model_summary"):
+                logging.getLogger(f"pytorch_lightning.callbacks.{name}").setLevel(logging.INFO)
         if not torch.cuda.is_available():  # torch's profilers would say so, as an error
             os.environ.setdefault("KINETO_LOG_LEVEL", "5")
         if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file or class may be no UTF-8
@@ -123,6 +129,13 @@ class Run:
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
         threading.excepthook = shortly_if_full
+        if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
+            warnings.warn(
+                f"TMPDIR={tempfile.gettempdir()} is too long for the sockets that a loader's "
+                f"workers make there ({LONGEST_TMPDIR} characters): this run uses /tmp",
+                stacklevel=2,
+            )
+            tempfile.tempdir = "/tmp"
         return self
 
     def open(self, strategy: Strategy) -> Path:

@@ -29,7 +29,10 @@ from datetime import timedelta
 from pathlib import Path
 
 from hydra import compose, initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from runs.config import CONF
 from runs.folders import ROOT, new_folder, quoted, shown, task_folder, whole
@@ -264,7 +267,9 @@ def _words(arguments: str) -> list[str]:
 
 def _composed(changes: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("config", changes, return_hydra_config=True)
+        config = compose("config", changes, return_hydra_config=True)
+    HydraConfig.instance().set_config(config)  # for ${hydra:...} in conf/
+    return config
 
 
 def _judged_by(metric: str, mode: str, config: DictConfig) -> tuple[str, str]:
@@ -300,8 +305,8 @@ def main() -> int:
         count = int(flags.trials) if flags.trials else None
         judged_by = flags.metric, flags.mode
         return Sweep(flags.command, _words(flags.arguments), count, *judged_by).run(Launcher())
-    except Refusal as refusal:
-        refuse(str(refusal), a_rank=False)
+    except (Refusal, HydraException, OmegaConfBaseException) as error:
+        refuse(" ".join(str(error).split()), a_rank=False)
     except OSError as error:
         refuse(f"{error.filename or 'writing'}: {error.strerror}", a_rank=False)
     except KeyboardInterrupt:

@@ -8,10 +8,12 @@ import re
 import shutil
 import sys
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from runs import config
@@ -173,6 +175,31 @@ def test_a_number_is_of_any_kind_where_no_hint_says_which(
     for refused in ("model.either=0.5", "model.bare=few", "seed=1e3"):
         with pytest.raises(Refusal, match="a whole number is expected"):
             check(["model=mine", refused])
+
+
+def test_a_structured_config_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As models/__init__.py may register one (docs/faq.md)."""
+    monkeypatch.setattr(ConfigStore.instance(), "repo", deepcopy(ConfigStore.instance().repo))
+    ConfigStore.instance().store(group="model", name="mine", node={"lr": 1.0})
+    ConfigStore.instance().store(group="callbacks", name="mine", node={"a": {"_target_": "b"}})
+    check(["model=mine", "model.lr=2.0", "callbacks=mine"])
+    with pytest.raises(Refusal, match="no conf/model/min.yaml; there are: .* mine, .*did you mean"):
+        check(["model=min"])
+    with pytest.raises(Refusal, match="no conf/data/mine.yaml"):
+        check(["data=mine"])
+
+
+def test_a_choice_with_its_suffix_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(config.CONF, tmp_path / "conf")
+    text = (tmp_path / "conf" / "config.yaml").read_text()
+    assert "callbacks: default\n" in text
+    with_suffix = text.replace("callbacks: default\n", "callbacks: default.yaml\n")
+    (tmp_path / "conf" / "config.yaml").write_text(with_suffix)
+    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    with pytest.raises(Refusal, match="conf/: callbacks: default.yaml: name the file without"):
+        check([])
 
 
 def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

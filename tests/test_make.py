@@ -210,6 +210,11 @@ def test_what_a_target_takes_is_what_its_recipe_uses(target: str) -> None:
         (["train", "RUN=a"], "RUN=a: make train takes"),
         (["train", "ARGS=data_dir=$HOME/x"], "ARGS has a $, which make would take"),
         (["sweep", "ARGS=a=1; b=2"], "ARGS=a=1; b=2: write changes with blanks between, not"),
+        (
+            ["train", "ARGS=model.lr=interval(1,2)"],
+            "interval(1,2): a shell would take its (: write",
+        ),
+        (["launch", "ARGS=task='a(b)' seed=1&"], "seed=1&: a shell would take its &: write such"),
         (["bench", "METRIC=a"], "METRIC=a: make bench takes"),
         (["train", "AT=02:00"], "AT=02:00: make train takes"),
         (["stop", "KILL=1", "NP=2"], "NP=2: make stop takes RUN KILL"),
@@ -243,7 +248,7 @@ def test_hosts_in_the_environment_are_not_for_each_target() -> None:
         "sync predict HOSTS=a:1 RUN=b", "sweep TRIALS=2 METRIC=a MODE=max LAUNCHER=mpi",
         "launch AT=02:00 STOP_SECONDS=9 HOSTFILE=a", "bench-check OLD=a NEW=b", "logs RUN=a",
         "predict NP=2 RUN=a ALLREDUCE=b NETWORK=c ARGS=d", "profile NP=2 STEPS=9",
-        "train ARGS='model.lr=$${seed}'",
+        "train ARGS='model.lr=$${seed}'", "train ARGS='f(1)'", "sweep ARGS=seed=range(1,3)",
     ],
 )  # fmt: skip
 def test_make_takes_what_one_of_its_targets_uses(line: str) -> None:

@@ -100,6 +100,30 @@ def test_what_was_deleted_is_left_out(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert "models/classifier.py" in kept and "models/gone.py" not in kept
 
 
+def test_the_files_of_a_submodule_come_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in SOMEBODY.items():
+        monkeypatch.setenv(name, value)
+    library, project = tmp_path / "library", tmp_path / "project"
+    library.mkdir()
+    (library / "code.py").touch()
+    git(library, "init", "-q")
+    git(tmp_path, "clone", "-q", str(ROOT), "project")
+    for folder in (library, project):
+        if folder == project:
+            add = ["submodule", "add", "-q", str(library)]
+            git(project, "-c", "protocol.file.allow=always", *add)
+        git(folder, "add", "--all")
+        git(folder, "commit", "-qm", "made")
+    monkeypatch.setattr(new, "ROOT", project)
+    new.new("mine", tmp_path / "mine")
+    kept = git(tmp_path / "mine", "ls-files")
+    assert "library/code.py" in kept and ".gitmodules" not in kept
+    git(tmp_path, "clone", "-q", "project", "without")  # where its folder is empty
+    monkeypatch.setattr(new, "ROOT", tmp_path / "without")
+    new.new("bare", tmp_path / "bare")
+    assert not [name for name in git(tmp_path / "bare", "ls-files") if "library" in name]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a folder to another user: needs root")
 def test_a_checkout_of_another_user(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As in a container."""

@@ -456,8 +456,8 @@ def test_a_loss_of_training_is_no_guess_for_one_of_validation(tmp_path: Path) ->
 def test_a_folder_of_logs_may_be_that_of_home() -> None:
     folder = _sweeps_folder(_composed(["log_dir='~/logs'"]))
     assert folder == Path.home() / "logs" / "classifier" / "sweeps"
-    folder = _sweeps_folder(_composed(["log_dir='~/logs'", "task=a/b"]))
-    assert folder == Path.home() / "logs" / "a_b" / "sweeps"
+    folder = _sweeps_folder(_composed(["log_dir='~/logs'", "task=${hydra:job.name}/b"]))
+    assert folder == Path.home() / "logs" / "app_b" / "sweeps"  # Hydra's name of what only composes
 
 
 @pytest.mark.usefixtures("handlers")
@@ -538,6 +538,7 @@ def test_trainings_on_two_ranks(tmp_path: Path) -> None:
         (["--trials", "many"], "error: TRIALS=many: write how many"),
         (["--trials", "0"], "error: TRIALS=0: write how many"),
         (["--mode", "most"], "error: METRIC=val/loss: say what is best of it"),
+        (["--arguments", "task=${oc.env:NO_SUCH} seed=1,2"], "Environment variable 'NO_SUCH' not"),
         (["--arguments", "seed=1,2 task='a"], "error: ARGS=seed=1,2 task='a: No closing quotation"),
     ],
 )

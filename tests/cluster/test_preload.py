@@ -206,6 +206,26 @@ def test_a_mistake_in_an_import_is_told_by_ranks(script: Path) -> None:
     assert "horovodrun: rank " in done.stdout and "ended with exit code 1" in done.stdout
 
 
+def test_imports_that_failed_are_made_anew_by_each_rank(script: Path) -> None:
+    """What they left half made may fail otherwise the second time."""
+    once = "import sys\nassert not hasattr(sys, 'planted'), 'made before'\nsys.planted = True\n"
+    script.with_name("planted.py").write_text(once + "raise KeyError('the cause')\n")
+    done = run(launched(script, 2))
+    assert done.returncode == 1 and "made before" not in done.stdout, done.stdout
+    assert "KeyError: 'the cause'" in done.stdout
+
+
+def test_a_folder_for_the_time_of_the_imports_is_removed_once(script: Path, tmp_path: Path) -> None:
+    """As that of matplotlib, where HOME cannot be written."""
+    (tmp_path / "theirs").mkdir()
+    removes = f"import atexit, shutil\natexit.register(shutil.rmtree, {str(tmp_path / 'theirs')!r})"
+    script.with_name("planted.py").write_text(f"{COUNTS}{removes}\n")
+    script.write_text("import planted\n# preload: it\n")
+    done = run(launched(script))
+    assert imports(script) == 1 and done.returncode == 0, done.stdout
+    assert not (tmp_path / "theirs").exists() and "FileNotFoundError" not in done.stdout
+
+
 def test_a_mistake_in_the_script_is_told_without_frames_of_ours(script: Path) -> None:
     script.write_text("import planted\n# preload: it\nthis is no Python\n")
     done = run(launched(script, 2))

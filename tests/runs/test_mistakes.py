@@ -190,6 +190,19 @@ def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     assert message == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent ...\n"
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: Resource tem",
+        "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataload",
+    ],
+)
+def test_a_full_shared_memory_is_told_in_one_line(text: str) -> None:
+    told = mistake(RuntimeError(text), started=True)
+    assert told and told.startswith("/dev/shm is full") and "docker run --shm-size=" in told
+
+
 def test_the_traceback_of_a_mistake_can_be_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

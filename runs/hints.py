@@ -46,6 +46,16 @@ def divided_batches(asked: int | None, batch_size: int | None, ranks: int) -> st
     )
 
 
+def long_windows(asked: int, batches: int) -> str:
+    """Whether an epoch has fewer batches than are to be accumulated for a step."""
+    if batches >= asked:
+        return ""
+    return (
+        f"trainer.accumulate_grad_batches={asked}: an epoch ends after {batches} batches, with a "
+        f"step whose loss is divided by {asked} all the same; give at most {batches}"
+    )
+
+
 def same_batches(trainer: pl.Trainer, batch: Any) -> str:
     """Whether all ranks begin with the same batch: Lightning splits data sets over ranks, but no
     streams, and no samplers of one's own with use_distributed_sampler=false. All ranks must call

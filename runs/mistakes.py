@@ -48,6 +48,10 @@ ADVICE = {
         "trainer.val_check_interval={}: a rank has {} batches an epoch: give at most that, or "
         "count over epochs with trainer.check_val_every_n_epoch=null"
     ),
+    r"Batch size finder is not supported with distributed strategies": (
+        "a BatchSizeFinder searches in one process without Horovod: python template.py "
+        "strategy=single ...; then give what it finds, data.batch_size="
+    ),
     # torch, of a OneCycleLR
     r"^Tried to step \d+ times. The specified number of total steps is (\d+)": (
         "the schedule of the learning rate has {0} steps, and this training makes more: make it "

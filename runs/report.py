@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import shlex
@@ -84,6 +85,7 @@ class Report(pl.Callback):
         if stage != "fit":
             return
         beforehand.refuse_model(trainer, pl_module, data, self.config.test, self.choices["model"])
+        data = copy.copy(data)  # one that counts how often it is asked counts Lightning's calls
         loader = data.train_dataloader()
         beforehand.refuse_shares(trainer, data, loader, self.config.test, self.choices["data"])
         beforehand.refuse_batch_sampler(trainer, loader, self.choices["data"])
@@ -127,7 +129,8 @@ class Report(pl.Callback):
                 "ranks": f"{ranks}: {_places(self.hosts)}; strategy {strategy}{over}",
                 "device": f"{gpu or device}, precision {trainer.precision}",
                 "batch": self._global_batch(trainer),
-                "warning": hints.divided_batches(asked, self.batch_size, ranks),
+                "warning": hints.divided_batches(asked, self.batch_size, ranks)
+                or hints.long_windows(trainer.accumulate_grad_batches, self._windows(trainer)),
                 "from": shown(Path(self.config.ckpt_path)) if self.config.ckpt_path else "",
                 "run": shown(Path(self.config.run_dir)),
                 "look": _look(Path(self.config.run_dir)) if self.config.train and curves else "",
@@ -147,10 +150,16 @@ class Report(pl.Callback):
         batch, ranks = self.batch_size, trainer.world_size
         if not batch:
             return ""
-        windows = trainer.accumulate_grad_batches
+        windows = self._windows(trainer)
         accumulated = f" x {windows} accumulated" if windows > 1 else ""
         factors = f"{batch} a process x {counted(ranks, 'rank')}{accumulated}"
         return f"{factors} = {batch * ranks * windows} global"
+
+    def _windows(self, trainer: pl.Trainer) -> int:
+        """Batches that are accumulated for a step, of which an epoch may have fewer."""
+        share = -(-(self.train_samples or 0) // trainer.world_size)
+        batches = -(-share // (self.batch_size or 1)) or trainer.accumulate_grad_batches
+        return min(trainer.accumulate_grad_batches, batches)
 
     # ---------------------------------------------------------------- counting
 
@@ -305,7 +314,7 @@ class Report(pl.Callback):
         predictions: Path | None,
     ) -> dict[str, Any]:  # fmt: skip
         """What summary.json holds."""
-        batch, windows = self.batch_size, trainer.accumulate_grad_batches
+        batch, windows = self.batch_size, self._windows(trainer)
         return {
             "world_size": trainer.world_size,
             "hosts": self.hosts,

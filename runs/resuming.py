@@ -28,11 +28,18 @@ from runs.refusal import Refusal
 # Not told as kept from the checkpoint: rates have a line of their own, the rest chooses an
 # implementation.
 NO_SETTINGS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
+SEARCHES = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Remembers what was best before the resume. Lightning's forgets it in another folder, and
-    takes the best of the epochs since then, which may be worse."""
+    takes the best of the epochs since then, which may be worse.
+
+    Without a monitor, it is written behind a validation that comes next, by every_n_train_steps
+    too: a resume passes over the validation of the batch at which a checkpoint was written.
+    """
+
+    _late = False  # a batch's turn is put off until it was validated
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -42,6 +49,23 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         if self.monitor and alike[-1] is not self:
             all_ = trainer.callbacks  # type: ignore[attr-defined]
             trainer.callbacks = [c for c in all_ if c is not self]  # type: ignore[attr-defined]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any
+    ) -> None:
+        loop = trainer.fit_loop
+        assert loop._data_fetcher is not None
+        self._late = self.monitor is None and loop.epoch_loop._should_check_val_fx(
+            loop._data_fetcher
+        )
+        if not self._late:
+            super().on_train_batch_end(trainer, pl_module, *batch)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_validation_end(trainer, pl_module)
+        if self._late:
+            self._late = False
+            super().on_train_batch_end(trainer, pl_module, None, None, 0)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -73,6 +97,28 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         state["best_k_models"] = {places[file]: v for file, v in state["best_k_models"].items()}
         for key in ("best_model_path", "kth_best_model_path"):
             state[key] = places.get(state[key], state[key])
+
+
+class LeavesOutSearches(callbacks.Callback):
+    """A resumed run goes on with the learning rate that was found: a search at the start of a fit
+    takes the checkpoint's place, and Lightning then begins anew, with nothing but its weights."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        all_ = trainer.callbacks  # type: ignore[attr-defined]
+        searches = [c for c in all_ if isinstance(c, SEARCHES) and _searches_at_start(c)]
+        if stage == "fit" and searches:
+            trainer.callbacks = [c for c in all_ if c not in searches]  # type: ignore[attr-defined]
+            names = ", ".join(type(search).__name__ for search in searches)
+            rank_zero_warn(
+                f"{names} left out, as this run goes on from a checkpoint: it keeps the learning "
+                "rate found before; a batch size found before has to be given, as data.batch_size"
+            )
+
+
+def _searches_at_start(callback: callbacks.Callback) -> bool:
+    """Not a subclass that searches later, as in certain epochs."""
+    kinds = [kind for kind in SEARCHES if isinstance(callback, kind)]
+    return any(type(callback).on_fit_start is kind.on_fit_start for kind in kinds)
 
 
 class KeepsPatience(callbacks.Callback):

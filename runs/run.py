@@ -61,6 +61,7 @@ from runs.resuming import (
     KeepsAccumulating,
     KeepsPatience,
     KeepsUnfrozen,
+    LeavesOutSearches,
     StepsPlateausFirst,
     keeping,
     save_average,
@@ -105,6 +106,7 @@ class Run:
         self.callbacks = [
             self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsAccumulating(),
             KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(), LeavesOutEmptyHooks(),
+            *([LeavesOutSearches()] if config.ckpt_path else []),
             *([Predictions()] if config.predict else []),
         ]  # fmt: skip
         self.folder: Path | None = None

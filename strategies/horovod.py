@@ -53,7 +53,7 @@ from .metrics import (
     synchronize_metrics,
     warn_of_own_values,
 )
-from .randomness import OwnDraws
+from .randomness import OwnDraws, draw_others
 from .reductions import COMPRESSIONS, Reduction, adasum, cuts_itself
 from .refusals import (
     refuse_contradictions,
@@ -593,6 +593,9 @@ class HorovodStrategy(ParallelStrategy):
         if received := self.broadcast(sendable(problem)):
             raise problem or received
         checkpoint = self.broadcast(checkpoint)
+        step = checkpoint.get("global_step", 0)
+        if step and self._trainer.state.fn == TrainerFn.FITTING:
+            draw_others(step)  # before loaders are made, whose workers take their seeds then
         states = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
         self._resumed = {**checkpoint.get(SAVED, {}), "loaders": states.get("combined_loader", [])}
         return checkpoint

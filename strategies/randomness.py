@@ -6,7 +6,18 @@ import random
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import numpy as np
 import torch
+
+
+def draw_others(step: int) -> None:
+    """Have loaders of a training that goes on after so many steps draw other numbers than those of
+    its beginning, as for augmentation. Ranks that would have drawn alike do so afterwards."""
+    drawn = int(torch.randint(2**62, ())), random.random(), np.random.rand()
+    of_torch, of_python, of_numpy = (random.Random(f"{number} {step}") for number in drawn)
+    torch.default_generator.manual_seed(of_torch.getrandbits(63))
+    random.setstate(of_python.getstate())
+    np.random.seed(of_numpy.getrandbits(32))
 
 
 class OwnDraws:

@@ -16,6 +16,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, RandomSampler, Sampler, WeightedRandomSampler
 
@@ -91,6 +92,42 @@ def test_data_is_prepared_once_and_workers_draw_apart(launch: Callable, tmp_path
     assert first["seen"] == second["seen"] == ["0"]
     assert first["drawn"].shape == second["drawn"].shape == (4, FEATURES)
     assert not torch.equal(first["drawn"], second["drawn"])
+
+
+class DrawsAll(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Tensor:
+        drawn = torch.tensor([np.random.rand(), random.random()])
+        return torch.cat([drawn, torch.rand(FEATURES - 2)])
+
+
+def go_on_drawing(folder: str, workers: int) -> tuple[Tensor, Tensor]:
+    """What data sets drew in two epochs, and in those that a new process goes on with."""
+    keep = ModelCheckpoint(folder, "last", save_on_train_epoch_end=True)
+    drawn, path = [], None
+    for epochs in (2, 4):
+        pl.seed_everything(7, workers=True)
+        run = trainer("horovod", max_epochs=epochs, callbacks=[keep], enable_checkpointing=True)
+        model = Keeps()
+        run.fit(model, DataLoader(DrawsAll(), 2, num_workers=workers), ckpt_path=path)
+        drawn.append(torch.cat(model.drawn))
+        path = f"{folder}/last.ckpt"
+    del os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]  # for other tests
+    return drawn[0], drawn[1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_data_draw_other_numbers_after_a_resume(
+    launch: Callable, tmp_path: Path, workers: int
+) -> None:
+    """Each of torch, NumPy and Python; without workers ranks draw alike, as before."""
+    ranks = launch(go_on_drawing, 2, folder=str(tmp_path), workers=workers)
+    for first, then in ranks:
+        assert first.shape == then.shape == (8, FEATURES)
+        assert not set(first.flatten().tolist()) & set(then.flatten().tolist())
+    assert torch.equal(ranks[0][1], ranks[1][1]) == (workers == 0)
 
 
 class Noisy(Net):

@@ -190,6 +190,12 @@ def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     assert message == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
 
 
+def test_a_search_for_a_batch_size_on_several_ranks_is_told() -> None:
+    text = "The Batch size finder is not supported with distributed strategies."
+    told = mistake(MisconfigurationException(text), started=False)
+    assert told and "in one process without Horovod: python template.py strategy=single" in told
+
+
 @pytest.mark.parametrize(
     "text",
     [

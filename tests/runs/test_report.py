@@ -313,14 +313,16 @@ class OwnBatches(BatchSampler):
 def batches_told() -> list[tuple[str, int]]:
     told = []
     config = {"data": {"batch_size": 8}, "ckpt_path": None, "run_dir": "x", "train": True}
-    for divides, batches in ((False, False), (True, False), (True, True)):
+    for divides, batches, accumulated in ((0, 0, 1), (1, 0, 1), (1, 1, 1), (0, 0, 9)):
         report = Report(
             OmegaConf.create(config | {"test": False}),
             {"model": "m", "data": "d", "strategy": "horovod"},
         )
-        trainer = matrix.trainer("horovod", max_epochs=1, callbacks=[report])
+        trainer = matrix.trainer(
+            "horovod", max_epochs=1, callbacks=[report], accumulate_grad_batches=accumulated
+        )
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            trainer.fit(matrix.Net(), datamodule=Samples(8, divides, batches))
+            trainer.fit(matrix.Net(), datamodule=Samples(8, bool(divides), bool(batches)))
         lines = [line for line in output.getvalue().splitlines() if re.match("batch|warn", line)]
         summary = report._summary(trainer, None, None, None)
         told.append(("\n".join(lines), summary["global_batch_size"]))
@@ -328,15 +330,46 @@ def batches_told() -> list[tuple[str, int]]:
 
 
 def test_the_batch_that_is_told_is_the_loaders(launch: Callable) -> None:
-    """Also where a data module divides data.batch_size by the ranks."""
+    """Also where a data module divides data.batch_size by the ranks, or an epoch of 5 batches ends
+    before as many are accumulated."""
     divided = (
         "batch   4 a process x 2 ranks = 8 global\nwarning data.batch_size=8, but the loader's "
         "batches have 4: if the data module divides it by the ranks, let it not, as "
         "data.batch_size is per process here"
     )
     told, others = launch(batches_told, 2)
-    assert told == [("batch   8 a process x 2 ranks = 16 global", 16), *[(divided, 8)] * 2]
-    assert others == [("", 16), ("", 8), ("", 8)]
+    short = (
+        "batch   8 a process x 2 ranks x 5 accumulated = 80 global\nwarning "
+        "trainer.accumulate_grad_batches=9: an epoch ends after 5 batches, with a step whose loss "
+        "is divided by 9 all the same; give at most 5"
+    )
+    whole = "batch   8 a process x 2 ranks = 16 global"
+    assert told == [(whole, 16), *[(divided, 8)] * 2, (short, 80)]
+    assert others == [("", 16), ("", 8), ("", 8), ("", 80)]
+
+
+class Counts(TrainsAndTests):
+    """Gives other data each time that it is asked, as one that loads a part after the other."""
+
+    asked = 0
+
+    def train_dataloader(self) -> DataLoader:
+        self.asked += 1
+        return super().train_dataloader()
+
+    def val_dataloader(self) -> DataLoader:
+        return self.train_dataloader()
+
+
+def test_data_are_asked_for_their_loaders_as_often_as_by_lightning(tmp_path: Path) -> None:
+    config = {"data": {}, "ckpt_path": None, "run_dir": "x", "train": True, "test": False}
+    data, model = Counts(), IsValidated()
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    Trainer(
+        accelerator="cpu", logger=False, callbacks=[report], max_epochs=1,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(model, data)  # fmt: skip
+    assert data.asked == 2
 
 
 class TakesTime(Times):

@@ -17,6 +17,7 @@ from pytorch_lightning.callbacks import (
     BaseFinetuning,
     EarlyStopping,
     GradientAccumulationScheduler,
+    LearningRateFinder,
     ModelCheckpoint,
 )
 from torch import Tensor
@@ -271,6 +272,23 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
 
 
+def test_a_checkpoint_within_an_epoch_knows_the_validation_of_its_batch(tmp_path: Path) -> None:
+    best = resuming.ModelCheckpoint(tmp_path, "best_{step}", monitor="val/loss")
+    every = resuming.ModelCheckpoint(
+        tmp_path, "every_{step}", every_n_train_steps=2, save_top_k=-1, monitor=None
+    )
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+        enable_model_summary=False, callbacks=[best, every], max_epochs=1, val_check_interval=4,
+    )  # fmt: skip
+    trainer.fit(Loses(1), DataLoader(torch.ones(8)), DataLoader(torch.ones(1)))
+    known = []
+    for step in (2, 4, 6, 8):
+        state = torch.load(tmp_path / f"every_step={step}.ckpt", weights_only=False)
+        known.append(Path(state["callbacks"][best.state_key]["best_model_path"]).name)
+    assert known == ["", *["best_step=4.ckpt"] * 3]
+
+
 @pytest.mark.parametrize("gone_on_from", ["last.ckpt", "epoch=1-val/loss=1.ckpt"])
 def test_the_best_may_be_named_by_a_metric_with_a_slash(gone_on_from: str, tmp_path: Path) -> None:
     name = "{epoch}-{val/loss:.0f}"
@@ -308,6 +326,38 @@ def test_a_modules_own_callbacks_replace_those_of_conf(tmp_path: Path) -> None:
     best = resuming.keeping(trainer)
     assert best is not None and Path(best.best_model_path).name == "epoch=0-step=2.ckpt"
     assert best not in of_conf and (tmp_path / "checkpoints" / "last.ckpt").is_file()
+
+
+class Searched(Times):
+    lr = 0.1
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+class SearchesLater(LearningRateFinder):
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pass
+
+
+def test_a_resumed_run_searches_no_learning_rate(tmp_path: Path) -> None:
+    """Which would have Lightning begin anew."""
+    search, later = LearningRateFinder(num_training_steps=5), SearchesLater()
+    checkpoint = tmp_path / "a.ckpt"
+    for epochs, more in ((1, []), (2, [search, later, resuming.LeavesOutSearches()])):
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=epochs,
+            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[*more],
+        )  # fmt: skip
+        model, path = Searched(), checkpoint if more else None
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            trainer.fit(model, DataLoader(torch.ones(3)), ckpt_path=path)
+        trainer.save_checkpoint(checkpoint)
+    assert trainer.global_step == 6 and model.weight.item() == pytest.approx(1 - 6 * 0.1)
+    kept: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    assert later in kept and search not in kept
+    assert sum("LearningRateFinder left out" in str(each.message) for each in told) == 1
 
 
 class Unfreezes(BaseFinetuning):

@@ -56,7 +56,8 @@ def check(arguments: list[str]) -> None:
         Refusal: for an unknown key or group, a value of the wrong type, or an unreadable one; and
             for -m, with which Hydra would make all runs in one process, in folders of its own.
     """
-    if {"-m", "--multirun"} & set(arguments):
+    short = [word for word in arguments if len(word) > 2 and "--multirun".startswith(word)]
+    if short or "-m" in arguments:  # argparse takes --mult, too
         raise Refusal('-m: make sweep tries several values: make sweep ARGS="model.lr=0.1,0.01"')
     if any(argument.startswith("-") for argument in arguments):
         return

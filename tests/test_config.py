@@ -114,8 +114,8 @@ def test_a_mistake_is_refused_in_a_line_that_begins_with_its_key(
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("flag", ["-m", "--multirun"])
-def test_hydras_own_sweep_is_refused_by_either_name(flag: str) -> None:
+@pytest.mark.parametrize("flag", ["-m", "--multirun", "--multi"])
+def test_hydras_own_sweep_is_refused_by_each_name(flag: str) -> None:
     with pytest.raises(Refusal, match="make sweep tries several values"):
         check([flag, "seed=1,2"])
 

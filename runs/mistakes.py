@@ -48,6 +48,9 @@ ADVICE = {
         "trainer.val_check_interval={}: a rank has {} batches an epoch: give at most that, or "
         "count over epochs with trainer.check_val_every_n_epoch=null"
     ),
+    r"multiple progress bar callbacks": (
+        "there are two progress bars: ~callbacks.progress leaves out that of conf/callbacks"
+    ),
     r"Batch size finder is not supported with distributed strategies": (
         "a BatchSizeFinder searches in one process without Horovod: python template.py "
         "strategy=single ...; then give what it finds, data.batch_size="

@@ -16,6 +16,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from omegaconf import DictConfig
+from pytorch_lightning.callbacks import BatchSizeFinder
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -111,7 +112,9 @@ class Report(pl.Callback):
         self._lr, self._asked = _lr(pl_module), settings(trainer)
         self.hosts = dict(Counter(gather_objects(trainer.strategy, socket.gethostname())))
         asked, ranks = self.config.data.get("batch_size"), trainer.world_size
-        self.batch_size = self.batch_size or asked
+        all_ = trainer.callbacks if trainer.state.fn == "fit" else []  # type: ignore[attr-defined]
+        found = next((c.optimal_batch_size for c in all_ if isinstance(c, BatchSizeFinder)), None)
+        self.batch_size = found or self.batch_size or asked
         if not trainer.is_global_zero:
             return
         parameters = sum(parameter.numel() for parameter in pl_module.parameters())

@@ -18,6 +18,7 @@ import torch
 from horovod.common.exceptions import HorovodInternalError
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loops.optimization import automatic
 from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -26,6 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, Sampler, Sequential
 
 from runs.checkpoints import unreadable
 from runs.mistakes import mistake, no_metric
+from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
 from runs.run import Run, shortly_if_full
@@ -188,6 +190,14 @@ def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'
     message = mistake(OSError(text), started=False)
     assert message == "OSError: cannot identify cat.png (HYDRA_FULL_ERROR=1 shows where)"
+
+
+def test_a_second_progress_bar_is_told(tmp_path: Path) -> None:
+    with pytest.raises(MisconfigurationException) as caught:
+        Trainer(callbacks=[Progress(), TQDMProgressBar()], default_root_dir=tmp_path)
+    assert mistake(caught.value, started=False) == (
+        "there are two progress bars: ~callbacks.progress leaves out that of conf/callbacks"
+    )
 
 
 def test_a_search_for_a_batch_size_on_several_ranks_is_told() -> None:

@@ -22,7 +22,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import BatchSizeFinder, ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from tensorboard import default, program
 from torch import Tensor
@@ -346,6 +346,28 @@ def test_the_batch_that_is_told_is_the_loaders(launch: Callable) -> None:
     whole = "batch   8 a process x 2 ranks = 16 global"
     assert told == [(whole, 16), *[(divided, 8)] * 2, (short, 80)]
     assert others == [("", 16), ("", 8), ("", 8), ("", 80)]
+
+
+class Sized(LightningDataModule):
+    batch_size = 1
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(64), batch_size=self.batch_size)
+
+
+def test_a_batch_size_that_was_searched_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = {"data": {"batch_size": 1}, "ckpt_path": None, "run_dir": "x", "train": True}
+    config["test"] = False
+    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    search = BatchSizeFinder(steps_per_trial=1, max_trials=2)
+    Trainer(
+        accelerator="cpu", logger=False, callbacks=[search, report], max_epochs=1,
+        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Times(), Sized())  # fmt: skip
+    assert search.optimal_batch_size == 4
+    assert "batch   4 a process x 1 rank = 4 global" in capsys.readouterr().out
 
 
 class Counts(TrainsAndTests):

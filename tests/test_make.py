@@ -226,6 +226,15 @@ def test_make_says_what_it_lacks(target: list[str], message: str) -> None:
     assert "usage" not in done.stdout and "installs" not in done.stdout
 
 
+def test_who_has_no_name_is_given_one() -> None:
+    """In a container torch may find none."""
+    show = ["make", "-s", "--eval", "show: ; @echo user=$$USER", "show"]
+    name = run(["id", "-un"]).stdout.strip()
+    assert run(show, USER="", LOGNAME="").stdout == f"user={name}\n"
+    assert run(show, USER="", LOGNAME="ada").stdout == "user=\n"
+    assert run(show, USER="ada", LOGNAME="").stdout == "user=ada\n"
+
+
 def test_of_the_environment_make_takes_four_variables() -> None:
     taken = {"NP", "HOSTS", "HOSTFILE", "ARGS"}
     others = re.search("^OURS := (.*)", (ROOT / "Makefile").read_text(), re.M)

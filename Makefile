@@ -26,7 +26,7 @@ endif
 
 # torch asks who we are: in a container that may be a user without a name.
 ifeq ($(USER)$(LOGNAME),)
-  export USER := $(shell id -un 2>/dev/null || id -u)
+  export USER := $(firstword $(shell id -un 2>/dev/null || id -u))
 endif
 
 # Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.

@@ -89,7 +89,7 @@ class Job:
         # Why the job ends, after how much that explains: 0 a rank ended as another did, 1 it
         # failed, 2 it was killed, 3 host or agent failed, 4 the job was told to stop.
         self._cause: tuple[int, str] | None = None
-        # The first failure of a rank that was asked for a checkpoint, or who did not end by itself.
+        # Of ranks that were asked for a checkpoint, the first failure, or who had to be ended.
         self._unsaved = ""
         self._left = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None

@@ -130,7 +130,7 @@ def main() -> None:
             torch = sys.modules.get("torch")
             if not complete or threads > 1 or (torch and torch.cuda._is_in_bad_fork()):
                 os.execv(sys.executable, [sys.executable, *sys.argv])
-            if number:  # one rank removes what matplotlib made where HOME cannot be written
+            if number:  # one removes what imports made for their time, as matplotlib may
                 atexit.unregister(shutil.rmtree)
             return run(script, source)
         os.write(pids, f"{pid} {rank}\n".encode())

@@ -296,6 +296,8 @@ def main() -> int:
     disturbed: list[Host] = []
 
     def one(host: Host, alone: bool = False) -> None:
+        if leaving.is_set():
+            return
         try:
             lines = sync(host, Path(mark.name).name, arguments.dry_run, arguments.env)
         except (Refusal, OSError) as error:

@@ -67,6 +67,7 @@ START = {target for target, takes in TAKES.items() if "HOSTFILE" in takes} - {"b
 OTHERS = {"help", "environment", "dev-environment"}
 HOST = r"[A-Za-z0-9._-]+(:[0-9]+)?"
 NUMBERS = "[0-9]{1,5}(-[0-9]{1,5})?"
+QUOTED = r"""\\.|'[^']*'|"(?:\\.|[^"\\])*\""""  # for a shell
 SEVERAL = re.compile(rf"[^\[\]:]*\[{NUMBERS}(,{NUMBERS})*\][^\[\]]*")
 
 
@@ -121,8 +122,8 @@ def mistakes(given: dict[str, str], goals: list[str]) -> Iterator[str]:
             )
     if any(word.endswith(";") for word in all_.get("ARGS", "").split()):
         yield f"ARGS={all_['ARGS']}: write changes with blanks between, not semicolons"
-    changes = "" if "sweep" in goals else all_.get("ARGS", "")  # sweep's are read by no shell
-    if match := re.search(r"[()<>&|]", re.sub(r"'[^']*'|\"[^\"]*\"|\\.", "", changes)):
+    changes = all_.get("ARGS", "") if {"train", "launch", "profile"} & {*goals} else ""
+    if match := re.search(r"[()<>&|]", re.sub(QUOTED, "", changes)):
         yield (
             f"ARGS={all_['ARGS']}: a shell would take its {match[0]}: write such a change within "
             "single quotes too, ARGS=\"'key=f(1)'\"; interval() and choice() are for make sweep"

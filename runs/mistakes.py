@@ -70,7 +70,7 @@ ADVICE = {
         "a label is {}, for which the model has no output: labels count from 0 to model.classes - 1"
     ),
     # torch, of the batches that a loader's workers hand over
-    r"unable to (?:allocate|open|resize|write).* shared memory|killed by signal: Bus error": (
+    r"unable to (?:allocate shared memory|.*</torch_.*No space left)|killed by signal: Bus error": (
         "/dev/shm is full, through which the workers of loaders hand over their batches: give it "
         "more (docker run --shm-size=8g), or data.num_workers=0"
     ),

@@ -59,7 +59,8 @@ def missing(conf: Path, group: str, choice: Any) -> str | None:
     files = (conf / group).rglob("*.yaml")
     named = {str(file.relative_to(conf / group).with_suffix("")) for file in files}
     with contextlib.suppress(OSError):  # where code has registered none for this group
-        named |= {name.removesuffix(".yaml") for name in ConfigStore.instance().list(group)}
+        stored = ConfigStore.instance().list(group)  # and groups within it
+        named |= {name.removesuffix(".yaml") for name in stored if name.endswith(".yaml")}
     options = sorted(named)
     if choice in options:
         return None

@@ -29,7 +29,12 @@ from runs.predictions import Predictions
 from runs.progress import plain
 from runs.ranks import gather_objects, leaves
 from runs.refusal import Refusal
-from runs.resuming import kept_settings, settings, warn_of_short_schedules
+from runs.resuming import (
+    kept_settings,
+    searches_at_start,
+    settings,
+    warn_of_short_schedules,
+)
 from runs.versions import commit, versions
 
 MOST_HOSTS = 4  # that are named; summary.json has all
@@ -113,7 +118,8 @@ class Report(pl.Callback):
         self.hosts = dict(Counter(gather_objects(trainer.strategy, socket.gethostname())))
         asked, ranks = self.config.data.get("batch_size"), trainer.world_size
         all_ = trainer.callbacks if trainer.state.fn == "fit" else []  # type: ignore[attr-defined]
-        found = next((c.optimal_batch_size for c in all_ if isinstance(c, BatchSizeFinder)), None)
+        searches = [c for c in all_ if isinstance(c, BatchSizeFinder) and searches_at_start(c)]
+        found = next((search.optimal_batch_size for search in searches), None)
         self.batch_size = found or self.batch_size or asked
         if not trainer.is_global_zero:
             return
@@ -160,9 +166,14 @@ class Report(pl.Callback):
 
     def _windows(self, trainer: pl.Trainer) -> int:
         """Batches that are accumulated for a step, of which an epoch may have fewer."""
-        share = -(-(self.train_samples or 0) // trainer.world_size)
-        batches = -(-share // (self.batch_size or 1)) or trainer.accumulate_grad_batches
-        return min(trainer.accumulate_grad_batches, batches)
+        asked = trainer.accumulate_grad_batches
+        if not self.train_samples or not self.batch_size:
+            return asked
+        limit = trainer.limit_train_batches
+        share = -(-self.train_samples // trainer.world_size)
+        batches = share // self.batch_size if self.drop_last else -(-share // self.batch_size)
+        batches = min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+        return min(asked, batches) or asked
 
     # ---------------------------------------------------------------- counting
 

@@ -35,11 +35,12 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     """Remembers what was best before the resume. Lightning's forgets it in another folder, and
     takes the best of the epochs since then, which may be worse.
 
-    Without a monitor, it is written behind a validation that comes next, by every_n_train_steps
-    too: a resume passes over the validation of the batch at which a checkpoint was written.
+    Without a monitor, every_n_train_steps writes behind a validation that comes next, or the end of
+    an epoch: a resume passes over the validation of the batch at which a checkpoint was written,
+    and may end that epoch again, with nothing trained.
     """
 
-    _late = False  # a batch's turn is put off until it was validated
+    _late = False  # the turn of a batch was put off
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -63,6 +64,19 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
+        if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
+            self._take_turn(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        super().on_train_epoch_end(trainer, pl_module)
+        self._take_turn(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        self._take_turn(trainer, pl_module)  # there was nothing to validate
+
+    def _take_turn(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._late:
             self._late = False
             super().on_train_batch_end(trainer, pl_module, None, None, 0)
@@ -105,7 +119,7 @@ class LeavesOutSearches(callbacks.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         all_ = trainer.callbacks  # type: ignore[attr-defined]
-        searches = [c for c in all_ if isinstance(c, SEARCHES) and _searches_at_start(c)]
+        searches = [c for c in all_ if isinstance(c, SEARCHES) and searches_at_start(c)]
         if stage == "fit" and searches:
             trainer.callbacks = [c for c in all_ if c not in searches]  # type: ignore[attr-defined]
             names = ", ".join(type(search).__name__ for search in searches)
@@ -115,7 +129,7 @@ class LeavesOutSearches(callbacks.Callback):
             )
 
 
-def _searches_at_start(callback: callbacks.Callback) -> bool:
+def searches_at_start(callback: callbacks.Callback) -> bool:
     """Not a subclass that searches later, as in certain epochs."""
     kinds = [kind for kind in SEARCHES if isinstance(callback, kind)]
     return any(type(callback).on_fit_start is kind.on_fit_start for kind in kinds)

@@ -73,7 +73,7 @@ MADE = {  # the groups of conf/ that make one object each, and its class
     "model": LightningModule, "data": LightningDataModule, "strategy": Strategy, "trainer": Trainer,
 }  # fmt: skip
 LR_POWERS = {"linear": 1, "sqrt": 0.5}  # of the number of ranks, by lr_scaling
-# A socket's path has 107 characters (unix(7)), of which multiprocessing takes 32 below TMPDIR.
+# A socket's path has 107 bytes (unix(7)), of which multiprocessing takes 32 below TMPDIR.
 LONGEST_TMPDIR = 75
 QUIETED = (  # warnings that tell a user of this template nothing
     ".*Profiler clears events.*",
@@ -131,13 +131,13 @@ class Run:
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
         threading.excepthook = shortly_if_full
-        if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
+        if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
             warnings.warn(
                 f"TMPDIR={tempfile.gettempdir()} is too long for the sockets that a loader's "
-                f"workers make there ({LONGEST_TMPDIR} characters): this run uses /tmp",
+                f"workers make there ({LONGEST_TMPDIR} bytes): this run uses /tmp",
                 stacklevel=2,
             )
-            tempfile.tempdir = "/tmp"
+            tempfile.tempdir = os.environ["TMPDIR"] = "/tmp"
         return self
 
     def open(self, strategy: Strategy) -> Path:

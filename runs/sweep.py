@@ -42,6 +42,7 @@ from runs.trials import Trial, best_of, judge, reason, write_results
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 LAST_LINES = 8  # of a failed trial's output, which are shown
+JOB_NAME = "hydra.job.name=template"  # as in a training
 PRCTL, PR_SET_PDEATHSIG = ctypes.CDLL(None).prctl, 1
 
 
@@ -267,7 +268,7 @@ def _words(arguments: str) -> list[str]:
 
 def _composed(changes: list[str]) -> DictConfig:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose("config", changes, return_hydra_config=True)
+        config = compose("config", [*changes, JOB_NAME], return_hydra_config=True)
     HydraConfig.instance().set_config(config)  # for ${hydra:...} in conf/
     return config
 

@@ -226,13 +226,17 @@ def test_make_says_what_it_lacks(target: list[str], message: str) -> None:
     assert "usage" not in done.stdout and "installs" not in done.stdout
 
 
-def test_who_has_no_name_is_given_one() -> None:
+def test_who_has_no_name_is_given_one(tmp_path: Path) -> None:
     """In a container torch may find none."""
     show = ["make", "-s", "--eval", "show: ; @echo user=$$USER", "show"]
     name = run(["id", "-un"]).stdout.strip()
     assert run(show, USER="", LOGNAME="").stdout == f"user={name}\n"
     assert run(show, USER="", LOGNAME="ada").stdout == "user=\n"
     assert run(show, USER="ada", LOGNAME="").stdout == "user=ada\n"
+    (tmp_path / "id").write_text("#!/bin/sh\necho 54321; [ $1 != -un ]\n")  # as of a nameless user
+    (tmp_path / "id").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    assert run(show, USER="", LOGNAME="", PATH=path).stdout == "user=54321\n"
 
 
 def test_of_the_environment_make_takes_four_variables() -> None:
@@ -258,6 +262,7 @@ def test_hosts_in_the_environment_are_not_for_each_target() -> None:
         "launch AT=02:00 STOP_SECONDS=9 HOSTFILE=a", "bench-check OLD=a NEW=b", "logs RUN=a",
         "predict NP=2 RUN=a ALLREDUCE=b NETWORK=c ARGS=d", "profile NP=2 STEPS=9",
         "train ARGS='model.lr=$${seed}'", "train ARGS='f(1)'", "sweep ARGS=seed=range(1,3)",
+        r'train ARGS="{\"a\":\"f(1)\"}"',
     ],
 )  # fmt: skip
 def test_make_takes_what_one_of_its_targets_uses(line: str) -> None:

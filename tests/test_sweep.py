@@ -457,7 +457,7 @@ def test_a_folder_of_logs_may_be_that_of_home() -> None:
     folder = _sweeps_folder(_composed(["log_dir='~/logs'"]))
     assert folder == Path.home() / "logs" / "classifier" / "sweeps"
     folder = _sweeps_folder(_composed(["log_dir='~/logs'", "task=${hydra:job.name}/b"]))
-    assert folder == Path.home() / "logs" / "app_b" / "sweeps"  # Hydra's name of what only composes
+    assert folder == Path.home() / "logs" / "template_b" / "sweeps"
 
 
 @pytest.mark.usefixtures("handlers")

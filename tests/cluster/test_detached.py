@@ -180,7 +180,7 @@ def test_a_job_for_later_starts_at_its_time(
     on: On, hosts: list[testbed.Node], project: Path
 ) -> None:
     """logs FOLLOW=1 waits for it, and shows what it prints."""
-    start = datetime.datetime.now().replace(microsecond=0) + datetime.timedelta(seconds=6)
+    start = datetime.datetime.now().replace(microsecond=0) + datetime.timedelta(seconds=12)
     says = ["sh", "-c", "date +%s; sleep 1; date +%s"]
     run_id = launched(on, hosts[0], project, "--at", str(start), "-H", "node1:1", *says)
     followed = on(hosts[0], "cluster.jobs", "logs", run_id, "--follow", cwd=project).stdout

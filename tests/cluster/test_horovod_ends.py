@@ -12,7 +12,7 @@ from tests.cluster.conftest import PYTHON, made
 from tests.cluster.launching import horovodrun, told
 from tests.conftest import run
 
-LASTING = ["sh", "-c", '"$@" || sleep 12', "sh"]  # what ends in an error is told of only later
+LASTING = ["sh", "-c", '"$@" || sleep 8', "sh"]  # what ends in an error is told of only later
 
 # Ranks sum until one is killed. The others have a child, which has their connections too, as the
 # workers of a DataLoader have.

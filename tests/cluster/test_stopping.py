@@ -224,9 +224,10 @@ def test_a_stop_hides_no_failure(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_checkpoint_that_fails_at_a_stop(end: str, words: str, tmp_path: Path) -> None:
+    seconds = "3" if end == "sleep 20" else "30"
     script = f"trap '[ $HOROVOD_RANK = 0 ] && exit 138; sleep .5; {end}' USR1; echo ready; "
     script += "while :; do sleep .1; done"
-    command = horovodrun("-H", "localhost:2", "--stop-seconds", "3", "sh", "-c", script)
+    command = horovodrun("-H", "localhost:2", "--stop-seconds", seconds, "sh", "-c", script)
     process = started(command, tmp_path / "log", 2)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=30) == 143

@@ -212,9 +212,12 @@ def test_a_search_for_a_batch_size_on_several_ranks_is_told() -> None:
         "Caught RuntimeError in DataLoader worker process 0.\nOriginal Traceback (most recent ...\n"
         "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: Resource tem",
         "DataLoader worker (pid 7) is killed by signal: Bus error. It is possible that dataload",
+        "unable to write to file </torch_13_1_0>: No space left on device (28)",
     ],
 )
 def test_a_full_shared_memory_is_told_in_one_line(text: str) -> None:
+    other = text.replace("No space left", "Too many open files").replace("Bus error", "Killed")
+    assert mistake(RuntimeError(other.replace("allocate", "map")), started=True) is None
     told = mistake(RuntimeError(text), started=True)
     assert told and told.startswith("/dev/shm is full") and "docker run --shm-size=" in told
 

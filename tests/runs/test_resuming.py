@@ -272,21 +272,63 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
 
 
-def test_a_checkpoint_within_an_epoch_knows_the_validation_of_its_batch(tmp_path: Path) -> None:
-    best = resuming.ModelCheckpoint(tmp_path, "best_{step}", monitor="val/loss")
-    every = resuming.ModelCheckpoint(
-        tmp_path, "every_{step}", every_n_train_steps=2, save_top_k=-1, monitor=None
-    )
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, callbacks=[best, every], max_epochs=1, val_check_interval=4,
-    )  # fmt: skip
-    trainer.fit(Loses(1), DataLoader(torch.ones(8)), DataLoader(torch.ones(1)))
+class NeedsBatches(Loses):
+    """Its epochs end with what their batches left."""
+
+    def on_train_epoch_start(self) -> None:
+        self.left: list[Tensor] = []
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.left.append(super().training_step(batch, batch_idx))
+        return self.left[-1]
+
+    def on_train_epoch_end(self) -> None:
+        torch.stack(self.left).sum()
+
+
+@pytest.mark.parametrize("interval", [4, 1.0])
+def test_a_checkpoint_of_a_step_knows_the_validation_of_its_batch(
+    interval: float, tmp_path: Path
+) -> None:
+    """Of the last batch, too, where the best is written at the epoch's end; it is gone on from."""
+
+    def keeping() -> list[Any]:
+        best = resuming.ModelCheckpoint(tmp_path, "best_{step}", monitor="val/loss")
+        every = {"every_n_train_steps": 2, "save_top_k": -1}
+        return [best, resuming.ModelCheckpoint(tmp_path, "every_{step}", **every)]  # type: ignore[arg-type]
+
+    def trained(epochs: int, path: Path | None = None) -> tuple[Trainer, Any]:
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
+            enable_model_summary=False, callbacks=(both := keeping()), max_epochs=epochs,
+            val_check_interval=interval,
+        )  # fmt: skip
+        ones = DataLoader(torch.ones(8)), DataLoader(torch.ones(1))
+        trainer.fit(NeedsBatches(1, 2), *ones, ckpt_path=path)
+        return trainer, both[0]
+
+    _, best = trained(1)
     known = []
     for step in (2, 4, 6, 8):
         state = torch.load(tmp_path / f"every_step={step}.ckpt", weights_only=False)
         known.append(Path(state["callbacks"][best.state_key]["best_model_path"]).name)
-    assert known == ["", *["best_step=4.ckpt"] * 3]
+    step = 4 if interval == 4 else 8
+    assert known == ["" if each < step else f"best_step={step}.ckpt" for each in (2, 4, 6, 8)]
+    trainer, best = trained(2, tmp_path / "every_step=8.ckpt")
+    assert trainer.global_step == 16 and trainer.current_epoch == 2
+    assert Path(best.best_model_path).name == f"best_step={step}.ckpt"
+
+
+def test_where_nothing_can_be_validated_a_checkpoint_is_written_all_the_same(
+    tmp_path: Path,
+) -> None:
+    every = resuming.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        callbacks=[every], max_epochs=1, val_check_interval=2,
+    )  # fmt: skip
+    trainer.fit(Loses(1), DataLoader(torch.ones(4)), [])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
 
 
 @pytest.mark.parametrize("gone_on_from", ["last.ckpt", "epoch=1-val/loss=1.ckpt"])

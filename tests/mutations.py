@@ -71,6 +71,11 @@ MUTATIONS = [
         "draws_for_itself", "test_randomness",
     ),
     Mutation(
+        "data sets draw again what they drew before a resume", "horovod.py",
+        "            draw_others(step)", "            pass",
+        "draw_other_numbers", "test_randomness",
+    ),
+    Mutation(
         "loaders beside each other are counted by one of them", "evaluation.py",
         'return min(counts) if combined._mode == "min_size" else max(counts)',
         "return counts[dataloader_idx]", "several_loaders or beside_each", "test_evaluation",
@@ -800,6 +805,16 @@ MUTATIONS = [
     Mutation(
         "what was best before a resume is forgotten", "resuming.py",
         'state["dirpath"] = self.dirpath', "pass", "best_of_before", "runs/test_resuming", "runs",
+    ),
+    Mutation(
+        "a search takes a checkpoint's place", "resuming.py",
+        'if stage == "fit" and searches:', "if False:",
+        "searches_no_learning", "runs/test_resuming", "runs",
+    ),
+    Mutation(
+        "a checkpoint of a step is written before its validation", "resuming.py",
+        "        if not self._late:", "        if True:",
+        "knows_the_validation", "runs/test_resuming", "runs",
     ),
     Mutation(
         "averaged weights are not those that are tested", "resuming.py",

@@ -49,7 +49,8 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
         why = " ".join(lines[-1:])[:200] or "the connection was closed"
         return Trouble(f"ProxyJump or ProxyCommand does not lead to it: {why}", f"{login} to look")
     on_it = f"on {host.name}: sudo systemctl"
-    port = " on".join(["", *re.findall(r" port [0-9]+(?=: Connection refused)", stderr)[-1:]])
+    refused = re.search(r"port [0-9]+(?=: Connection refused)", stderr)
+    port = f" on {refused[0]}" if refused else ""
     for words, what, mend in (
         ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than the known one",
          f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}"),

@@ -35,11 +35,6 @@ ADVICE = {
         "Lightning re-creates a DataLoader, as to predict, and cannot if batch_size was passed by "
         "position: write DataLoader(data, batch_size=...) in the data module"
     ),
-    r"can't inject a \(distributed\) sampler into your batch sampler": (
-        "a batch_sampler is split over the ranks only if it is a subclass of "
-        "torch.utils.data.BatchSampler that takes sampler, batch_size and drop_last: make it one, "
-        "and build its batches from what `sampler` yields"
-    ),
     # Lightning, of training
     r"by returning None in distributed training is not supported": (
         "training_step returned None: it has to return the loss, of each batch on each rank"
@@ -100,6 +95,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 # Where an error comes through, but is seldom to be mended.
 RUNS_THEM = ("template.py", "runs", "strategies", "cluster")
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
+BATCHES = "pytorch_lightning/utilities/data.py"  # makes a batch_sampler anew, of a rank's sampler
 
 
 def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = None) -> str | None:
@@ -116,8 +112,23 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
     return told or (None if started else _of_configuration(error))
 
 
+def unmasked(error: BaseException) -> BaseException:
+    """That of making a loader's iterator, which Lightning hides behind one of its own, of an end
+    without a beginning."""
+    hidden = error.__context__ if "call `iter(combined_loader)` first" in str(error) else None
+    return hidden or error
+
+
 def _of_sampler(error: BaseException) -> str | None:
-    if not any(frame.filename.endswith(SAMPLER) for frame in extract_tb(error.__traceback__)):
+    files = [frame.filename for frame in extract_tb(error.__traceback__)]
+    if isinstance(error, TypeError) and files[-1:] and files[-1].endswith(BATCHES):
+        return (
+            "a batch_sampler is split over the ranks only if it is a subclass of "
+            "torch.utils.data.BatchSampler that takes sampler, batch_size and drop_last: make it "
+            "one, and build its batches from what `sampler` yields; one that takes a rank's share "
+            "itself goes with +trainer.use_distributed_sampler=false"
+        )
+    if not any(file.endswith(SAMPLER) for file in files):
         return None
     return (
         "DistributedSampler(data) asks torch.distributed for the ranks: leave it out, as each rank "

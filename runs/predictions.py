@@ -20,7 +20,7 @@ import copy
 import csv
 import io
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +98,8 @@ class Predictions(BasePredictionWriter):
         batch_indices: Sequence[Any],
     ) -> None:
         batches = batch_indices[0]
+        # A dict of a class of its own, as the output of a model may be, would be one leaf.
+        predictions = [dict(p) if isinstance(p, Mapping) else p for p in predictions]
         for prediction, batch in zip(predictions, batches):
             _check(prediction, len(batch))
         forms = {str(tree_map(_kind, prediction, is_leaf=_are_texts)) for prediction in predictions}

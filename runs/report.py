@@ -358,7 +358,8 @@ class Report(pl.Callback):
 
 def _of_all_ranks(loader: DataLoader) -> int:
     """How many samples an epoch has: those that a sampler takes, as of a fold."""
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    # With batch_size=None, the sampler may be one of batches.
+    sampler = getattr(loader.batch_sampler or loader.sampler, "sampler", loader.sampler)
     taken = isinstance(sampler, Sized) and not isinstance(sampler, DistributedSampler)
     return len(sampler if taken else loader.dataset)  # type: ignore[arg-type]
 

@@ -42,6 +42,7 @@ from runs.mistakes import (
     mistake,
     of_constructor,
     place_of,
+    unmasked,
 )
 from runs.predictions import Predictions
 from runs.ranks import gather_objects
@@ -313,6 +314,7 @@ class Run:
             sys.exit(128 + error.args[1])
         if not self.report.started:
             self._remove_folder()
+        masking, error = error, unmasked(error)
         rank = f"rank {launched_rank()} on {os.uname().nodename}"
         if isinstance(error, SIGTERMException):  # a SystemExit, of status 0
             self._tell_how_to_go_on()
@@ -337,6 +339,8 @@ class Run:
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
         if isinstance(error, Exception):
             let_rank_0_tell()
+        if error is not masking:
+            raise error from error.__cause__
 
     def _tell_how_to_go_on(self) -> None:
         """On rank 0, amid a training."""

@@ -19,11 +19,19 @@ from horovod.common.exceptions import HorovodInternalError
 from omegaconf import OmegaConf
 from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import TQDMProgressBar
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loops.optimization import automatic
 from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader, DistributedSampler, Sampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+)
 
 from runs.checkpoints import unreadable
 from runs.mistakes import mistake, no_metric
@@ -306,6 +314,32 @@ def test_a_thread_tells_of_a_full_disk_in_one_line(
     assert "Traceback" in throw(OSError(errno.EIO, "Input/output error"))
 
 
+class Unreadable(IterableDataset):
+    def __iter__(self) -> Iterator[Any]:
+        raise FileNotFoundError("no such shard")
+
+
+def test_an_error_of_a_loaders_beginning_is_not_hidden_by_the_end_of_one_that_never_began(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
+        enable_model_summary=False, default_root_dir=tmp_path, max_epochs=1,
+    )  # fmt: skip
+    with pytest.raises(RuntimeError, match="iter\\(combined_loader\\)") as caught:
+        trainer.fit(BoringModel(), DataLoader(Unreadable(), batch_size=None))
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
+    run.report = Report(run.config, {})
+    with pytest.raises(SystemExit):
+        run.__exit__(RuntimeError, caught.value, None)
+    assert capsys.readouterr().err.startswith("error: no such shard (")
+    run.report.started = True  # in a later epoch it keeps its traceback
+    with pytest.raises(FileNotFoundError) as alone:
+        run.__exit__(RuntimeError, caught.value, None)
+    assert alone.value.__suppress_context__
+
+
 class Pairs(Sampler):
     def __init__(self) -> None: ...
 
@@ -316,8 +350,14 @@ class Pairs(Sampler):
         return 2
 
 
-def test_a_batch_sampler_that_lightning_cannot_split_is_told() -> None:
-    loader: DataLoader = DataLoader(range(4), batch_sampler=Pairs())
+class Lengths(BatchSampler):
+    def __init__(self, lengths: list[int]) -> None:
+        super().__init__(SequentialSampler(lengths), 2, drop_last=False)
+
+
+@pytest.mark.parametrize("sampler", [Pairs(), Lengths([3, 3, 2, 1])])
+def test_a_batch_sampler_that_lightning_cannot_split_is_told(sampler: Any) -> None:
+    loader: DataLoader = DataLoader(range(4), batch_sampler=sampler)
     with pytest.raises(TypeError) as caught:
         _get_dataloader_init_args_and_kwargs(loader, SequentialSampler(range(4)))
     message = mistake(caught.value, started=False)

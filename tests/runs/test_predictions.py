@@ -53,6 +53,15 @@ class Names(LightningModule):
         return {"twice": 2 * batch, "names": [f"ü {number}" for number in batch.tolist()]}
 
 
+class Output(dict):
+    """As models of some libraries return."""
+
+
+class InAClassOfItsOwn(LightningModule):
+    def predict_step(self, batch: Tensor) -> Any:
+        return Output(doubled=2 * batch)
+
+
 class NamesThree(LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
         return ["a", "b", "c"]
@@ -79,6 +88,15 @@ def test_predictions_keep_their_form_and_come_from_the_test_set(tmp_path: Path) 
     assert written.samples == 7 and list(predictions) == ["twice", "both"]
     assert torch.equal(predictions["twice"], 2 * numbers)
     assert torch.equal(predictions["both"][1], -numbers.unsqueeze(1))
+
+
+def test_predictions_in_a_dict_of_a_class_of_its_own_are_kept_in_a_plain_one(
+    tmp_path: Path,
+) -> None:
+    predict(InAClassOfItsOwn(), Numbers(), tmp_path)
+    predicted = torch.load(tmp_path / "predictions.pt")
+    assert type(predicted) is dict and list(predicted) == ["doubled"]
+    assert len(predicted["doubled"]) == 7
 
 
 def test_predictions_that_cannot_be_written_are_not_told_of(

@@ -222,6 +222,12 @@ class Fold(LightningDataModule):
         return DataLoader(torch.ones(20), batch_size=2, sampler=SubsetRandomSampler(range(8)))
 
 
+class WholeBatches(LightningDataModule):
+    def train_dataloader(self) -> DataLoader:
+        batches = BatchSampler(SubsetRandomSampler(range(8)), 2, drop_last=False)
+        return DataLoader(torch.ones(20), sampler=batches, batch_size=None)
+
+
 class Listed(Stream):
     samples = ("a", "b")  # not their number for all ranks
 
@@ -232,7 +238,12 @@ class OfAStream(LightningDataModule):
 
 
 @pytest.mark.parametrize(
-    ("data", "told", "trained"), [(Fold, ", 8 samples to train", 8), (OfAStream, "", 7)]
+    ("data", "told", "trained"),
+    [
+        (Fold, ", 8 samples to train", 8),
+        (WholeBatches, ", 8 samples to train", 8),
+        (OfAStream, "", 7),
+    ],
 )
 def test_samples_to_train_are_those_that_are_drawn(
     data: type[LightningDataModule], told: str, trained: int, tmp_path: Path,

@@ -7,6 +7,9 @@ $(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(nam
 # KILL=0 means no.
 $(foreach name,ENV KILL DRY JSON FOLLOW MPI,$(if $(filter 0 no false,$($(name))),$(eval override $(name) :=)))
 
+# `python -m cluster...` needs this folder on its path, and the docstrings that it shows.
+unexport PYTHONSAFEPATH PYTHONOPTIMIZE
+
 # ARGS, changes to conf/, may have several lines: the shell of a recipe would run each as a command.
 define NEWLINE
 
@@ -30,7 +33,7 @@ ifeq ($(USER)$(LOGNAME),)
 endif
 
 # Where processes run, by NP, HOSTS and HOSTFILE; or what is wrong with the variables given.
-WHERE := $(shell $(ANY_PYTHON) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
+WHERE := $(shell PYTHONSAFEPATH= $(ANY_PYTHON) -m cluster.variables '$(subst ','\'',$(MAKEOVERRIDES))' $(MAKELEVEL) '$(MAKECMDGOALS)')
 ifneq ($(filter-out 0,$(.SHELLSTATUS)),)
   $(error the variables could not be checked)
 endif

@@ -57,7 +57,13 @@ def ends_in_a_line(main: Callable[[], int]) -> Callable[[], int]:
     def status() -> int:
         interrupt_at_signals()
         try:
-            return main()
+            result = main()
+            print(end="", flush=True)
+            return result
+        except BrokenPipeError:  # ... | head
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest the exit fails
+            say("error: who reads this went away before its end")
+            return 2
         except Refusal as refusal:
             say(f"error: {refusal}")
             return 2

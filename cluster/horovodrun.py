@@ -91,6 +91,7 @@ class Job:
         self._cause: tuple[int, str] | None = None
         # Of ranks that were asked for a checkpoint, the first failure, or who had to be ended.
         self._unsaved = ""
+        self._at_once = False  # who stopped it wants no checkpoint
         self._left = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None
         self._status = 0
@@ -297,6 +298,7 @@ class Job:
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
         # Other signals only ask again: another `make stop`, or a terminal that closes (SIGHUP may
         # come twice, and record.py sends one too). Of two at once AT_ONCE may be the first here.
+        self._at_once |= number == AT_ONCE
         if number == AT_ONCE or (self._signals > 1 and number == signal.SIGINT):
             self._deadlines["stop"] = 0
 
@@ -307,7 +309,7 @@ class Job:
         self.record.tell(f"stopping: {seconds} for a checkpoint; another Ctrl-C ends it now")
 
     def _cut_off(self) -> None:
-        if self._running:
+        if self._running and not self._at_once:
             count = len(self._running)
             others = f" and {count - 1} more" if count > 1 else ""
             late = f"rank {min(self._running)}{others} had not ended"

@@ -308,7 +308,10 @@ def main() -> int:
                 return
             failed.append(str(error) if isinstance(error, Refusal) else f"{host.name}: {error}")
             lines = ["FAILED"]
-        print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
+        try:
+            print("\n".join([f"{host.name:<12}  {lines[0]}", *lines[1:]]), flush=True)
+        except BrokenPipeError:  # make sync | head: the other hosts get their copy all the same
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     try:
         hosts = chosen(arguments)

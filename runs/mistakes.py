@@ -108,7 +108,8 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
     """
     if match := NO_METRIC.match(str(error)):
         return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
-    told = _of_sampler(error) or _of_hyperparameter(error) or _of_advice(error)
+    told = _of_sampler(error) or _of_hyperparameter(error) or _of_weights(error)
+    told = told or _of_advice(error)
     return told or (None if started else _of_configuration(error))
 
 
@@ -154,6 +155,17 @@ def _of_hyperparameter(error: BaseException) -> str | None:
     return None
 
 
+def _of_weights(error: BaseException) -> str | None:
+    text, frames = str(error), extract_tb(error.__traceback__)
+    restored = any(frame.name == "load_model_state_dict" for frame in frames)  # by the strategy
+    if not restored or "loading state_dict" not in text:
+        return None
+    line = " ".join(text.splitlines()[1:2]).strip(" \t.")
+    part = "; if it keeps a part of them, set self.strict_loading = False in the model's __init__"
+    missing = part if "Missing key" in line else ""
+    return f"ckpt_path: the checkpoint does not fit the model: {line}{missing}"
+
+
 def _of_advice(error: BaseException) -> str | None:
     text = _text(error)
     if ALONE in text and (tasks := slurm_tasks()):
@@ -166,13 +178,9 @@ def _of_advice(error: BaseException) -> str | None:
 
 def _of_configuration(error: BaseException) -> str | None:
     """Of an error before the first batch."""
-    text, frames = _text(error), extract_tb(error.__traceback__)
+    text = _text(error)
     if (package := type(error).__module__.split(".")[0]) in LOGGERS:  # no account, no connection
         return f"logger={package}: {' '.join(text.split())}"
-    restored = any(frame.name == "load_model_state_dict" for frame in frames)  # by the strategy
-    if restored and "loading state_dict" in text:
-        lines = text.splitlines()
-        return f"ckpt_path: the checkpoint does not fit the model: {' '.join(lines[1:2])}"
     if isinstance(error, (ValueError, OSError)):
         where = f"{place}; " if (place := place_of(error)) else ""
         return f"{text} ({where}HYDRA_FULL_ERROR=1 shows where)"

@@ -229,17 +229,33 @@ def test_files_that_lack_something_have_not_regressed(
     """Status 1 is that of a regression."""
     benchmark = noisy()
     change(benchmark)
-    (tmp_path / "a.json").write_text(json.dumps(benchmark))
-    monkeypatch.setattr(sys, "argv", ["check", *[str(tmp_path / "a.json")] * 2])
+    monkeypatch.setattr(sys, "argv", ["check", *written_twice(tmp_path, benchmark)])
     capsys.readouterr()
     assert check.main() == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
 
 
+def written_twice(folder: Path, benchmark: Results) -> list[str]:
+    files = [folder / "old.json", folder / "new.json"]
+    for file in files:
+        file.write_text(json.dumps(benchmark))
+    return [str(file) for file in files]
+
+
+def test_a_file_is_not_compared_with_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = written_twice(tmp_path, noisy())
+    Path(new).unlink()
+    Path(new).symlink_to(old)
+    monkeypatch.setattr(sys, "argv", ["check", old, new])
+    assert check.main() == 2
+    assert "OLD and NEW are the same file" in capsys.readouterr().err
+
+
 def test_a_reader_that_goes_away_is_no_regression(tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_text(json.dumps(noisy()))
-    command = [sys.executable, "-m", "benchmarks.check", *[str(tmp_path / "a.json")] * 2]
+    command = [sys.executable, "-m", "benchmarks.check", *written_twice(tmp_path, noisy())]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)

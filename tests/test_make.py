@@ -239,6 +239,13 @@ def test_who_has_no_name_is_given_one(tmp_path: Path) -> None:
     assert run(show, USER="", LOGNAME="", PATH=path).stdout == "user=54321\n"
 
 
+def test_options_of_python_do_not_keep_make_from_its_modules() -> None:
+    options = {"PYTHONSAFEPATH": "1", "PYTHONOPTIMIZE": "2"}
+    done = run(["make", "-s", "--eval", "probe: ; @env", "probe"], **options)
+    assert done.returncode == 0, done.stdout
+    assert not re.search("SAFEPATH|OPTIMIZE", done.stdout)
+
+
 def test_of_the_environment_make_takes_four_variables() -> None:
     taken = {"NP", "HOSTS", "HOSTFILE", "ARGS"}
     others = re.search("^OURS := (.*)", (ROOT / "Makefile").read_text(), re.M)

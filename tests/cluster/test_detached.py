@@ -121,7 +121,7 @@ def test_another_stop_asks_for_the_same(
 
     for kill in (["--kill"], []):
         job = ["--stop-seconds", "600", "-H", "node1:1", "sh", "-c", script]
-        launched(on, hosts[0], project, *job)
+        run_id = launched(on, hosts[0], project, *job)
         wait_until(lambda: "hi" in logs().splitlines(), 60, "the job's first line")
         first, said = stop()
         assert "up to 600 s for a checkpoint" in said
@@ -131,6 +131,7 @@ def test_another_stop_asks_for_the_same(
             go.touch()
         assert second.wait(timeout=60) == 0 and first.wait(timeout=60) == 0
         assert ("saved" in logs()) == (not kill)
+        assert state_of(on, hosts[0], project, run_id)["reason"] == "stopped by SIGTERM"
 
 
 def test_gpus_in_use_are_refused(

@@ -15,7 +15,7 @@ from cluster import sync, testbed
 from cluster.hosts import Host, Refusal
 from cluster.record import birth
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
-from tests.conftest import ROOT, wait_until
+from tests.conftest import ROOT, run, wait_until
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -322,6 +322,12 @@ def test_what_is_no_checkout_is_left_alone(
     assert f"error: node2: {project} holds something else there" in done.stdout
     assert "node1         this host" in done.stdout
     assert files(other) == {"thesis.tex": b"years of work"}
+
+
+def test_what_reads_it_may_go_away() -> None:
+    asked = f"{PYTHON} -m cluster.sync -H localhost:1 --dry-run | true; exit $PIPESTATUS"
+    done = run(["bash", "-c", asked])
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_a_path_with_blanks(

@@ -41,6 +41,11 @@ from runs.report import Report
 from runs.run import Run, shortly_if_full
 from tests.runs.trainings import IsValidated
 
+QUIET: dict[str, Any] = {
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+    "enable_checkpointing": False, "enable_model_summary": False,
+}  # fmt: skip
+
 
 @pytest.mark.parametrize("started", [False, True])
 def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
@@ -193,6 +198,28 @@ def test_weights_that_a_module_loads_by_itself_are_not_those_of_ckpt_path() -> N
     assert mistake(caught.value, started=False) is None
 
 
+class KeepsAPart(BoringModel):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        del checkpoint["state_dict"]["layer.bias"]
+
+
+def test_a_checkpoint_of_a_part_of_the_weights_is_told_also_after_the_training(
+    tmp_path: Path,
+) -> None:
+    trainer, model = Trainer(**QUIET, fast_dev_run=True, default_root_dir=tmp_path), KeepsAPart()
+    trainer.fit(model)
+    trainer.save_checkpoint(tmp_path / "part.ckpt")
+    with pytest.raises(RuntimeError) as caught:
+        trainer.test(model, ckpt_path=tmp_path / "part.ckpt")
+    told = mistake(caught.value, started=True)
+    assert told and told.startswith("ckpt_path: the checkpoint does not fit the model: Missing key")
+    assert "layer.bias" in told and told.endswith(
+        ", set self.strict_loading = False in the model's __init__"
+    )
+    model.strict_loading = False
+    trainer.test(model, ckpt_path=tmp_path / "part.ckpt")
+
+
 def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
     text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'
@@ -322,10 +349,7 @@ class Unreadable(IterableDataset):
 def test_an_error_of_a_loaders_beginning_is_not_hidden_by_the_end_of_one_that_never_began(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, default_root_dir=tmp_path, max_epochs=1,
-    )  # fmt: skip
+    trainer = Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=1)
     with pytest.raises(RuntimeError, match="iter\\(combined_loader\\)") as caught:
         trainer.fit(BoringModel(), DataLoader(Unreadable(), batch_size=None))
     run = Run.__new__(Run)

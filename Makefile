@@ -136,7 +136,7 @@ bench-check: environment ## fail if one result of make bench is slower than anot
 	@$(PYTHON) -m benchmarks.check $(if $(OLD),"$(OLD)") $(if $(NEW),"$(NEW)")
 
 bench-readme: dev-environment ## write the table of the README from the newest result of make bench
-	@$(PYTHON) -m benchmarks.scaling_report --readme
+	@$(PYTHON) -m benchmarks.scaling_report
 
 bench-losses: dev-environment ## compare the losses of one process, Horovod and DDP at the same global batch; NP="2 4"
 	@$(PYTHON) -m benchmarks.losses $(if $(NP),--np $(NP)) \

@@ -90,7 +90,10 @@ def _git(*command: str, where: Path) -> str:
     # safe.directory: in a container the checkout may be another user's.
     line = ["git", "-c", "safe.directory=*", *command]
     try:
-        done = subprocess.run(line, cwd=where, capture_output=True, text=True)
+        # Names of files may be no UTF-8.
+        done = subprocess.run(
+            line, cwd=where, capture_output=True, encoding="utf-8", errors="surrogateescape"
+        )
     except FileNotFoundError:
         raise Refusal("git is missing: install it") from None
     if done.returncode:

@@ -113,7 +113,7 @@ def _verdict(name: str, before: Row, after: Row) -> tuple[str, bool]:
 
 def _chance(slow: list[float], fast: list[float]) -> float:
     """The p-value: how often repeats of equal speed would look at least as slow."""
-    kept = sorted(fast)[:-1] if len(fast) >= 5 else fast
+    kept = sorted(fast)[:-1] if min(len(slow), len(fast)) >= 5 else fast
     return float(mannwhitneyu(slow, kept, alternative="greater", method="exact").pvalue)
 
 

@@ -181,13 +181,9 @@ def with_block(readme: str, block: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    argparse.ArgumentParser(
         prog="python -m benchmarks.scaling_report", description=__doc__.partition("\n")[0]
-    )
-    parser.add_argument(
-        "--readme", action="store_true", required=True, help="write the README's table"
-    )
-    parser.parse_args()
+    ).parse_args()
     file = newest(RESULTS.glob("scaling_*.json"))
     write_text(README, with_block(README.read_text(), readme_block(file)))
     print(f"README.md: from {file.name if file else 'no result'}", file=sys.stderr)

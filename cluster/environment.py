@@ -194,4 +194,5 @@ def shown(path: Path) -> str:
     try:
         return str(path.relative_to(ROOT))
     except ValueError:
-        return str(path).replace(str(Path.home()), "~", 1)
+        home = f"{Path.home()}/"
+        return str(path).replace(home, "~/", 1) if home != "//" else str(path)

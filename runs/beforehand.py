@@ -14,7 +14,13 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.utilities.model_helpers import is_overridden
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+)
 
 from runs.refusal import Refusal
 from runs.resuming import keeping
@@ -65,7 +71,8 @@ def refuse_shares(
         _check_held_out(test_data.test_dataloader(), ranks, choice, "test", "test=false")
     if not is_sized(loader):
         return
-    samples = len(loader.dataset)
+    # A sampler may draw more than there are; what takes a rank's share itself counts that alone.
+    samples = max(len(loader.dataset), samples_of(loader))
     if samples < ranks:
         raise Refusal(
             f"data={choice}: {samples} samples for {ranks} ranks; use at most {samples} (NP=, "
@@ -140,7 +147,26 @@ def classes_of(loader: Any) -> list[str]:
 
 def batch_size_of(loader: Any) -> int | None:
     """What a DataLoader has, be it by a batch_sampler; None where neither says it."""
-    return getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    return getattr(_batches(loader), "batch_size", None)
+
+
+def drops_last(loader: DataLoader) -> bool:
+    """Whether an epoch has whole batches only. The loader itself says so only without a
+    batch_sampler."""
+    return bool(getattr(_batches(loader), "drop_last", False))
+
+
+def samples_of(loader: DataLoader) -> int:
+    """How many samples an epoch of all ranks has: those that a sampler takes, as of a fold."""
+    sampler = getattr(_batches(loader), "sampler", loader.sampler)
+    taken = isinstance(sampler, Sized) and not isinstance(sampler, DistributedSampler)
+    return len(sampler if taken else loader.dataset)  # type: ignore[arg-type]
+
+
+def _batches(loader: Any) -> Any:
+    """What lists the samples of each batch: with batch_size=None it may be the sampler."""
+    batches = getattr(loader, "batch_sampler", None)
+    return getattr(loader, "sampler", None) if batches is None else batches
 
 
 def is_sized(loader: Any) -> bool:

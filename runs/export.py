@@ -84,7 +84,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
                 raise ValueError(f"{type(data).__name__} has no batch to validate")
             batch = data.on_before_batch_transfer(batch, 0)
             example = data.on_after_batch_transfer(batch, 0)
-    except (*MISTAKES, *UNREADABLE, KeyError, ValueError, AttributeError) as error:
+    except (*MISTAKES, *UNREADABLE, LookupError, TypeError, ValueError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error
     if model.example_input_array is not None:
         example = example if isinstance(example, tuple) else (example,)

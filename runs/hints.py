@@ -72,15 +72,14 @@ def same_batches(trainer: pl.Trainer, batch: Any) -> str:
     )
 
 
-def no_validation(trainer: pl.Trainer, first: int, epochs: int) -> str:
+def no_validation(trainer: pl.Trainer, trained: int, epochs: int) -> str:
     """An epoch of a stream, whose length is unknown, may be shorter than the validation interval.
 
     Args:
-        first: how many batches were trained before this run.
-        epochs: how many this run trained.
+        trained: how many batches this run trained.
+        epochs: how many.
     """
     every, batches = trainer.check_val_every_n_epoch, trainer.val_check_interval
-    trained = trainer.fit_loop.epoch_loop._batches_that_stepped - first
     if not (trainer.enable_validation and isinstance(batches, int) and trained >= batches):
         return ""
     if not (every and epochs >= every):

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from pytorch_lightning.callbacks import BatchSizeFinder
 from pytorch_lightning.loggers import TensorBoardLogger
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler
 
 from runs import beforehand, hints
 from runs.anatomy import Anatomy
@@ -99,7 +99,8 @@ class Report(pl.Callback):
         self.classes = beforehand.classes_of(loader)
         beforehand.refuse_classes(pl_module, self.classes, self.choices["data"])
         if beforehand.is_sized(loader):
-            self.train_samples, self.drop_last = _of_all_ranks(loader), loader.drop_last
+            self.train_samples = beforehand.samples_of(loader)
+            self.drop_last = beforehand.drops_last(loader)
         else:  # a stream may know how many it has for all ranks
             samples = getattr(getattr(loader, "dataset", None), "samples", None)
             self.train_samples = samples if isinstance(samples, int) else None
@@ -249,7 +250,7 @@ class Report(pl.Callback):
             _tell({"curves": hints.no_curves(trainer, self._first_batch)})
         if not self._validated:
             epochs = self.epochs - self._first_epoch
-            _tell({"warning": hints.no_validation(trainer, self._first_batch, epochs)})
+            _tell({"warning": hints.no_validation(trainer, self.batches, epochs)})
         for reason in hints.stopped_early(trainer):
             print(f"stopped early: {reason}", flush=True)
 
@@ -354,14 +355,6 @@ class Report(pl.Callback):
             "versions": versions(),
             "git": commit(),
         }
-
-
-def _of_all_ranks(loader: DataLoader) -> int:
-    """How many samples an epoch has: those that a sampler takes, as of a fold."""
-    # With batch_size=None, the sampler may be one of batches.
-    sampler = getattr(loader.batch_sampler or loader.sampler, "sampler", loader.sampler)
-    taken = isinstance(sampler, Sized) and not isinstance(sampler, DistributedSampler)
-    return len(sampler if taken else loader.dataset)  # type: ignore[arg-type]
 
 
 def _samples(loader: Any, batch: Any, index: int) -> int:

@@ -44,6 +44,7 @@ class Space:
             loader = GlobalHydra.instance().config_loader()  # glob() asks it
             for override in overrides:
                 override.config_loader = loader
+            overrides = list({_key(override): override for override in overrides}.values())
             # By the key as it was written, with its + or ~.
             self.values = {_key(override): _values(override) for override in overrides}
         self.swept = [_key(override) for override in overrides if override.is_sweep_override()]

@@ -28,6 +28,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import SIGTERMException
 from torch.utils.data._utils import signal_handling
 
@@ -136,6 +137,14 @@ class StopOnSignal(Checkpoint):
         assert loop._data_fetcher is not None
         within |= loop.epoch_loop._should_check_val_fx(loop._data_fetcher)
         if self._left <= 0 and not within:
+            self._ask_all(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # A validation may follow each step.
+        if self._left > 0 or trainer.state.fn != TrainerFn.FITTING:
+            return
+        loop = trainer.fit_loop
+        if not (loop._should_accumulate() or loop.epoch_loop.batch_progress.is_last_batch):
             self._ask_all(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -90,6 +90,7 @@ def test_of_four_repeats_all_count() -> None:
     """All of one above all of the other: one of the 70 ways to choose 4 of 8."""
     assert check._chance([5, 6, 7, 8], [1, 2, 3, 4]) == pytest.approx(1 / 70)
     assert check._chance([6, 7, 8, 9, 10], [1, 2, 3, 4, 99]) == pytest.approx(1 / 126)
+    assert check._chance([6, 7, 8], [1, 2, 3, 4, 5]) == pytest.approx(1 / 56)  # none left out
 
 
 @pytest.mark.parametrize("repeats, caught", [(3, 0.7), (5, 0.75), (10, 0.97), (20, 0.99)])

@@ -397,6 +397,10 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     torch.save({"weights": {}}, checkpoint)
     with pytest.raises(Refusal, match="cannot be loaded: 'state_dict'"):
         export.export(checkpoint, "pt2")
+    for predictions in (torch.ones(3), ["cat"]):
+        torch.save(predictions, checkpoint)
+        with pytest.raises(Refusal, match="cannot be loaded: "):
+            export.export(checkpoint, "pt2")
     checkpoint.write_bytes(b"no checkpoint")
     with pytest.raises(Refusal, match="cannot be loaded: "):
         export.export(checkpoint, "pt2")

@@ -106,6 +106,7 @@ def test_the_files_of_a_submodule_come_too(monkeypatch: pytest.MonkeyPatch, tmp_
     library, project = tmp_path / "library", tmp_path / "project"
     library.mkdir()
     (library / "code.py").touch()
+    (library / "caf\udce9").touch()  # whose name is no UTF-8
     git(library, "init", "-q")
     git(tmp_path, "clone", "-q", str(ROOT), "project")
     for folder in (library, project):
@@ -117,6 +118,7 @@ def test_the_files_of_a_submodule_come_too(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.setattr(new, "ROOT", project)
     new.new("mine", tmp_path / "mine")
     kept = git(tmp_path / "mine", "ls-files")
+    assert (tmp_path / "mine" / "library" / "caf\udce9").is_file()
     assert "library/code.py" in kept and ".gitmodules" not in kept
     git(tmp_path, "clone", "-q", "project", "without")  # where its folder is empty
     monkeypatch.setattr(new, "ROOT", tmp_path / "without")

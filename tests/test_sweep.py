@@ -128,6 +128,8 @@ class TestWhatIsTried:
         [
             (["model.lr=0.1"], None, "nothing to try: give a key several values"),
             ([], 20, "nothing to try"),
+            (["model.lr=0.1,0.2", "model.lr=0.5"], None, "nothing to try"),
+            (["model.lr=interval(0.1,0.2)", "model.lr=0.5"], 20, "nothing to try"),
             (["model.lr=0.1,fast"], None, "model.lr=fast: a number is expected"),
             (["model.lr=0.1,0.2,fast"], None, "model.lr=fast: a number is expected"),
             (["seed=1,2", "model.lrr=1"], None, "model has no key 'lrr'.*did you mean lr"),

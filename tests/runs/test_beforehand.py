@@ -15,7 +15,7 @@ from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
 from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, refuse_shares
 from runs.refusal import Refusal
@@ -29,9 +29,9 @@ class Validates(Numbers):
 
 
 def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
-    def refused(samples: int, batch: int, ranks: int) -> str:
+    def refused(samples: int, batch: int, ranks: int, sampler: Any = None) -> str:
         trainer: Any = SimpleNamespace(world_size=ranks, limit_val_batches=1, limit_test_batches=1)
-        loader: DataLoader = DataLoader(range(samples), batch)
+        loader: DataLoader = DataLoader(range(samples), batch, sampler=sampler)
         try:
             refuse_shares(trainer, Validates(), loader, test=True, choice="own")
         except Refusal as refusal:
@@ -42,6 +42,9 @@ def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
     assert not refused(samples=13, batch=4, ranks=4)  # the rank that has fewest begins anew
     assert refused(samples=12, batch=4, ranks=4).startswith("data.batch_size=4: a rank's share is")
     assert refused(samples=3, batch=1, ranks=4).startswith("data=own: 3 samples for 4 ranks; use")
+    drawn: Any = WeightedRandomSampler([1.0] * 12, 40)
+    assert not refused(samples=12, batch=10, ranks=4, sampler=drawn)
+    assert refused(samples=12, batch=11, ranks=4, sampler=drawn).endswith("give at most 10")
     validates = "data=own: 4 samples to validate on 5 ranks; use fewer ranks"
     assert refused(samples=9, batch=1, ranks=5).startswith(validates)
 

@@ -224,7 +224,7 @@ class Fold(LightningDataModule):
 
 class WholeBatches(LightningDataModule):
     def train_dataloader(self) -> DataLoader:
-        batches = BatchSampler(SubsetRandomSampler(range(8)), 2, drop_last=False)
+        batches = BatchSampler(SubsetRandomSampler(range(8)), 2, drop_last=True)
         return DataLoader(torch.ones(20), sampler=batches, batch_size=None)
 
 
@@ -257,6 +257,7 @@ def test_samples_to_train_are_those_that_are_drawn(
     )  # fmt: skip
     trainer.fit(Times(), data())
     assert report.train_samples == (trained if told else None) and report.samples == trained
+    assert report.drop_last == (data is WholeBatches)
     assert f"\ndata    d{told}\n" in capsys.readouterr().out
 
 
@@ -517,6 +518,7 @@ class TenBatches(IterableDataset):
         ({"val_check_interval": 13, "max_epochs": 1}, False),  # nobody knows: it ended before
         ({"val_check_interval": 10, "max_epochs": 2}, False),
         ({"max_steps": 5}, False),
+        ({"val_check_interval": 13, "accumulate_grad_batches": 4, "max_epochs": 2}, True),
         ({"val_check_interval": 13, "check_val_every_n_epoch": None, "max_epochs": 2}, False),
         ({"val_check_interval": 13, "check_val_every_n_epoch": 3, "max_epochs": 2}, False),
     ],

@@ -74,7 +74,7 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
 def test_a_stop_waits_for_a_validation_within_the_epoch(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of batch 5, which a resume would pass over; the next batch ends the run."""
+    """Of batch 5, which a resume would pass over."""
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
     ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))
     validations = []
@@ -89,7 +89,30 @@ def test_a_stop_waits_for_a_validation_within_the_epoch(
         with pytest.raises(Stopped) if path is None else contextlib.nullcontext():
             trainer.fit(model, ones, one, ckpt_path=path)
         validations.append((model.batches, model.validations))
-    assert validations == [(6, 1), (4, 1)]
+    assert validations == [(5, 1), (5, 1)]
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.parametrize("every", [1, 2, 4])
+def test_a_stop_comes_where_a_validation_follows_each_step(
+    every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Behind the validation of batch 8, at which a window of 4 ends."""
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    ones, one = DataLoader(torch.ones(16)), DataLoader(torch.ones(1))
+    counts = []
+    for batch, path in ((4, None), (-1, tmp_path / "s.ckpt")):
+        model = StopsAt(batch)
+        trainer = Trainer(
+            accelerator="cpu", logger=False, max_epochs=1, val_check_interval=every,
+            accumulate_grad_batches=4, enable_progress_bar=False, enable_model_summary=False,
+            enable_checkpointing=True, callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
+            default_root_dir=tmp_path, num_sanity_val_steps=1 if path is None else 0,
+        )  # fmt: skip
+        with pytest.raises(Stopped) if path is None else contextlib.nullcontext():
+            trainer.fit(model, ones, one, ckpt_path=path)
+        counts.append((model.batches, model.validations - (path is None)))
+    assert counts == [(8, 8 // every), (8, 8 // every)] and trainer.global_step == 4
 
 
 class PredictsForLong(Times):

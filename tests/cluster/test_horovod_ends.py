@@ -49,7 +49,7 @@ except hvd.mpi_ops.HorovodInternalError as error:
         ("node1:2,node2:2", ["0"]),
         ("node1:2,node2:2", ["3"]),
         ("node1:2,node2:2", ["0", "with sets"]),
-        ("node1:2,node2:2", ["3", "with sets"]),
+        pytest.param("node1:2,node2:2", ["3", "with sets"], marks=pytest.mark.slow),
     ],
     ids=["one host", "two hosts, amid a sum", "they agree", "a sum, with sets", "agree, with sets"],
 )
@@ -116,7 +116,13 @@ else:
 """
 
 
-@pytest.mark.parametrize("ends", [0, 1], ids=["who sends ends", "who receives ends"])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(0, id="who sends ends"),
+        pytest.param(1, id="who receives ends", marks=pytest.mark.slow),
+    ],
+)
 def test_half_a_message_is_not_waited_for(ends: int) -> None:
     """Gloo waits for two minutes otherwise."""
     for hosts in made(2, rate="100mbit"):

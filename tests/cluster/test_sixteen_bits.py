@@ -62,7 +62,7 @@ print(json.dumps({"rank": rank, "ranks": ranks, "wrong": wrong, "link": sent() -
     ("where", "ranks", "sent"),
     [
         ("node1:1,node2:1", 2, 4), ("node1:2,node2:2", 4, 4), ("node1:2", 2, 0),
-        ("node1:2,node2:1", 3, 16 / 3),
+        pytest.param("node1:2,node2:1", 3, 16 / 3, marks=pytest.mark.slow),
     ],
 )  # fmt: skip
 def test_what_leaves_a_host_is_cut(

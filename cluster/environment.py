@@ -191,8 +191,7 @@ def last_line(text: str) -> str:
 
 def shown(path: Path) -> str:
     """A path as short as possible: relative to this folder, or with ~."""
-    try:
+    if path.is_relative_to(ROOT):
         return str(path.relative_to(ROOT))
-    except ValueError:
-        home = f"{Path.home()}/"
-        return str(path).replace(home, "~/", 1) if home != "//" else str(path)
+    home = Path.home()  # of a container's user without a name it may be /
+    return f"~/{path.relative_to(home)}" if home.name and path.is_relative_to(home) else str(path)

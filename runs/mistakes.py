@@ -122,7 +122,7 @@ def unmasked(error: BaseException) -> BaseException:
 
 def _of_sampler(error: BaseException) -> str | None:
     files = [frame.filename for frame in extract_tb(error.__traceback__)]
-    if isinstance(error, TypeError) and files[-1:] and files[-1].endswith(BATCHES):
+    if isinstance(error, TypeError) and files and files[-1].endswith(BATCHES):
         return (
             "a batch_sampler is split over the ranks only if it is a subclass of "
             "torch.utils.data.BatchSampler that takes sampler, batch_size and drop_last: make it "

@@ -496,3 +496,12 @@ def test_done_again_it_installs_nothing() -> None:
     command = [sys.executable, "-m", "cluster.install", "--python", sys.executable]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_path_is_shown_from_home_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for home, shown in (("/home/ada", "~/env/bin"), ("/home/a", "/home/ada/env/bin")):
+        monkeypatch.setattr(Path, "home", lambda home=home: Path(home))
+        assert environment.shown(Path("/home/ada/env/bin")) == shown
+    monkeypatch.setattr(Path, "home", lambda: Path("/"))  # as of a user without a name
+    assert environment.shown(Path("/opt/env")) == "/opt/env"
+    assert environment.shown(environment.ROOT / "logs") == "logs"

@@ -211,6 +211,18 @@ class KeepsAccumulating(callbacks.Callback):
                 trainer.accumulate_grad_batches = now
 
 
+class KeepsAnnealing(callbacks.Callback):
+    """In an epoch that is resumed within, the schedule of a StochasticWeightAveraging that has
+    begun steps: Lightning's puts it in only as an epoch begins, and rates come an epoch late."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if not isinstance(callback, callbacks.StochasticWeightAveraging):
+                continue
+            if callback._scheduler_state and trainer.current_epoch <= callback.swa_end:
+                callback.on_train_epoch_start(trainer, pl_module)
+
+
 class KeepsUnfrozen(callbacks.Callback):
     """What a BackboneFinetuning has unfrozen stays so after a resume, and its running means move.
     Lightning freezes it in `setup` and unfreezes it as one certain epoch begins, which a run
@@ -296,10 +308,13 @@ def save_average(trainer: pl.Trainer) -> str | None:
     ]
     if not averaging or not checkpointer or not checkpointer.dirpath:
         return None
-    end = averaging[0].swa_end  # infinite where no number of epochs was given
-    made = averaging[0].n_averaged is not None and (end == math.inf or trainer.current_epoch > end)
-    if not made:
+    swa = averaging[0]
+    begun = swa.n_averaged is not None or swa._init_n_averaged  # the latter: by the checkpoint
+    end = swa.swa_end  # infinite where no number of epochs was given
+    if not begun or not (end == math.inf or trainer.current_epoch > end):
         return None
+    assert swa._average_model is not None
+    swa.transfer_weights(swa._average_model, trainer.lightning_module)  # if nothing was left to do
     file = Path(checkpointer.dirpath) / "averaged.ckpt"
     trainer.save_checkpoint(file, weights_only=True)
     return str(file)

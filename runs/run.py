@@ -60,6 +60,7 @@ from runs.resuming import (
     EndsEpochsOnce,
     EvaluatesAverages,
     KeepsAccumulating,
+    KeepsAnnealing,
     KeepsPatience,
     KeepsUnfrozen,
     LeavesOutSearches,
@@ -106,7 +107,8 @@ class Run:
         self.report = Report(config, self.choices)
         self.callbacks = [
             self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsAccumulating(),
-            KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(), LeavesOutEmptyHooks(),
+            KeepsAnnealing(), KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(),
+            LeavesOutEmptyHooks(),
             *([LeavesOutSearches()] if config.ckpt_path else []),
             *([Predictions()] if config.predict else []),
         ]  # fmt: skip

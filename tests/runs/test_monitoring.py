@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning import Trainer
-from pytorch_lightning.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
+from pytorch_lightning import Callback, Trainer
+from pytorch_lightning.callbacks import (
+    EarlyStopping,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -84,6 +90,37 @@ def test_a_run_tests_the_average_rather_than_the_best(tmp_path: Path) -> None:
     run = Run.__new__(Run)
     run.config = OmegaConf.create({"train": True})
     assert Path(str(run.checkpoint(trainer))).name == "averaged.ckpt"
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.rates: list[float] = []
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+
+@pytest.mark.parametrize("step", [6, 8, 18, 20])
+def test_a_resumed_average_is_that_of_a_run_that_was_never_interrupted(
+    step: int, tmp_path: Path
+) -> None:
+    """From within an epoch, from its end, and, of the last one, where nothing is left to train."""
+    rates, weights = [], []
+    for path in (None, tmp_path / f"step={step}.ckpt"):
+        swa = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=2, annealing_epochs=3)
+        keeps = ModelCheckpoint(
+            tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2, enable_version_counter=False
+        )
+        ours = [resuming.EndsEpochsOnce(), resuming.KeepsAnnealing()]
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[*ours, swa, seen := Rates(), keeps], max_epochs=5,
+        )  # fmt: skip
+        trainer.fit(Times(), DataLoader(torch.ones(4)), ckpt_path=path)
+        rates.append(seen.rates)
+        weights.append(torch.load(str(resuming.save_average(trainer)))["state_dict"]["weight"])
+    assert rates[1] == rates[0][step:] and len(rates[0]) == 20
+    assert len(set(rates[0])) == 4 and weights[0] == pytest.approx(weights[1])
 
 
 def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) -> None:

@@ -100,21 +100,25 @@ class Rates(Callback):
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
 
 
-@pytest.mark.parametrize("step", [6, 8, 18, 20])
+@pytest.mark.parametrize(
+    ("step", "at"), [(6, "batch"), (8, "epoch"), (18, "batch"), (20, "batch"), (20, "epoch")]
+)
 def test_a_resumed_average_is_that_of_a_run_that_was_never_interrupted(
-    step: int, tmp_path: Path
+    step: int, at: str, tmp_path: Path
 ) -> None:
-    """From within an epoch, from its end, and, of the last one, where nothing is left to train."""
+    """Also where nothing is left to train."""
     rates, weights = [], []
-    for path in (None, tmp_path / f"step={step}.ckpt"):
+    for path in (None, tmp_path / f"{at}-step={step}.ckpt"):
         swa = StochasticWeightAveraging(swa_lrs=0.5, swa_epoch_start=2, annealing_epochs=3)
-        keeps = ModelCheckpoint(
-            tmp_path, "{step}", save_top_k=-1, every_n_train_steps=2, enable_version_counter=False
-        )
+        always: Any = {"save_top_k": -1, "enable_version_counter": False}
+        keep = [
+            ModelCheckpoint(tmp_path, "batch-{step}", every_n_train_steps=2, **always),
+            ModelCheckpoint(tmp_path, "epoch-{step}", every_n_epochs=1, **always),
+        ]
         ours = [resuming.EndsEpochsOnce(), resuming.KeepsAnnealing()]
         trainer = Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[*ours, swa, seen := Rates(), keeps], max_epochs=5,
+            callbacks=[*ours, swa, seen := Rates(), *keep], max_epochs=5,
         )  # fmt: skip
         trainer.fit(Times(), DataLoader(torch.ones(4)), ckpt_path=path)
         rates.append(seen.rates)

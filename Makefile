@@ -186,7 +186,7 @@ check: dev-environment ## lint, format and types
 test: dev-environment ## run the tests; some of them: ARGS="-k strategy"
 	@$(PYTHON) -m pytest $(ARGS)
 
-test-slow: dev-environment ## train laptop-sized jobs to their expected results, and other long tests (25 minutes)
+test-slow: dev-environment ## train laptop-sized jobs to their expected results, and other long tests (24 minutes)
 	@$(PYTHON) -m pytest -m slow $(ARGS)
 
 test-gpu: dev-environment ## test the strategy, a job and the benchmark of a step on the GPUs of this host

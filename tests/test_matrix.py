@@ -20,7 +20,7 @@ OF_HOW_MANY = {  # what is divided, gathered or paired by the number of ranks, o
     "accumulation", "adasum_of_equal_gradients", "adversaries", "clip_by_norm", "compression_bf16",
     "gradient_predivide", "many_buckets", "metrics_of_9_samples", "metrics_of_one_sample_a_rank",
     "metrics_of_51_samples", "metrics_of_a_sampler_of_ones_own", "parameters_that_some_ranks_use",
-    "plain", "second_derivatives_through_all_gather", "sparse_gradients",
+    "plain", "resume_within_an_epoch", "second_derivatives_through_all_gather", "sparse_gradients",
     "sum_of_gradients", "sync_batchnorm", "validation_while_training",
 }  # fmt: skip
 CLASS = {"horovod": "HorovodStrategy", "ddp": "HorovodrunDDP", "single": "SingleDeviceStrategy"}

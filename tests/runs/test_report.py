@@ -258,6 +258,7 @@ def test_samples_to_train_are_those_that_are_drawn(
     trainer.fit(Times(), data())
     assert report.train_samples == (trained if told else None) and report.samples == trained
     assert report.drop_last == (data is WholeBatches)
+    assert report.batch_size == (1 if data is OfAStream else 2)
     assert f"\ndata    d{told}\n" in capsys.readouterr().out
 
 

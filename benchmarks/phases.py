@@ -31,7 +31,7 @@ COLOURS = {
     "data": "#e69f00", "forward": "#56b4e9", "backward": "#0072b2", "all-reduce": "#d55e00",
     "optimizer": "#009e73", "rest": "#dddddd", "GPU": "#444444", "negotiation": "#999999",
 }  # fmt: skip
-EPOCH = ".on_train_epoch_start"
+EPOCH = ".on_train_epoch_end"
 OPERATIONS, HOROVOD_PHASES = 8, 4  # most rows of the table
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of torch's profiler
 MOST_RANKS = 6  # in the table; of more ranks the slowest and the fastest
@@ -45,7 +45,7 @@ def phase(name: str) -> str | None:
 
 
 def plain_steps(trace: Trace) -> list[Event]:
-    """Steps in which no epoch begins, as validation and checkpoints of the last would count too."""
+    """Steps in which no epoch ends, as its validation and checkpoints would count too."""
     epochs = [e["ts"] for e in trace.events if str(e["name"]).endswith(EPOCH)]
     steps = trace.steps
     plain = [s for s in steps if not any(s["ts"] <= t < s["ts"] + s["dur"] for t in epochs)]
@@ -165,7 +165,7 @@ def table(traces: list[Trace], horovod: Timeline) -> str:
         total, trace = sum(spent[index].values()), traces[index]
         cells = [f"{spent[index][name]:6.1f} {_share(spent[index][name], total)}" for name in names]
         lines.append(f"{trace.rank:>4}  {trace.host:<{width}}  {total:8.1f}  " + "  ".join(cells))
-    if len(traces) > 1:
+    if len(traces) > 1 and any(each["all-reduce"] for each in spent):  # not under DDP
         first = traces[order[0]]
         lines.append(
             f"slowest: rank {first.rank} on {first.host}, {own[order[0]]:.1f} ms of its own work, "

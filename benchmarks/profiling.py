@@ -30,7 +30,7 @@ from cluster.doctor import refuse_unfit
 from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
 from cluster.ssh import diagnose
 
-SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): (\d+) steps after \d+$")
+SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): \d+ steps? after \d+$")
 MANY = 1_000_000  # epochs: the profiler ends the training
 OURS = dict.fromkeys(
     ["profiler.stop", "train", "test", "trainer.max_epochs", "trainer.max_steps",
@@ -98,7 +98,8 @@ def train(arguments: argparse.Namespace) -> Path:
         )
     if folder is None:
         raise Refusal(
-            "nothing to show: training ended before the first traced batch; lower profiler.warmup"
+            "nothing to show: training ended before the first traced batch, as its lines above say: "
+            "train longer, or lower profiler.warmup"
         )
     return folder
 

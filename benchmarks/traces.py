@@ -84,6 +84,8 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
             if "ts" in event:
                 event["ts"] += (base_ns - zero_ns) / 1e3
         traces.append(trace)
+    if (folder / f"rank-{ranks}.json.gz").exists():
+        raise Unreadable(f"{folder}: has more ranks than {ranks}: give the -np or -H of that run")
     file = folder / "horovod.json.gz"
     return traces, timeline(_content(file), zero_ns) if file.exists() else Timeline()
 

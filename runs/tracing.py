@@ -129,8 +129,10 @@ class StepTrace(Profiler):
         rank = self._trainer.global_rank
         recorded.export_chrome_trace(str(folder / f"rank-{rank}.json.gz"))
         if rank == 0:
-            steps = self._batches - self.warmup
-            print(f"trace   {shown(folder)}: {steps} steps after {self.warmup}", flush=True)
+            # If training ended amid them, the last has begun, and no other.
+            steps = min(self.steps, self._batches + 1 - self.warmup)
+            what = "step" if steps == 1 else "steps"
+            print(f"trace   {shown(folder)}: {steps} {what} after {self.warmup}", flush=True)
 
     def teardown(self, stage: str | None) -> None:
         if self._profile is not None:

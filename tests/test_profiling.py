@@ -202,8 +202,8 @@ def test_the_table_names_the_slowest_of_many(tmp_path: Path) -> None:
 
 
 def test_steps_at_the_end_of_an_epoch_are_left_out(tmp_path: Path) -> None:
-    late = [*step(200, wait=500, number=11), range_("[LightningModule]Net.on_train_epoch_start",
-            201, 201.1)]  # fmt: skip
+    late = [*step(200, wait=500, number=11), range_("[LightningModule]Net.on_train_epoch_end",
+            736, 736.1)]  # fmt: skip
     plant(tmp_path, 0, [*step(100, wait=5), *late])
     ranks, _ = traces.read(tmp_path, 1)
     assert phases.shares(ranks[0])["all-reduce"] == pytest.approx(5)
@@ -462,3 +462,34 @@ def test_the_timeline_is_packed_by_rank_0_alone(
     assert stopped == [rank]
     assert (tmp_path / "horovod.json.gz").exists() == (rank == 0)
     assert (tmp_path / "horovod.json").exists() == (rank == 1)
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(13, "3 steps"), (11, "1 step"), (40, "10 steps")])
+def test_training_that_ends_amid_the_steps_ends_the_last_of_them(
+    batches: int, steps: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where validation and checkpoints of the last epoch are: it does not count, unless alone."""
+    tracing = runs.tracing.StepTrace(str(tmp_path))
+    limits = {"limit_train_batches": batches, "max_epochs": 1, "limit_val_batches": 0}
+    trainer("horovod", profiler=tracing, **limits).fit(Net(), loader(global_batch=2))
+    assert capsys.readouterr().out == f"trace   {tmp_path}: {steps} after 10\n"
+    (trace,), _ = traces.read(tmp_path, 1)
+    assert len(trace.steps) == int(steps.split()[0])
+    left_out = trace.steps[-1:] if batches == 13 else []
+    assert phases.plain_steps(trace) == [step for step in trace.steps if step not in left_out]
+
+
+def test_without_a_wait_of_its_own_no_rank_is_called_slowest(tmp_path: Path) -> None:
+    """Under DDP who is fast waits within its backward."""
+    for rank in range(2):
+        events = [e for e in step(100, wait=rank) if not e["name"].startswith("all-reduce")]
+        plant(tmp_path, rank, events)
+    ranks, _ = traces.read(tmp_path, 2)
+    assert "slowest" not in phases.table(ranks, traces.Timeline())
+
+
+def test_a_trace_of_more_ranks_is_not_taken_for_one_of_fewer(tmp_path: Path) -> None:
+    for rank in range(3):
+        plant(tmp_path, rank, step(100, wait=5))
+    with pytest.raises(traces.Unreadable, match="has more ranks than 2: give the -np or -H"):
+        traces.read(tmp_path, 2)

@@ -200,26 +200,19 @@ class EndsEpochsOnce(callbacks.Callback):
         batches["is_last_batch"] = False
 
 
-class KeepsAccumulating(callbacks.Callback):
-    """In an epoch that is resumed within, as many batches are accumulated as before: Lightning's
-    GradientAccumulationScheduler says how many only as an epoch begins."""
+class BeginsWithinEpochs(callbacks.Callback):
+    """In an epoch that is resumed within, as many batches are accumulated as before, and the
+    schedule of a StochasticWeightAveraging that has begun steps: Lightning's
+    GradientAccumulationScheduler says how many, and its averaging puts the schedule in, only as an
+    epoch begins."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, callbacks.GradientAccumulationScheduler):
-                now = callback.get_accumulate_grad_batches(trainer.current_epoch)
-                trainer.accumulate_grad_batches = now
-
-
-class KeepsAnnealing(callbacks.Callback):
-    """In an epoch that is resumed within, the schedule of a StochasticWeightAveraging that has
-    begun steps: Lightning's puts it in only as an epoch begins, and rates come an epoch late."""
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if not isinstance(callback, callbacks.StochasticWeightAveraging):
-                continue
-            if callback._scheduler_state and trainer.current_epoch <= callback.swa_end:
+            begins = isinstance(callback, callbacks.GradientAccumulationScheduler)
+            if isinstance(callback, callbacks.StochasticWeightAveraging):
+                begun = callback._scheduler_state is not None
+                begins = begun and trainer.current_epoch <= callback.swa_end
+            if begins:
                 callback.on_train_epoch_start(trainer, pl_module)
 
 

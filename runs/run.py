@@ -57,10 +57,9 @@ from runs.refusal import (
 )
 from runs.report import Report
 from runs.resuming import (
+    BeginsWithinEpochs,
     EndsEpochsOnce,
     EvaluatesAverages,
-    KeepsAccumulating,
-    KeepsAnnealing,
     KeepsPatience,
     KeepsUnfrozen,
     LeavesOutSearches,
@@ -106,8 +105,8 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         self.callbacks = [
-            self.report, EvaluatesAverages(), EndsEpochsOnce(), KeepsAccumulating(),
-            KeepsAnnealing(), KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(),
+            self.report, EvaluatesAverages(), BeginsWithinEpochs(), EndsEpochsOnce(),
+            KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(),
             LeavesOutEmptyHooks(),
             *([LeavesOutSearches()] if config.ckpt_path else []),
             *([Predictions()] if config.predict else []),

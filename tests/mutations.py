@@ -784,7 +784,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an epoch that is resumed within accumulates nothing", "resuming.py",
-        "trainer.accumulate_grad_batches = now", "pass",
+        "callback.on_train_epoch_start(trainer, pl_module)", "pass",
         "accumulates_as_before", "runs/test_resuming", "runs",
     ),
     Mutation(

@@ -115,7 +115,7 @@ def test_a_resumed_average_is_that_of_a_run_that_was_never_interrupted(
             ModelCheckpoint(tmp_path, "batch-{step}", every_n_train_steps=2, **always),
             ModelCheckpoint(tmp_path, "epoch-{step}", every_n_epochs=1, **always),
         ]
-        ours = [resuming.EndsEpochsOnce(), resuming.KeepsAnnealing()]
+        ours = [resuming.EndsEpochsOnce(), resuming.BeginsWithinEpochs()]
         trainer = Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
             callbacks=[*ours, swa, seen := Rates(), *keep], max_epochs=5,

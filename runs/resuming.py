@@ -283,6 +283,12 @@ def _step_plateaus(then: Callable, trainer: pl.Trainer, pl_module: pl.LightningM
     then(trainer, pl_module)
 
 
+OF_EACH_RUN = (
+    EvaluatesAverages, BeginsWithinEpochs, EndsEpochsOnce, KeepsPatience, KeepsUnfrozen,
+    StepsPlateausFirst,
+)  # fmt: skip
+
+
 def keeping(trainer: pl.Trainer) -> callbacks.ModelCheckpoint | None:
     """The first callback that keeps the best, else the first that keeps checkpoints.
     Trainer.checkpoint_callback may be one of ours that only want a turn after all others."""

@@ -56,17 +56,7 @@ from runs.refusal import (
     slurm_tasks,
 )
 from runs.report import Report
-from runs.resuming import (
-    BeginsWithinEpochs,
-    EndsEpochsOnce,
-    EvaluatesAverages,
-    KeepsPatience,
-    KeepsUnfrozen,
-    LeavesOutSearches,
-    StepsPlateausFirst,
-    keeping,
-    save_average,
-)
+from runs.resuming import OF_EACH_RUN, LeavesOutSearches, keeping, save_average
 from runs.stopping import Stopped
 from runs.targets import OTHER_LIGHTNING, make, misfit, of_other_lightning, with_advice
 
@@ -105,12 +95,12 @@ class Run:
         self.choices = HydraConfig.get().runtime.choices
         self.report = Report(config, self.choices)
         self.callbacks = [
-            self.report, EvaluatesAverages(), BeginsWithinEpochs(), EndsEpochsOnce(),
-            KeepsPatience(), KeepsUnfrozen(), StepsPlateausFirst(),
+            self.report,
+            *(kind() for kind in OF_EACH_RUN),
             LeavesOutEmptyHooks(),
             *([LeavesOutSearches()] if config.ckpt_path else []),
             *([Predictions()] if config.predict else []),
-        ]  # fmt: skip
+        ]
         self.folder: Path | None = None
         self.strategy: Strategy | None = None
         self._parents: list[Path] = []  # of the folder: removed with it, if they are empty

@@ -158,7 +158,7 @@ class SyncLayers(LayerSync):
                         f"sync_batchnorm: {name} is a {type(layer).__name__} with a forward of its "
                         "own, which would be lost: put that into a layer behind it"
                     )
-                _become(layer, _synchronous(type(layer)))  # type: ignore[arg-type]  # has a hash
+                layer.__class__ = _synchronous(type(layer))  # type: ignore[arg-type]  # has a hash
                 vars(layer).update(sync_name=f"batchnorm.{name}", sync_world=self.world)
         return model
 
@@ -166,13 +166,9 @@ class SyncLayers(LayerSync):
     def revert(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, SyncBatchNorm):
-                _become(layer, type(layer).__bases__[1])
+                layer.__class__ = type(layer).__bases__[1]
                 del layer.sync_name, layer.sync_world
         return model
-
-
-def _become(layer: Any, kind: type) -> None:
-    layer.__class__ = kind
 
 
 @cache

@@ -363,7 +363,7 @@ MUTATIONS = [
     ),
     Mutation(
         "batch normalization uses this rank's statistics", "batchnorm.py",
-        "_become(layer, _synchronous(type(layer)))", "pass", "horovod-2 and sync_batchnorm",
+        "layer.__class__ = _synchronous(type(layer))", "pass", "horovod-2 and sync_batchnorm",
     ),
     Mutation(
         "its gradients ignore the other ranks", "batchnorm.py",

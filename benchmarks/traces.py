@@ -24,10 +24,6 @@ STEP = "ProfilerStep#"  # torch's name for the range of a step
 ROWS = 1000  # process ids of the merged trace: (rank + 1) x ROWS + a running number
 
 
-class Unreadable(Refusal):
-    """Which file cannot be used as a trace, and why."""
-
-
 @dataclass
 class Trace:
     """What one rank recorded; `ts` of events in µs since rank 0's first step, on rank 0's clock."""
@@ -60,7 +56,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
     """All ranks' traces and Horovod's timeline (empty where there is none), on one clock.
 
     Raises:
-        Unreadable: for a file that is missing, cut off, or of another program.
+        Refusal: for a file that is missing, cut off, or of another program.
     """
     traces = []
     zero_ns = 0
@@ -75,7 +71,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
             steps = [e for e in events if str(e["name"]).startswith(STEP)]
             first = min(steps, key=lambda e: e["ts"])
         except (KeyError, TypeError, ValueError):
-            raise Unreadable(f"{file}: no trace of a rank's steps: trace anew") from None
+            raise Refusal(f"{file}: no trace of a rank's steps: trace anew") from None
         trace.main = place(first)
         base_ns -= who["clock_ahead_ns"]
         if rank == 0:
@@ -96,7 +92,7 @@ def _content(file: Path) -> Any:
         with gzip.open(file, "rt") as packed:
             text = packed.read()
     except (OSError, EOFError) as error:
-        raise Unreadable(f"{file}: {getattr(error, 'strerror', None) or error}") from None
+        raise Refusal(f"{file}: {getattr(error, 'strerror', None) or error}") from None
     try:
         return json.loads(text)
     except ValueError:
@@ -105,7 +101,7 @@ def _content(file: Path) -> Any:
                 return json.loads(text[:end] + "]")
             except ValueError:
                 continue
-    raise Unreadable(f"{file}: cut off: trace anew")
+    raise Refusal(f"{file}: cut off: trace anew")
 
 
 def timeline(events: list[Event], zero_ns: int) -> Timeline:

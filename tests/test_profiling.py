@@ -25,6 +25,7 @@ from torch import Tensor
 import runs.tracing
 from benchmarks import phases, profiling, traces
 from benchmarks.figures import plt
+from cluster.hosts import Refusal
 from tests.conftest import ROOT, run
 from tests.matrix.trainings import Net, loader, trainer
 
@@ -221,7 +222,7 @@ def test_the_picture_is_a_png(
 )
 def test_a_file_that_is_no_trace_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "rank-0.json.gz").write_bytes(content)
-    with pytest.raises(traces.Unreadable, match=r"rank-0\.json\.gz"):
+    with pytest.raises(Refusal, match=r"rank-0\.json\.gz"):
         traces.read(tmp_path, 1)
 
 
@@ -327,7 +328,7 @@ def test_a_job_ends_where_nobody_reads_its_output(tmp_path: Path) -> None:
     ],
 )
 def test_what_make_profile_does_not_do(arguments: list[str], told: str) -> None:
-    with pytest.raises(profiling.Refusal, match=told):
+    with pytest.raises(Refusal, match=told):
         profiling.job(profiling.parser().parse_args(arguments))
 
 

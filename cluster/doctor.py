@@ -165,8 +165,7 @@ class Contact:
             return f"no answer within {limit} s", f"look there: ssh {host.destination} uptime"
         if "python3: not found" in errors or status == 127:
             return "there is no python3", f"on {host.name}: sudo apt-get install python3"
-        trouble = diagnose(host, status, errors)
-        return trouble.what, trouble.mend
+        return diagnose(host, status, errors)
 
     def _fail(self, text: str, mend: str) -> None:
         self.trouble = Finding("FAIL", "ssh", self.host.name, text, mend)
@@ -398,8 +397,7 @@ def main() -> int:
     arguments = parser.parse_args()
     os.chdir(ROOT)
     try:
-        hosts = chosen(arguments)
-        hosts = used(hosts, arguments.np)
+        hosts = used(chosen(arguments), arguments.np)
         if arguments.quick:
             refuse_unfit(hosts)
             return 0

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import threading
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from cluster.hosts import SSH_SECONDS, Host, make_command, typed
 
@@ -18,8 +18,7 @@ NO_FOLDER = 97  # exit status of our scripts where the checkout is missing
 connecting = threading.Semaphore(8)
 
 
-@dataclass(frozen=True)
-class Trouble:
+class Trouble(NamedTuple):
     """Why a host is not reached, and the command that mends it."""
 
     what: str

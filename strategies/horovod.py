@@ -501,9 +501,7 @@ class HorovodStrategy(ParallelStrategy):
         if self._trainer.state.fn != TrainerFn.FITTING:
             compute_the_rest(self._module, self.world)
 
-    @override
-    def on_test_end(self) -> None:
-        self.on_validation_end()
+    on_test_end = on_validation_end
 
     @property
     def _has_trained(self) -> bool:

@@ -138,7 +138,7 @@ def table(results: dict[str, Any]) -> str:
     return (
         f"{markdown(head, lines)}\n\nHeld out: median error "
         f"{results['held_out_median_error']:.1%}, largest {results['held_out_largest_error']:.1%} "
-        "(asked for: at most 10 % and 20 %)."
+        "(aim: at most 10 % and 20 %)."
     )
 
 

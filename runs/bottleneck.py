@@ -99,7 +99,7 @@ def contended(hosts: list[str], waits: list[float]) -> str:
     fewer = "fewer ranks (NP=, -np, -H)" if len(waits) > 1 else "OMP_NUM_THREADS=1"
     return (
         f"rank {rank} on {hosts[rank]} waits {waits[rank]:.0%} of its time for a core, which other "
-        f"programs or loader workers take: see top there, or try {fewer}"
+        f"programs or loader workers take: run top there, or try {fewer}"
     )
 
 
@@ -137,7 +137,8 @@ def verdict(found: dict[str, Any], precision: str, hidden: bool, late: str) -> s
                 "look for other load on the hosts, more ranks than cores, batches of unequal cost"
             )  # fmt: skip
             return (
-                f"uneven: ranks wait {part} for now one, now another, mostly in its {late}: {try_}"
+                f"uneven: ranks wait {part} for the slowest, which is not always the same one, "
+                f"mostly in its {late}: {try_}"
             )
         case "rest":
             return (

@@ -104,7 +104,7 @@ def no_curves(trainer: pl.Trainer, first: int) -> str:
     if last // every != first // every:
         return ""
     return (
-        f"have no step of training: {counted(last - first, 'step')}, and "
+        f"show no step of training: {counted(last - first, 'step')}, and "
         f"trainer.log_every_n_steps is {every}; give a smaller one"
     )
 
@@ -114,8 +114,8 @@ def not_trained(trainer: pl.Trainer, resumed: bool) -> str:
     if resumed:
         return (
             f"the checkpoint has {trainer.current_epoch} of {trainer.max_epochs} epochs, "
-            f"{trainer.global_step} steps; to go on give a larger trainer.max_epochs, or max_steps "
-            "or max_time where that ended it"
+            f"{trainer.global_step} steps; to continue, give a larger trainer.max_epochs (or "
+            "max_steps or max_time, if that ended it)"
         )
     return (
         f"trainer.max_epochs is {trainer.max_epochs}, max_steps {trainer.max_steps}, "

@@ -110,7 +110,7 @@ class Report(pl.Callback):
         problems = hints.missing_metrics(trainer, self.config.get("callbacks") or {})
         if trainer.is_global_zero:
             for problem in problems:
-                _tell({"warning": f"{problem}; as it is, the run ends with an epoch"})
+                _tell({"warning": f"{problem}; without it, the run fails after an epoch"})
 
     def _announce(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self.hosts:

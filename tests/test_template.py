@@ -281,7 +281,7 @@ class TestOtherRuns:
         assert done.stdout.count("products of float32: high\n") == 2, done.stdout
         assert "precision bf16-mixed" in done.stdout and "lr 0.004" in done.stdout
         assert "32 a process x 2 ranks x 2 accumulated = 128 global" in done.stdout
-        assert "curves  have no step of training: 6 steps, and trainer.log_every" in done.stdout
+        assert "curves  show no step of training: 6 steps, and trainer.log_every" in done.stdout
         assert "logging interval" not in done.stdout
         trained = summary(tmp_path)
         assert (trained["steps"], trained["global_batch_size"]) == (6, 128)

@@ -146,7 +146,7 @@ def test_curves_without_a_step_of_training_are_told(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     train(tmp_path, log_every_n_steps=every, model=model)
-    line = "curves  have no step of training: 10 steps, and trainer.log_every_n_steps is 11;"
+    line = "curves  show no step of training: 10 steps, and trainer.log_every_n_steps is 11;"
     assert (line in capsys.readouterr().out) == told
 
 
@@ -157,7 +157,7 @@ def test_a_resumed_run_misses_curves_of_its_own_steps(
     train(tmp_path / "first", ModelCheckpoint(tmp_path, "last"), max_epochs=2)
     last = str(tmp_path / "last.ckpt")
     train(tmp_path / "second", ckpt_path=last, max_epochs=3, log_every_n_steps=every)
-    line = "curves  have no step of training: 10 steps, and trainer.log_every_n_steps is 16;"
+    line = "curves  show no step of training: 10 steps, and trainer.log_every_n_steps is 16;"
     assert (line in capsys.readouterr().out) == told
 
 

@@ -500,8 +500,8 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     assert "nothing was trained" not in capsys.readouterr().out
     train(tmp_path / "second", ckpt_path=str(tmp_path / "last.ckpt"))
     output = capsys.readouterr().out
-    assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to go on" in output
-    assert "a larger trainer.max_epochs, or max_steps or max_time where that ended it" in output
+    assert "nothing was trained: the checkpoint has 1 of 1 epochs, 10 steps; to continue" in output
+    assert "a larger trainer.max_epochs (or max_steps or max_time, if that ended it)" in output
     train(tmp_path / "third", max_epochs=0, model=IsValidated)  # as it does, to begin with
     output = capsys.readouterr().out
     assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in output
@@ -590,7 +590,7 @@ def test_what_several_loaders_log_is_known_before_training(
     names = "val/loss/dataloader_idx_0, val/of_0, val/loss/dataloader_idx_1, val/of_1"
     first = f"warning callbacks.best.monitor={monitor}: nothing is logged by this name; there are: "
     assert output == (
-        f"{first}{names}{warned}; as it is, the run ends with an epoch\n" * bool(warned)
+        f"{first}{names}{warned}; without it, the run fails after an epoch\n" * bool(warned)
     )
 
 

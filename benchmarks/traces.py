@@ -81,7 +81,7 @@ def read(folder: Path, ranks: int) -> tuple[list[Trace], Timeline]:
                 event["ts"] += (base_ns - zero_ns) / 1e3
         traces.append(trace)
     if (folder / f"rank-{ranks}.json.gz").exists():
-        raise Unreadable(f"{folder}: has more ranks than {ranks}: give the -np or -H of that run")
+        raise Refusal(f"{folder}: has more ranks than {ranks}: give the -np or -H of that run")
     file = folder / "horovod.json.gz"
     return traces, timeline(_content(file), zero_ns) if file.exists() else Timeline()
 

@@ -492,5 +492,5 @@ def test_without_a_wait_of_its_own_no_rank_is_called_slowest(tmp_path: Path) -> 
 def test_a_trace_of_more_ranks_is_not_taken_for_one_of_fewer(tmp_path: Path) -> None:
     for rank in range(3):
         plant(tmp_path, rank, step(100, wait=5))
-    with pytest.raises(traces.Unreadable, match="has more ranks than 2: give the -np or -H"):
+    with pytest.raises(Refusal, match="has more ranks than 2: give the -np or -H"):
         traces.read(tmp_path, 2)

@@ -362,7 +362,7 @@ def table(findings: list[Finding]) -> str:
     for line in lines:
         out.append(f"{line.level:<4}  {line.check:<10}  {line.host:<{width}}  {line.text}")
         if line.mend:
-            out.append(f"{'':<{20 + width}}mend: {line.mend}")
+            out.append(f"{'':<{20 + width}}fix: {line.mend}")
     return "\n".join(out)
 
 
@@ -376,7 +376,7 @@ def refuse_unfit(hosts: list[Host]) -> None:
         return
     failures = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
     if failures:
-        messages = (f"{f.host}: {f.check}: {f.text} (mend: {f.mend})" for f in joined(failures))
+        messages = (f"{f.host}: {f.check}: {f.text} (fix: {f.mend})" for f in joined(failures))
         raise Refusal("; ".join(messages))
 
 
@@ -411,7 +411,7 @@ def main() -> int:
     if arguments.json:
         output = json.dumps({"fit": is_fit, "findings": [asdict(f) for f in findings]}, indent=1)
     else:
-        output = f"{table(findings)}\n{'fit' if is_fit else 'not fit: mend what is marked FAIL'}"
+        output = f"{table(findings)}\n{'fit' if is_fit else 'not fit: fix what is marked FAIL'}"
     if sys.stdout is not None:  # not closed, as by `>&-`
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     try:

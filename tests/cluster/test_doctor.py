@@ -324,8 +324,8 @@ def test_hosts_that_do_not_reach_each_other(on: On, project: Path) -> None:
         done = on(hosts[0], "cluster.doctor", "-H", "node1:1,node2:1,node3:1", cwd=project)
     assert done.returncode == 1
     assert "does not reach node3 at 10.77.0.3" in done.stdout
-    assert "mend: on node3: sudo ufw allow from 10.77.0.2" in done.stdout
-    assert done.stdout.endswith("not fit: mend what is marked FAIL\n")
+    assert "fix: on node3: sudo ufw allow from 10.77.0.2" in done.stdout
+    assert done.stdout.endswith("not fit: fix what is marked FAIL\n")
 
 
 def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

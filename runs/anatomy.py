@@ -75,7 +75,8 @@ class Timed:
 
     def __init__(self) -> None:
         self.steps: deque[list[float]] = deque(maxlen=KEPT)  # seconds of each phase
-        # The sums over a step's exchanges: calls, bytes, bytes and seconds of busy ends, 1 each.
+        # Sums over a step's exchanges, as of `Exchange`: calls, bytes, busy_bytes, seconds from
+        # `busy` to `end`, and how many exchanges there were.
         self.wire: deque[list[float]] = deque(maxlen=KEPT)
         self.total = self.weight = 0.0  # seconds, and how many steps took them
         self.waited = 0.0  # seconds without a core

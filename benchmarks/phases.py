@@ -97,7 +97,7 @@ def inside(events: Iterable[Event], steps: list[Event]) -> list[Event]:
     return [e for e in events if "dur" in e and any(a <= e["ts"] < b for a, b in windows)]
 
 
-def launched(events: list[Event]) -> list[Event]:
+def named_by_operation(events: list[Event]) -> list[Event]:
     """What GPUs did, named after the operations that launched it: names of kernels have a hundred
     letters. Horovod's kernels have no such operation, and keep their names."""
 
@@ -187,7 +187,7 @@ def _operations(traces: list[Trace]) -> list[str]:
     calls: Amounts = defaultdict(float)
     at_work: list[float] = []
     for trace in traces:
-        steps, on_gpu = plain_steps(trace), launched(trace.events)
+        steps, on_gpu = plain_steps(trace), named_by_operation(trace.events)
         events = inside(on_gpu or trace.events, steps)
         if on_gpu:
             at_work.append(busy(events) / sum(step["dur"] for step in steps))

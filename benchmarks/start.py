@@ -42,11 +42,11 @@ from benchmarks.hardware import ROOT, hardware, versions
 from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import refuse_ours
 
-OURS = [sys.executable, "-m", "cluster.horovodrun"]
+LAUNCHER = [sys.executable, "-m", "cluster.horovodrun"]
 WAYS = {  # command, and whether the ranks of a host share their imports
     "horovodrun": ([str(Path(sys.executable).with_name("horovodrun"))], "0"),
-    "ours, each rank imports": (OURS, "0"),
-    "ours": (OURS, "1"),
+    "ours, each rank imports": (LAUNCHER, "0"),
+    "ours": (LAUNCHER, "1"),
 }
 # Set for one step and nothing after it, and for a folder of its own.
 ONE_STEP = ("trainer.max_steps", "trainer.max_epochs", "test", "log_dir", "run_dir")

@@ -98,7 +98,7 @@ def measure_alone(folder: Path) -> None:
         except PermissionError:  # another user's, such as root's; enough on a local disk
             lock = os.open(folder / ".lock", os.O_RDONLY)
     except OSError as error:
-        told = f"{folder}: {error.strerror}: results are written there, mend that"
+        told = f"{folder}: {error.strerror}: results are written there, fix that"
         raise Refusal(told) from None
     if folder in _LOCKED:
         os.close(lock)

@@ -146,7 +146,7 @@ def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
     slow = summary["anatomy"]["straggler"]
     return [
         f"take care rank {slow['rank']} takes {slow['times']} times as long as the others in each "
-        f"step: its {job.slowest * 1e3:.1f} ms are kept as they are for any number of ranks; mend "
+        f"step: its {job.slowest * 1e3:.1f} ms are kept as they are for any number of ranks; fix "
         "it, and measure again"
     ]
 
@@ -156,15 +156,15 @@ def oversubscribed(summary: dict[str, Any]) -> list[str]:
     anatomy = summary["anatomy"]
     waits = max((rank.get("waits_for_core", 0.0) for rank in anatomy.get("ranks", [])), default=0.0)
     if anatomy.get("crowded"):
-        what, mend = f"{anatomy['crowded']}, and wait for each other", "start fewer there"
+        what, fix = f"{anatomy['crowded']}, and wait for each other", "start fewer there"
     elif waits >= WAITS_SHARE:
         what = f"a rank waited {waits:.0%} of its time for a core, which others had"
-        mend = "end other programs, or take fewer loader workers"
+        fix = "end other programs, or take fewer loader workers"
     else:
         return []
     return [
         f"take care in this run {what}: its compute and how much ranks differ are not those of "
-        f"ranks with a core each; {mend}, and measure again"
+        f"ranks with a core each; {fix}, and measure again"
     ]
 
 

@@ -135,7 +135,7 @@ def read(file: Path, what: str) -> Any:
     except OSError as error:
         raise Refusal(f"{what}={file}: {error.strerror}") from None
     except ValueError:
-        raise Refusal(f"{what}={file}: this is no JSON") from None
+        raise Refusal(f"{what}={file}: this is not JSON") from None
 
 
 @contextlib.contextmanager

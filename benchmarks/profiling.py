@@ -98,8 +98,8 @@ def train(arguments: argparse.Namespace) -> Path:
         )
     if folder is None:
         raise Refusal(
-            "nothing to show: training ended before the first traced batch, as its lines above say: "
-            "train longer, or lower profiler.warmup"
+            "nothing to show: training ended before the first traced batch, as its lines above "
+            "say: train longer, or lower profiler.warmup"
         )
     return folder
 

@@ -118,10 +118,10 @@ class Agent:
         environment |= interface if job["nic"] else {}
         nic, nics = environment["HOROVOD_GLOO_IFACE"], [name for _, name in socket.if_nameindex()]
         if nic not in nics:
-            mend = "mend" if job["nic"] else "unset HOROVOD_GLOO_IFACE, or give"
+            fix = "fix" if job["nic"] else "unset HOROVOD_GLOO_IFACE, or give"
             options = ", ".join(nics)
             raise ValueError(
-                f"no network interface {nic}; there are {options}: {mend} nic in HOSTFILE"
+                f"no network interface {nic}; there are {options}: {fix} nic in HOSTFILE"
             )
         return environment
 

@@ -1,4 +1,4 @@
-"""What keeps hosts from training together, and the command that mends it.
+"""What keeps hosts from training together, and the command that fixes it.
 
     python -m cluster.doctor -H node1:4,node2:4 [--json]
 
@@ -155,7 +155,7 @@ class Contact:
             timer.cancel()
 
     def _why_silent(self, limit: float) -> tuple[str, str]:
-        """Why there was no answer, and what mends that."""
+        """Why there was no answer, and what fixes that."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.communicate(timeout=2)
         kill(self.process)  # a process that ssh has left behind may keep its stderr open
@@ -167,12 +167,12 @@ class Contact:
             return "there is no python3", f"on {host.name}: sudo apt-get install python3"
         return diagnose(host, status, errors)
 
-    def _fail(self, text: str, mend: str) -> None:
-        self.trouble = Finding("FAIL", "ssh", self.host.name, text, mend)
+    def _fail(self, text: str, fix: str) -> None:
+        self.trouble = Finding("FAIL", "ssh", self.host.name, text, fix)
 
 
 def examine(hosts: list[Host], quick: bool = False) -> list[Finding]:
-    """All findings, good ones too, in the order in which to mend them.
+    """All findings, good ones too, in the order in which to fix them.
 
     Raises:
         Refusal: where two names lead to one host.
@@ -273,8 +273,8 @@ def _connections(contacts: list[Contact], pool: ThreadPoolExecutor) -> list[Find
         for name, problem in answers.items():
             if problem:
                 text = f"does not reach {name} at {listening[name][0]}: {problem}"
-                mend = f"on {name}: sudo ufw allow from {address}, or give nic in the host file"
-                findings.append(Finding("FAIL", "pairs", contact.host.name, text, mend))
+                fix = f"on {name}: sudo ufw allow from {address}, or give nic in the host file"
+                findings.append(Finding("FAIL", "pairs", contact.host.name, text, fix))
     count = len(contacts) * (len(contacts) - 1)
     return findings or [Finding("ok", "pairs", "all", f"{count} ways, each host to each other")]
 
@@ -361,8 +361,8 @@ def table(findings: list[Finding]) -> str:
     out = []
     for line in lines:
         out.append(f"{line.level:<4}  {line.check:<10}  {line.host:<{width}}  {line.text}")
-        if line.mend:
-            out.append(f"{'':<{20 + width}}fix: {line.mend}")
+        if line.fix:
+            out.append(f"{'':<{20 + width}}fix: {line.fix}")
     return "\n".join(out)
 
 
@@ -376,7 +376,7 @@ def refuse_unfit(hosts: list[Host]) -> None:
         return
     failures = [finding for finding in examine(hosts, quick=True) if finding.level == "FAIL"]
     if failures:
-        messages = (f"{f.host}: {f.check}: {f.text} (fix: {f.mend})" for f in joined(failures))
+        messages = (f"{f.host}: {f.check}: {f.text} (fix: {f.fix})" for f in joined(failures))
         raise Refusal("; ".join(messages))
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a host, judged by its facts (cluster/probe.py), and what mends it.
+"""What is wrong with a host, judged by its facts (cluster/probe.py), and what fixes it.
 
 `facts` are those of the host, `here` those of this one; `here` also has the files that are copied
 ("synced"), those that git tracks and a run may read ("tracked"), and what to type behind make for
@@ -28,13 +28,13 @@ CLOCK_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's: the result of a check on a host, and what mends it."""
+    """One line of the doctor's: the result of a check on a host, and what fixes it."""
 
     level: str  # ok, warn, FAIL
     check: str
     host: str
     text: str
-    mend: str = ""
+    fix: str = ""
 
 
 def joined(findings: list[Finding]) -> list[Finding]:
@@ -48,7 +48,7 @@ def joined(findings: list[Finding]) -> list[Finding]:
 def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
     sync = make_command(f"sync {here['hosts']}")
     if facts["code"] is None:
-        what = "is no checkout of this" if facts["root"] else "is missing there"
+        what = "is not a checkout of this repository" if facts["root"] else "is missing there"
         return [Finding("FAIL", "code", host.name, f"{ROOT} {what}", sync)]
     # Files that are not copied (.syncignore) may differ, and files that neither are code nor are
     # tracked by git.
@@ -71,26 +71,26 @@ def checkout(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Fi
 
 
 def packages(host: Host, facts: dict[str, Any], here: dict[str, Any]) -> list[Finding]:
-    mend = make_command(f"sync ENV=1 {here['hosts']}")
+    fix = make_command(f"sync ENV=1 {here['hosts']}")
     if environment_folder().parent != ROOT:
-        mend = f"on {host.name}: make install PYTHON={sys.executable}"
+        fix = f"on {host.name}: make install PYTHON={sys.executable}"
     fail = functools.partial(Finding, "FAIL", "packages", host.name)
     theirs, ours = facts["versions"], here["versions"]
     if isinstance(theirs, str):
-        return [fail(f"{sys.executable} does not run there: {theirs}", mend)]
+        return [fail(f"{sys.executable} does not run there: {theirs}", fix)]
     for name, version in ours.items():
         if theirs.get(name) != version:
-            return [fail(f"{name} {theirs.get(name) or 'is missing'}, here {version}", mend)]
+            return [fail(f"{name} {theirs.get(name) or 'is missing'}, here {version}", fix)]
     build = facts.get("build")
     if isinstance(build, str):
-        return [fail(f"Horovod does not run there: {build}", mend)]
+        return [fail(f"Horovod does not run there: {build}", fix)]
     versions = f"Python {ours['python']}, torch {ours['torch']}, Horovod {ours['horovod']}"
     if build is None:
         return [Finding("ok", "packages", host.name, versions)]
     kinds = [name for name in ("nccl", "gloo", "mpi") if build[name]]
     if build["gpus"] and not build["nccl"]:
         text = "has GPUs, and Horovod no NCCL: several times slower (horovod#2686)"
-        return [fail(text, f"{make_command('install')}, then {mend}")]
+        return [fail(text, f"{make_command('install')}, then {fix}")]
     names = {"nccl": "NCCL", "gloo": "Gloo", "mpi": "MPI"}
     versions += f" with {', '.join(names[kind] for kind in kinds)}"
     return [Finding("ok", "packages", host.name, versions)]
@@ -112,7 +112,7 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     if host.gpus is not None and (missing := [gpu for gpu in host.gpus if gpu not in by_index]):
         text = f"GPU {', '.join(map(str, missing))} of the host file is not there; there "
         text += f"are {', '.join(map(str, by_index))}" if by_index else "is none"
-        return [fail(text, "mend gpus in the host file")]
+        return [fail(text, "fix gpus in the host file")]
     if not by_index:
         return [ok("none: it trains on CPUs")]
     listed = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -120,16 +120,16 @@ def gpus(host: Host, facts: dict[str, Any]) -> list[Finding]:
     wanted = host.gpus or visible or tuple(sorted(by_index))
     if host.slots > len(wanted):
         text = f"{host.slots} slots and {len(wanted)} GPUs: a process needs its own"
-        mend = f"{few(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
-        return [fail(text, mend)]
+        fix = f"{few(len(wanted))}; to train on CPUs: CUDA_VISIBLE_DEVICES= make ..."
+        return [fail(text, fix)]
     lent = [by_index[number] for number in wanted[: host.slots]]
     findings = [warn(text, look) for gpu in lent if (text := _taken(gpu, answer["processes"]))]
     driver, build = lent[0]["driver"], facts.get("build")
     if isinstance(build, dict) and not build["gpus"]:
         text = f"torch for CUDA {build['cuda']} sees none of them; the driver is {driver}"
         why = f"{sys.executable} -c 'import torch; torch.cuda.init()'"
-        mend = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
-        return [*findings, fail(text, mend)]
+        fix = f"on {host.name}: update the driver, if this does not say otherwise: {why}"
+        return [*findings, fail(text, fix)]
     names = " and ".join(sorted({gpu["name"] for gpu in lent}))
     return findings or [ok(f"{host.slots} x {names}, driver {driver}")]
 
@@ -139,7 +139,7 @@ def _taken(gpu: dict[str, Any], processes: list[dict[str, Any]]) -> str:
     number = gpu["index"]
     others = [f"{p['pid']} of user {p['uid']}" for p in processes if p["gpu"] == number]
     if others:
-        return f"GPU {number} has processes of others: {', '.join(others)}"
+        return f"GPU {number} is used by others: process {', '.join(others)}"
     if gpu["free"] < FREE_GPU_SHARE * gpu["total"]:
         return f"GPU {number} has {gpu['free']:,} of {gpu['total']:,} MiB free"
     return ""
@@ -148,14 +148,14 @@ def _taken(gpu: dict[str, Any], processes: list[dict[str, Any]]) -> str:
 def interface(host: Host, facts: dict[str, Any], alone: bool) -> list[Finding]:
     fail = functools.partial(Finding, "FAIL", "network", host.name)
     addresses = ", ".join(f"{name} {address}" for name, address in facts["interfaces"].items())
-    there, mend = f"there are {addresses}", "mend nic in the host file"
+    there, fix = f"there are {addresses}", "fix nic in the host file"
     nic = host.nic or facts["towards"]
     if nic is None:
         return [fail(f"no interface leads to this host; {there}", "give nic in the host file")]
     if nic not in facts["interfaces"]:
-        return [fail(f"no interface {nic} with an address; {there}", mend)]
+        return [fail(f"no interface {nic} with an address; {there}", fix)]
     if facts["interfaces"][nic].startswith("127.") and not alone:
-        return [fail(f"other hosts do not reach its {nic}; {there}", mend)]
+        return [fail(f"other hosts do not reach its {nic}; {there}", fix)]
     return [Finding("ok", "network", host.name, f"{nic} {facts['interfaces'][nic]}")]
 
 
@@ -165,8 +165,8 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     for path, mib in facts["disk"].items():
         if mib < FREE_DISK_MIB:
             text = f"{mib:,} MiB free in {path}; {FREE_DISK_MIB:,} are wanted"
-            mend = f"ssh {host.destination} du -xh -d1 {path} | sort -h"
-            findings.append(Finding("FAIL", "disk", host.name, text, mend))
+            fix = f"ssh {host.destination} du -xh -d1 {path} | sort -h"
+            findings.append(Finding("FAIL", "disk", host.name, text, fix))
     if not findings:
         summary = f"{facts['disk'][str(ROOT)] >> 10:,} GiB free"
         findings.append(Finding("ok", "disk", host.name, summary))
@@ -180,8 +180,8 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     cores, has_gpus = facts["cores"], bool(facts["gpus"]["devices"])
     if has_gpus and cores < 2 * host.slots:  # as by Slurm's default, a core for each task
         text = f"{cores} cores for {host.slots} GPUs: a rank, Horovod and loaders share one"
-        mend = "ask for more (Slurm: --cpus-per-task), or take fewer slots"
-        findings.append(Finding("warn", "cores", host.name, text, mend))
+        fix = "ask for more (Slurm: --cpus-per-task), or take fewer slots"
+        findings.append(Finding("warn", "cores", host.name, text, fix))
     elif not has_gpus and cores < host.slots:
         text = f"{host.slots} processes on {cores} cores: slower than {cores}"
         findings.append(Finding("warn", "cores", host.name, text, few(cores)))
@@ -190,12 +190,12 @@ def room(host: Host, facts: dict[str, Any], ranks: int) -> list[Finding]:
     files = OPEN_FILES + ranks + host.slots  # Gloo connects it to all, twice within a host
     if facts["files"] < files:
         text = f"{facts['files']:,} open files a process; {files:,} are wanted"
-        mend = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"
-        findings.append(Finding("FAIL", "limits", host.name, text, mend))
+        fix = f"on {host.name}: raise nofile in /etc/security/limits.conf, log in anew"
+        findings.append(Finding("FAIL", "limits", host.name, text, fix))
     elif facts["infiniband"] and facts["memlock"] != -1:
         text = f"memlock is {facts['memlock'] >> 10:,} KiB; InfiniBand wants it unlimited"
-        mend = f"on {host.name}: set memlock unlimited in /etc/security/limits.conf"
-        findings.append(Finding("warn", "limits", host.name, text, mend))
+        fix = f"on {host.name}: set memlock unlimited in /etc/security/limits.conf"
+        findings.append(Finding("warn", "limits", host.name, text, fix))
     else:
         findings.append(Finding("ok", "limits", host.name, f"{facts['files']:,} open files"))
     return findings
@@ -209,18 +209,18 @@ def writable(host: Host, facts: dict[str, Any]) -> list[Finding]:
     """Of the first host, whose rank 0 writes the run's folder."""
     if path := facts["readonly"]:
         text = f"{path} cannot be written; rank 0, which runs here, writes there"
-        mend = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
-        return [Finding("warn", "disk", host.name, text, mend)]
+        fix = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
+        return [Finding("warn", "disk", host.name, text, fix)]
     if facts["logs"] < FREE_DISK_MIB <= facts["disk"][str(ROOT)]:  # on a disk of its own
         text = f"{facts['logs']:,} MiB free in {ROOT}/logs, where rank 0 writes, which runs here"
-        mend = f"ssh {host.destination} df -h {ROOT}/logs/, or give log_dir= another folder"
-        return [Finding("warn", "disk", host.name, text, mend)]
+        fix = f"ssh {host.destination} df -h {ROOT}/logs/, or give log_dir= another folder"
+        return [Finding("warn", "disk", host.name, text, fix)]
     return []
 
 
 def clock(host: Host, ahead: float) -> list[Finding]:
     if abs(ahead) > CLOCK_SECONDS:
         text = f"its clock is {abs(ahead):.0f} s {'ahead' if ahead > 0 else 'behind'}"
-        mend = f"on {host.name}: sudo timedatectl set-ntp true"
-        return [Finding("warn", "clock", host.name, text, mend)]
+        fix = f"on {host.name}: sudo timedatectl set-ntp true"
+        return [Finding("warn", "clock", host.name, text, fix)]
     return [Finding("ok", "clock", host.name, "as here")]

@@ -37,7 +37,7 @@ def addresses(hosts: list[Host]) -> dict[Host, str]:
     """
     if nic := next((host.nic for host in hosts if host.is_here and host.nic), None):
         if (address := interfaces().get(nic)) is None:
-            raise Refusal(f"this host has no network interface {nic} with an address: mend nic")
+            raise Refusal(f"this host has no network interface {nic} with an address: fix nic")
         return dict.fromkeys(hosts, address)
     towards = {}
     for host in hosts:

@@ -255,7 +255,7 @@ def parse(text: str) -> list[Host]:
         name, colon, slots = item.strip().partition(":")
         if not NAME.fullmatch(name) or (colon and not re.fullmatch("[1-9][0-9]{0,4}", slots)):
             raise Refusal(
-                f"HOSTS={text}: '{item}' is no host: write name:slots, as node1:4,node2:4"
+                f"HOSTS={text}: '{item}' is not a host: write name:slots, as node1:4,node2:4"
             )
         hosts.append(Host(name, int(slots or 1)))
     for name, count in Counter(host.name for host in hosts).items():
@@ -312,7 +312,7 @@ def _host(name: str, said: Any, file: Path) -> Host:
     if not isinstance(said, dict):
         raise Refusal(f"{where}: {said}: write how many processes it may run, as {{slots: 4}}")
     if not NAME.fullmatch(name):
-        raise Refusal(f"{where}: this is no name of a host")
+        raise Refusal(f"{where}: this is not the name of a host")
     for key, value in said.items():
         if key not in EXAMPLES:
             raise Refusal(f"{where}: '{key}' is unknown; there are {', '.join(EXAMPLES)}")

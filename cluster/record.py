@@ -50,8 +50,8 @@ def new_folder() -> Path:
         except FileExistsError as error:
             if (path := Path(error.filename)) != folder:
                 what = f"a link to {os.readlink(path)}" if path.is_symlink() else "no folder"
-                mend = "make that folder" if path.is_symlink() else "move it away"
-                raise Refusal(f"{path} is {what}: {mend}") from None
+                fix = "make that folder" if path.is_symlink() else "move it away"
+                raise Refusal(f"{path} is {what}: {fix}") from None
         except OSError as error:
             raise Refusal(f"{error.filename}: {error.strerror}: runs are noted there") from None
     raise AssertionError("unreachable")

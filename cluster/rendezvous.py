@@ -185,7 +185,7 @@ class _Connection(asyncio.Protocol):
         asker = self._transport.get_extra_info("peername")[0]
         if asker not in self._rendezvous.refused:
             self._rendezvous.refused.add(asker)
-            message = f"refused a request of {asker}: not of this job\n"
+            message = f"refused a request from {asker}, which is not part of this job\n"
             # Not in this thread, for which all ranks wait: the terminal may be stopped.
             threading.Thread(target=sys.stderr.write, args=[message], daemon=True).start()
         self.answer(HTTPStatus.FORBIDDEN)

@@ -1,4 +1,4 @@
-"""Why an ssh failed, judged by its exit status and its words, and what mends it."""
+"""Why an ssh failed, judged by its exit status and its words, and what fixes it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ connecting = threading.Semaphore(8)
 
 
 class Trouble(NamedTuple):
-    """Why a host is not reached, and the command that mends it."""
+    """Why a host is not reached, and the command that fixes it."""
 
     what: str
-    mend: str
+    fix: str
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.mend}"
+        return f"{self.what}: {self.fix}"
 
 
 def diagnose(host: Host, status: int, stderr: str) -> Trouble:
@@ -39,7 +39,8 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
         return Trouble(f"{python} does not run there", make_command(f"sync ENV=1 {typed([host])}"))
     if "No module named cluster" in stderr:
         return Trouble(
-            f"{os.getcwd()} is no checkout of this", make_command(f"sync {typed([host])}")
+            f"{os.getcwd()} is not a checkout of this repository",
+            make_command(f"sync {typed([host])}"),
         )
     if status != 255:
         return Trouble(f"ended with {status}: {last}", f"{login} to look")
@@ -50,7 +51,7 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
     on_it = f"on {host.name}: sudo systemctl"
     refused = re.search(r"port [0-9]+(?=: Connection refused)", stderr)
     port = f" on {refused[0]}" if refused else ""
-    for words, what, mend in (
+    for words, what, fix in (
         ("REMOTE HOST IDENTIFICATION HAS CHANGED", "its host key is another than the known one",
          f"if the host was set up anew: ssh-keygen -R {host.known_as}, then {login}"),
         ("Host key verification failed", "its host key is unknown here",
@@ -66,7 +67,7 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
         ("timed out", f"no answer within {SSH_SECONDS} s", f"is it up? ping {host.name}"),
     ):  # fmt: skip
         if words in stderr:
-            return Trouble(what, mend)
+            return Trouble(what, fix)
     return Trouble(f"ssh failed: {last or 'without a word'}", f"{login} to look")
 
 

@@ -38,8 +38,8 @@ def refuse_model(
     hooks = ["train_dataloader", "val_dataloader", *(["test_dataloader"] if test else [])]
     if own := [hook for hook in hooks if is_overridden(hook, model)]:
         raise Refusal(
-            f"model={choice} has its own {', '.join(own)}, and Lightning would take only those of "
-            f"{type(data).__name__}: move what it has into a data module, where "
+            f"model={choice} has its own {', '.join(own)}, and Lightning would use only those of "
+            f"{type(data).__name__}: move its own into a data module, where "
             "self.trainer.lightning_module is the model"
         )
     if test and not is_overridden("test_step", model):

@@ -68,7 +68,7 @@ def best(runs: Path) -> Path | None:
             summary = json.loads(file.read_text())
             kept = summary["train"] and summary["checkpoint"]
         except (ValueError, TypeError, KeyError):
-            raise ValueError(f"{file} is no summary of a run: mend it or delete it") from None
+            raise ValueError(f"{file} is not a summary of a run: fix it or delete it") from None
         if kept:
             return moved(Path(kept), file.parent / "checkpoints") or Path(kept)
     return None
@@ -121,7 +121,7 @@ def unreadable(file: Path, train: bool) -> str | None:
         reason = str(error).splitlines()[0][:120]
         return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
-        return f"ckpt_path={file}: it is no checkpoint of Lightning: no state_dict in it"
+        return f"ckpt_path={file}: it is not a checkpoint of Lightning: it has no state_dict"
     if train and "optimizer_states" not in checkpoint:
         return (
             f"ckpt_path={file}: it has weights alone (save_weights_only), and training goes on "

@@ -402,8 +402,8 @@ def _check_monitors(changed: list[tuple[str, Any]], config: DictConfig) -> None:
         alone = member.get("monitor") and "mode" not in member and name not in given
         if alone and ("mode" in inherited or not where):
             raise Refusal(
-                f"{where}{key}.monitor={member['monitor']}: say what is better too, {key}.mode=min "
-                "or max"
+                f"{where}{key}.monitor={member['monitor']}: also say which is better, "
+                f"{key}.mode=min or {key}.mode=max"
             )
 
 

@@ -130,7 +130,7 @@ def trace(model: LightningModule, example: Inputs) -> ExportedProgram:
         shapes = " and ".join(str(tuple(each.shape)) for each in example)
         advice = "the first tensor of a batch: give the model an example_input_array"
         if model.example_input_array is not None:
-            advice = "its example_input_array: mend that"
+            advice = "its example_input_array: fix that"
         raise Refusal(
             f"{type(model).__name__}.forward does not take {shapes}, {advice} ({str(error)[:150]})"
         ) from error

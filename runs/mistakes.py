@@ -1,4 +1,4 @@
-"""Errors that a user can mend, told in one line; all others keep their traceback."""
+"""Errors that a user can fix, told in one line; all others keep their traceback."""
 
 from __future__ import annotations
 
@@ -92,14 +92,14 @@ OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!r
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
-# Where an error comes through, but is seldom to be mended.
+# Where an error comes through, but is seldom to be fixed.
 RUNS_THEM = ("template.py", "runs", "strategies", "cluster")
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 BATCHES = "pytorch_lightning/utilities/data.py"  # makes a batch_sampler anew, of a rank's sampler
 
 
 def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = None) -> str | None:
-    """One line for an error that the user can mend; None for any other, which keeps its traceback.
+    """One line for an error that the user can fix; None for any other, which keeps its traceback.
 
     Args:
         started: whether a batch was trained or evaluated: from then on fewer errors are the

@@ -182,7 +182,7 @@ class Sweep:
                     continue
                 trials = [Trial(**trial) for trial in content["tried"]]
             except (ValueError, AttributeError, KeyError, TypeError):
-                raise Refusal(f"{shown(file)} is no sweep: mend it or delete it") from None
+                raise Refusal(f"{shown(file)} is not a sweep: fix it or delete it") from None
             if len(trials) >= self.count and all(trial.state == "done" for trial in trials):
                 return None
             self.trials = trials

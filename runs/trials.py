@@ -61,7 +61,7 @@ def judge(trial: Trial, metric: str, mode: str) -> bool:
         ) from None
     except (ValueError, AttributeError, KeyError, TypeError):
         raise Refusal(
-            f"{shown(folder)}/summary.json is no summary of a run: delete it, and trial "
+            f"{shown(folder)}/summary.json is not a summary of a run: delete it, and trial "
             f"{trial.number} is run again"
         ) from None
     values = {name: [numbers[name]] if name in numbers else [] for name in metrics}

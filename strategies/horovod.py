@@ -202,7 +202,7 @@ class HorovodStrategy(ParallelStrategy):
         except RuntimeError as error:  # CUDA's
             reason = str(error).partition("\n")[0].rstrip(".")
             raise MisconfigurationException(
-                f"{self.root_device} of {os.uname().nodename} cannot be used: {reason}; mend that "
+                f"{self.root_device} of {os.uname().nodename} cannot be used: {reason}; fix that "
                 "(an old driver, a GPU that another process has to itself), or use accelerator=cpu"
             ) from error
         assert self.parallel_devices is not None

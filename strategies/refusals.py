@@ -156,7 +156,7 @@ def _refuse_others_gpus(device: torch.device, world: World) -> None:
         if bool(uuid) != bool(ranks[0][1]):
             lacks = rank if ranks[0][1] else 0
             raise MisconfigurationException(
-                f"rank {lacks} on {ranks[lacks][0]} finds no GPU, others do: mend that (python -c "
+                f"rank {lacks} on {ranks[lacks][0]} finds no GPU, others do: fix that (python -c "
                 "'import torch; torch.cuda.init()' says why), leave out hosts without, or use "
                 "accelerator=cpu"
             )

@@ -203,7 +203,7 @@ def test_a_host_that_is_not_there_is_told(
         (["--batch", "-1"], "1 or more"),
         (["--repeats", "0"], "--repeats is at least 1"),
         (["--device", "cuda", "--hosts", "localhost:999"], "a rank needs a GPU of its own, and"),
-        (["--hosts", "localhost:x"], "error: HOSTS=localhost:x: 'localhost:x' is no host"),
+        (["--hosts", "localhost:x"], "error: HOSTS=localhost:x: 'localhost:x' is not a host"),
     ],
 )
 def test_what_cannot_be_timed_is_refused(

@@ -287,7 +287,7 @@ def test_onnx_has_the_tensors_of_forward_by_name(
     [
         ({"pictures": torch.ones(4, 3, 2)}, "example_input_array of TakesTwo is no batch"),
         (torch.tensor(1.0), "example_input_array of TakesTwo is no batch"),
-        (torch.ones(4, 3, 2), r"does not take \(4, 3, 2\), its example_input_array: mend that"),
+        (torch.ones(4, 3, 2), r"does not take \(4, 3, 2\), its example_input_array: fix that"),
     ],
 )
 def test_an_example_that_forward_does_not_take(

@@ -786,7 +786,7 @@ def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ("{", "this is no JSON"),
+        ("{", "this is not JSON"),
         ("[]", "nothing can be predicted from it: TypeError("),
         (json.dumps(summary(strategy="ddp")), "strategy ddp: the model is of horovod's"),
         (json.dumps(summary(strategy="ddp", operations=None)), "strategy ddp"),

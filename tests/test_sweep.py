@@ -291,9 +291,9 @@ class TestWhatIsKept:
         with pytest.raises(Refusal, match=r"METRIC=test/ac: trial 1 .*did you mean test/acc"):
             wrong.run(launch)
         os.close(wrong.held)
-        mended = sweep(tmp_path, metric="test/acc", mode="max")
-        assert mended.run(launch) == 0 and len(launch.seen) == 4
-        assert [trial.value for trial in mended.trials][:2] == [1 / 32.1, 1 / 64.1]
+        fixed = sweep(tmp_path, metric="test/acc", mode="max")
+        assert fixed.run(launch) == 0 and len(launch.seen) == 4
+        assert [trial.value for trial in fixed.trials][:2] == [1 / 32.1, 1 / 64.1]
 
     def test_a_trial_whose_folder_was_removed_is_run_again(self, tmp_path: Path) -> None:
         begun = sweep(tmp_path)
@@ -312,11 +312,13 @@ class TestWhatIsKept:
         os.close(begun.held)
         summary = Path(begun.trials[0].folder) / "summary.json"
         summary.write_text(text)
-        with pytest.raises(Refusal, match=r"trial_1/summary.json is no summary .* trial 1 is run"):
+        with pytest.raises(
+            Refusal, match=r"trial_1/summary.json is not a summary .* trial 1 is run"
+        ):
             sweep(tmp_path)
         kept = (begun.folder / "sweep.json").read_text()
         (begun.folder / "sweep.json").write_text(text if ":" not in text else kept[:-20])
-        with pytest.raises(Refusal, match=r"sweep.json is no sweep: mend it or delete it"):
+        with pytest.raises(Refusal, match=r"sweep.json is not a sweep: fix it or delete it"):
             sweep(tmp_path)
 
     def test_its_lock_is_a_file_that_may_be_written(self, tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ class TestMistakes:
         mistakes = [
             (["model.lrr=1"], "model.lrr: model has no key 'lrr'; it has:"),
             (["ckpt_path=last"], "logs/classifier/runs has a checkpoint to go on from"),
-            (best, "first/summary.json is no summary of a run"),
+            (best, "first/summary.json is not a summary of a run"),
             (["ckpt_path=nowhere.ckpt"], "nowhere.ckpt: there is no such file"),
             (["ckpt_path=setup.ckpt"], "setup.ckpt: it cannot be read as a checkpoint: torch.save"),
             (["ckpt_path=kept.ckpt"], "kept.ckpt: it holds a pathlib"),

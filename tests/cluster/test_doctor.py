@@ -1,4 +1,4 @@
-"""The doctor is silent about healthy hosts, and names each planted fault with what mends it."""
+"""The doctor is silent about healthy hosts, and names each planted fault with what fixes it."""
 
 from __future__ import annotations
 
@@ -84,9 +84,7 @@ def test_each_trouble_of_ssh_is_told_from_the_others(
         listener.kill()
         listener.wait()
     assert status == 1
-    found = {
-        f["host"]: (f["check"], f["text"], f["mend"]) for f in findings if f["level"] == "FAIL"
-    }
+    found = {f["host"]: (f["check"], f["text"], f["fix"]) for f in findings if f["level"] == "FAIL"}
     assert found == {
         "node2": (
             "ssh", "no sshd listens there on port 2222",
@@ -136,17 +134,17 @@ def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
     missing = findings.checkout(Host("node4", 1), {"code": None, "root": False}, here)
     first, second = findings.joined([*stale, *missing])
     assert first.host == "node1,node-2.cluster,node3"
-    assert first.mend.startswith("make sync HOSTS=node1:4,node-2.cluster:2,node3:1,node4:1")
+    assert first.fix.startswith("make sync HOSTS=node1:4,node-2.cluster:2,node3:1,node4:1")
     assert second == missing[0]
     facts = {"disk": {str(ROOT): 1 << 20}, "memory": 500, "gpus": {"devices": []}, "cores": 1}
     facts |= {"files": 9999, "infiniband": False, "memlock": -1}
     twins = [Host("node1", 2), Host("node2", 2)]
     found = findings.joined([line for host in twins for line in findings.room(host, facts, 4)])
-    mends = [(line.check, line.host, line.mend) for line in found if line.mend]
-    assert mends == [(check, "node1,node2", findings.few(1)) for check in ("memory", "cores")]
+    fixes = [(line.check, line.host, line.fix) for line in found if line.fix]
+    assert fixes == [(check, "node1,node2", findings.few(1)) for check in ("memory", "cores")]
     # Of two hosts already: each pair has its own.
     pairs = [findings.Finding("FAIL", "all-reduce", a, "x", f"make hello HOSTS={a}") for a in "ab"]
-    pairs = [replace(pair, mend=f"{pair.mend}:1,c:1") for pair in pairs]
+    pairs = [replace(pair, fix=f"{pair.fix}:1,c:1") for pair in pairs]
     assert findings.joined(pairs) == pairs
     alike = [findings.Finding("ok", "clock", f"node{index}", "as here") for index in range(8, 12)]
     assert [line.host for line in findings.joined(alike)] == ["node[8-11]"]
@@ -166,13 +164,13 @@ def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         found = doctor._exchange(pair)
     assert found.level == "FAIL" and "rank " in found.text
     look = "HOROVOD_LOG_LEVEL=debug NCCL_DEBUG=INFO make hello HOSTS=localhost:2"
-    assert found.mend in (look, f"{look} PYTHON={PYTHON}")
+    assert found.fix in (look, f"{look} PYTHON={PYTHON}")
     (tmp_path / "logs").symlink_to(tmp_path / "nowhere")
     for name in ("cluster", "strategies"):
         (tmp_path / name).symlink_to(ROOT / name)
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     found = doctor._exchange(pair)
-    assert (found.level, found.mend) == ("FAIL", "") and "logs is a link to" in found.text
+    assert (found.level, found.fix) == ("FAIL", "") and "logs is a link to" in found.text
 
 
 def test_other_code_and_packages_are_named(on: On, project: Path, tmp_path: Path) -> None:
@@ -216,8 +214,8 @@ def test_other_code_and_packages_are_named(on: On, project: Path, tmp_path: Path
     # Not what no run reads, and not what git does not track unless it is code.
     told = "other than here: models/classifier.py, models/vocabulary.json"
     assert found["node3"]["text"] == told
-    assert found["node2"]["mend"].startswith("make sync HOSTFILE=")
-    assert "make" in found["node4"]["mend"]
+    assert found["node2"]["fix"].startswith("make sync HOSTFILE=")
+    assert "make" in found["node4"]["fix"]
 
 
 def program(file: Path, script: str) -> Path:
@@ -296,22 +294,22 @@ def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None
     (readonly,) = [f for f in told if f["check"] == "disk" and f["level"] == "warn"]
     assert f"{project} cannot be written; rank 0, which runs here," in readonly["text"]
     assert not [f for f in findings if "cannot be written" in f["text"]]  # not the first there
-    bad = [(f["level"], f["check"], f["host"], f["text"], f["mend"]) for f in findings if f["mend"]]
+    bad = [(f["level"], f["check"], f["host"], f["text"], f["fix"]) for f in findings if f["fix"]]
     assert not [finding for finding in bad if finding[1:3] == ("limits", "node4")]
-    for level, check, host, words, mend in (
+    for level, check, host, words, fix in (
         ("FAIL", "memory", "node1", "for 9999 processes", " slots at most"),
         ("warn", "cores", "node1", "9999 processes on", " slots at most"),
-        ("FAIL", "network", "node2", "no interface ib7 with an address; there are", "mend nic"),
+        ("FAIL", "network", "node2", "no interface ib7 with an address; there are", "fix nic"),
         ("FAIL", "limits", "node2", "256 open files a process", "raise nofile"),
         ("warn", "GPUs", "node3", "GPU 0 has 900 of 15,000 MiB free", "ssh node3 nvidia-smi"),
-        ("warn", "GPUs", "node3", "GPU 1 has processes of others: 1 of user 0", "ssh node3"),
+        ("warn", "GPUs", "node3", "GPU 1 is used by others: process 1 of user 0", "ssh node3"),
         ("FAIL", "GPUs", "node3", "sees none of them", "update the driver"),
         ("FAIL", "GPUs", "node4", "Driver/library version mismatch", "ssh node4 nvidia-smi"),
         ("FAIL", "disk", "node5", "MiB free in", "ssh node5 du"),
-        ("FAIL", "GPUs", "node6", "GPU 3 of the host file is not there; there is none", "mend"),
+        ("FAIL", "GPUs", "node6", "GPU 3 of the host file is not there; there is none", "fix"),
     ):
         assert any(
-            finding[:3] == (level, check, host) and words in finding[3] and mend in finding[4]
+            finding[:3] == (level, check, host) and words in finding[3] and fix in finding[4]
             for finding in bad
         ), (words, bad)
 
@@ -360,7 +358,7 @@ def test_a_horovod_without_nccl_is_not_for_gpus(gpus: int, nccl: bool, level: st
     here = {"versions": {"python": "3.11", "torch": "2.8", "horovod": "0.28.1"}, "hosts": ""}
     build = {"gpus": gpus, "nccl": nccl, "gloo": True, "mpi": False}
     (finding,) = findings.packages(Host("node1", 1), {**here, "build": build}, here)
-    told = (finding.level, "and Horovod no NCCL" in finding.text, "make install" in finding.mend)
+    told = (finding.level, "and Horovod no NCCL" in finding.text, "make install" in finding.fix)
     assert told == (level, level == "FAIL", level == "FAIL"), finding
 
 
@@ -429,7 +427,12 @@ def test_cores_and_files_that_a_job_of_300_ranks_takes(
         (3, 90, [], ("FAIL", "3 slots and 2 GPUs: a process needs its own")),
         (2, 89, [], ("warn", "GPU 1 has 89 of 100 MiB free")),
         (1, 89, [], ("ok", "1 x NVIDIA T4, driver 580.1")),  # of the first GPU
-        (2, 90, [{"pid": 7, "gpu": 1, "uid": 5}], ("warn", "has processes of others: 7 of user 5")),
+        (
+            2,
+            90,
+            [{"pid": 7, "gpu": 1, "uid": 5}],
+            ("warn", "is used by others: process 7 of user 5"),
+        ),
     ],
 )
 def test_gpus_that_a_host_lends(
@@ -640,7 +643,7 @@ def test_infiniband_that_nccl_does_not_take(
     group = Host("node1", 1), Host("node2", 1)
     found = doctor._exchange(group, {"node1", "node2"})
     assert "bus bandwidth 900 MB/s" in found.text and found.host == "node1-node2"
-    over_tcp = (found.level, "NCCL goes over TCP" in found.text, "make hello" in found.mend)
+    over_tcp = (found.level, "NCCL goes over TCP" in found.text, "make hello" in found.fix)
     assert over_tcp == (("warn", True, True) if network == "Socket" else ("ok", False, False))
 
 

@@ -51,15 +51,15 @@ class TestList:
     @pytest.mark.parametrize(
         ("text", "words"),
         [
-            ("node1:4,,node2", "'' is no host"),
-            ("node[3-1]:4", "'node[3-1]:4' is no host"),
-            ("node[1-3:4", "'node[1-3:4' is no host"),
+            ("node1:4,,node2", "'' is not a host"),
+            ("node[3-1]:4", "'node[3-1]:4' is not a host"),
+            ("node[1-3:4", "'node[1-3:4' is not a host"),
             ("node[1-3],node2", "node2 is there twice"),
-            ("node1:[4]", "'node1:[4]' is no host"),
-            ("node1:four", "'node1:four' is no host"),
-            ("node1:0", "'node1:0' is no host"),
-            ("node1:4 node2:4", "is no host: write name:slots"),
-            ("-oProxyCommand=x:1", "is no host"),
+            ("node1:[4]", "'node1:[4]' is not a host"),
+            ("node1:four", "'node1:four' is not a host"),
+            ("node1:0", "'node1:0' is not a host"),
+            ("node1:4 node2:4", "is not a host: write name:slots"),
+            ("-oProxyCommand=x:1", "is not a host"),
             ("node1:2,node2:1,node1:2", "node1 is there twice"),
         ],
     )
@@ -139,7 +139,7 @@ class TestFile:
             ("hosts: {node1: {slots: 1, ssh: [yes]}}", "is no option"),
             ("hosts: {node1: {slots: 1, env: {'a b': 1}}}", "no name of a variable"),
             ("hosts: {node1: {slots: 1, env: {A: [1]}}}", "env: A=['1'] is no text"),
-            ("hosts: {'-oX': {slots: 1}}", "no name of a host"),
+            ("hosts: {'-oX': {slots: 1}}", "not the name of a host"),
             ("hosts:\n  node1: {slots: 1}\n  node1: {slots: 2}\n", "line 3: node1 is there twice"),
             ("hosts: {node1: 1}\nhosts: {node2: 1}\n", "line 2: hosts is there twice"),
             ("hosts: {node1: {slots: 1, env: {A: b, A: c}}}", "line 1: A is there twice"),
@@ -406,7 +406,7 @@ class TestRendezvous:
         while "refused" not in told and time.monotonic() < deadline:
             time.sleep(0.05)
             told += capfd.readouterr().err
-        assert told.count("refused a request of 127.0.0.1") == 1
+        assert told.count("refused a request from 127.0.0.1") == 1
 
     def test_takes_no_more_than_addresses(self) -> None:
         server = Rendezvous(["127.0.0.1"])
@@ -461,12 +461,12 @@ def test_a_host_is_looked_at_by_its_way(tmp_path: Path, monkeypatch: pytest.Monk
     proxy = "ProxyCommand=ssh -W %h:%p login"
     host = Host("node1", 1, user="ada", port=2222, ssh=(proxy,))
     way = f"-o '{proxy}' -p 2222 ada@node1"
-    assert diagnose(host, 255, "Permission denied").mend == f"ssh-copy-id {way}"
-    changed = diagnose(host, 255, "REMOTE HOST IDENTIFICATION HAS CHANGED").mend
+    assert diagnose(host, 255, "Permission denied").fix == f"ssh-copy-id {way}"
+    changed = diagnose(host, 255, "REMOTE HOST IDENTIFICATION HAS CHANGED").fix
     assert changed.endswith(f"ssh-keygen -R '[node1.cluster]:2222', then ssh {way}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     facts = {"gpus": {"devices": [], "error": "driver", "processes": []}}
-    assert findings.gpus(host, facts)[0].mend == f"ssh {way} nvidia-smi"
+    assert findings.gpus(host, facts)[0].fix == f"ssh {way} nvidia-smi"
 
 
 def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:

@@ -194,7 +194,7 @@ def test_the_rendezvous_is_the_jobs(hosts: list[testbed.Node], tmp_path: Path) -
     finally:
         process.terminate()
         process.wait(timeout=30)
-    assert "refused a request of 10.77.0.2" in (tmp_path / "log").read_text()
+    assert "refused a request from 10.77.0.2" in (tmp_path / "log").read_text()
 
 
 def test_a_missing_folder_ends_the_job(project: Path, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_an_interface_that_is_only_in_the_environment() -> None:
 def test_an_interface_that_the_host_file_makes_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOROVOD_GLOO_IFACE", "lo")
     job = {"nic": "none0", "environment": {}}
-    with pytest.raises(ValueError, match="no network interface none0; .*: mend nic in HOSTFILE"):
+    with pytest.raises(ValueError, match="no network interface none0; .*: fix nic in HOSTFILE"):
         Agent()._environment(job)
 
 

@@ -162,7 +162,7 @@ class HasLoaders(Fails):
 def test_loaders_of_a_model_that_lightning_would_not_take_are_refused() -> None:
     trainer: Any = SimpleNamespace(checkpoint_callbacks=[], limit_test_batches=1.0)
     for data in (LightningDataModule(), NothingHeldOut()):
-        instead = f"and Lightning would take only those of {type(data).__name__}: move"
+        instead = f"and Lightning would use only those of {type(data).__name__}: move"
         for test, more in ((True, ", test_dataloader"), (False, "")):
             told = f"^model=own has its own train_dataloader{more}, {instead}"
             with pytest.raises(Refusal, match=told):

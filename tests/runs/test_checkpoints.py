@@ -94,7 +94,7 @@ def test_the_best_is_that_of_the_newest_training_that_has_one(tmp_path: Path) ->
     assert checkpoints.best(tmp_path) == nested
     for text in ("", "[]", "{}"):
         (tmp_path / "d" / "summary.json").write_text(text)
-        with pytest.raises(ValueError, match="d/summary.json is no summary of a run"):
+        with pytest.raises(ValueError, match="d/summary.json is not a summary of a run"):
             checkpoints.best(tmp_path)
 
 
@@ -135,8 +135,8 @@ def test_a_checkpoint_goes_to_storage_that_has_no_folders() -> None:
         ({"state_dict": {}, "optimizer_states": []}, True, ""),
         ({"state_dict": {}}, True, "it has weights alone"),
         ({"state_dict": {}}, False, ""),
-        ({"weight": torch.ones(2)}, False, "no state_dict in it"),
-        (3, False, "no state_dict in it"),
+        ({"weight": torch.ones(2)}, False, "it has no state_dict"),
+        (3, False, "it has no state_dict"),
     ],
 )
 def test_what_can_be_gone_on_from(tmp_path: Path, content: Any, train: bool, why: str) -> None:

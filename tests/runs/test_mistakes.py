@@ -1,4 +1,4 @@
-"""Errors that the user can mend are told in a line; all others keep their traceback."""
+"""Errors that the user can fix are told in a line; all others keep their traceback."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
         places = {
             file: file
             if Path(file).is_file()
-            else str(moved(Path(file), beside) or moved(Path(file), beside.parent) or "")
+            else str(moved(Path(file), beside.parent) or moved(Path(file), beside) or "")
             for file in state.get("best_k_models", ())
         }
         places = trainer.strategy.broadcast(places)

@@ -149,6 +149,16 @@ def test_the_verdict_names_what_takes_most_of_what_takes_too_much() -> None:
     assert " at 93 MB/s or more, 93% of what" in pauses
 
 
+def test_of_many_ranks_a_slow_one_is_a_small_part_of_the_mean() -> None:
+    """3 ranks, of which the others wait for one twice what it adds to the mean of its phase."""
+    spent = {"data": 0.32, "straggler": 0.2, "forward": 0.48}
+    measured: dict[str, Any] = {
+        "shares": dict.fromkeys([*PHASES, "straggler"], 0.0) | spent,
+        "ranks": [{"waits_for_core": 0.0}] * 3, "straggler": {**SLOW, "phase": "data"},
+    }  # fmt: skip
+    assert bottleneck._costliest(measured) == ("data", 0.32)
+
+
 def test_a_gpu_that_waits_for_the_program_is_none_that_computes() -> None:
     assert said(keeps_up=0.97, forward=1).startswith("launches: in 97% of the steps the GPU waits")
     assert said(keeps_up=0.5, forward=1).startswith("compute: ")
@@ -291,7 +301,7 @@ def test_a_gpu_is_asked_whether_it_keeps_up(passed: bool, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch.cuda, "Event", Near)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
-    monkeypatch.setattr(anatomy, "gather_objects", lambda *_: [("host", [0])])
+    monkeypatch.setattr(anatomy, "gather_objects", lambda *_: [("host", [0])] * 2)
     device = torch.device("cuda", 0)
     loop = type("Loop", (), {"_on_before_fetch": None})()
     run: Any = SimpleNamespace(
@@ -300,6 +310,7 @@ def test_a_gpu_is_asked_whether_it_keeps_up(passed: bool, monkeypatch: pytest.Mo
     )  # fmt: skip
     timed, model = Anatomy(warmup=1), Net()
     timed.on_train_start(run, model)
+    assert timed._crowd == ""  # a core that two share does not limit GPUs
     for _ in range(3):
         Event.made = 0
         timed._begin("backward")
@@ -461,6 +472,7 @@ def test_each_second_is_in_its_phase(
     for name, of_epochs in (("step", [first, second]), ("forward", [1e3 * s for s in forward])):
         logged = [float(row[f"time/{name}_ms"]) for row in rows if row[f"time/{name}_ms"]]
         assert logged == pytest.approx(of_epochs)
+    assert [row["step"] for row in rows if row["time/step_ms"]] == ["3", "7"]  # as metrics have
     for optimizer in run.optimizers:
         assert not optimizer._optimizer_step_post_hooks
 
@@ -502,6 +514,16 @@ def test_a_forward_that_fetches_its_batch_is_no_loading(monkeypatch: pytest.Monk
     assert timed.found["phases_ms"]["data"] == 0 and timed.found["phases_ms"]["forward"] == 1e3
 
 
+def test_one_process_has_no_all_reduce_within_its_backward(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As DDP has it, whose verdict says so."""
+    monkeypatch.setattr(anatomy, "waited", lambda: 0.0)
+    timed = Anatomy(warmup=0)
+    trainer("single", callbacks=[timed], max_epochs=1).fit(Sleeps(10), loader())
+    assert timed.found is not None and timed.found["verdict"].startswith("compute: ")
+
+
 def test_a_slow_rank_is_told_once_by_rank_0(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -532,7 +554,8 @@ def test_what_is_on_the_wire(
 ) -> None:  # fmt: skip
     """Of an all-reduce of 2 buckets and 4 MB; for the last of these, half a second passed."""
     strategy: Any = SimpleNamespace(
-        sent_bytes=lambda size: 1.5 * size, reduce=lambda rate, reduce_op: rate, operations="Gloo",
+        sent_bytes=lambda size: 1.5 * size, operations="Gloo",
+        reduce=lambda rate, reduce_op: {"max": rate}[reduce_op],
         compression=compression, op=op, root_device=torch.device("cuda"),
     )  # fmt: skip
     asked: list[Any] = []
@@ -547,6 +570,9 @@ def test_what_is_on_the_wire(
         "compressible": compressible, "compression_helps": helps,
     }  # fmt: skip
     assert asked == [([*hosts], "Gloo", 2e6)]
+    strategy.operations = "NCCL"  # which cuts what stays on a host, too
+    wire = timed._on_the_wire(strategy)
+    assert wire is not None and wire["compression_helps"] == compressible
 
 
 def test_training_ends_after_as_many_batches_as_asked() -> None:
@@ -597,7 +623,8 @@ def short_steps() -> list[dict[str, Any]]:
         timed = CountsLooks(warmup=0)
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
-        results.append({**timed.found, "looks": timed.looks, "begun": timed.begun})
+        counts = {"looks": timed.looks, "begun": timed.begun, "weight": timed._timed.weight}
+        results.append({**timed.found, **counts})
     anatomy.WINDOW, anatomy.SHORT = usual
     return results
 
@@ -611,6 +638,8 @@ def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
         # Not after as many steps, most of which were not timed.
         assert part["looks"] == part["steps"] // window
         assert part["steps"] < batches / 2
+        # Those of the first window count a tenth, the others, each of which stands for ten, whole.
+        assert part["weight"] == pytest.approx(part["steps"] - 0.9 * window)
         assert part["begun"] == part["steps"]  # in other steps no hook is called
         assert min(part["phases_ms"][phase] for phase in PHASES[1:3]) > 0
         assert part["wire"]["calls"] == 1

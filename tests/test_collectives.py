@@ -52,6 +52,10 @@ def collectives() -> dict[str, Any]:
         "ragged": strategy.world.gather(torch.full((rank, 2), rank)),
         "empty": [tuple(each.shape) for each in strategy.world.gather(torch.zeros(0, rank + 3))],
         "integer": strategy.reduce(torch.tensor(rank * 3), reduce_op="mean"),
+        "digits": [
+            strategy.reduce(value, reduce_op="sum").item()
+            for value in (torch.tensor(2**40 + 1), torch.tensor(1 + 2**-40, dtype=torch.float64))
+        ],
         "broadcast": strategy.broadcast({"from": rank}, src=1),
         "all": strategy.reduce_boolean_decision(rank == 0, all=True),
         "any": strategy.reduce_boolean_decision(rank == 0, all=False),
@@ -73,6 +77,7 @@ def test_collectives(launch: Callable) -> None:
         assert [t.shape for t in rank["ragged"]] == [(0, 2), (1, 2)]
         assert rank["empty"] == [(0, 3), (0, 4)]
         assert rank["integer"].item() == 1.5
+        assert rank["digits"] == [2**41 + 2, 2 + 2**-39]  # which float32 has not
         assert rank["broadcast"] == {"from": 1}
         assert rank["pieces"]["mine"].tolist() == [2.0 * value for value in range(20)]
         assert rank["pieces"]["of"] == "rank 1"

@@ -90,6 +90,7 @@ from tests.conftest import run
         ("task=a=$b", "quote it for Hydra and the shell, as \"key='a value'\", in make's ARGS"),
         ("ckpt_path=", "give a path, last or best; null for none"),
         ("log_dir=", "log_dir=: give a folder, or leave it out"),
+        ("run_dir=", "run_dir=: give a folder, or leave it out"),
         ("~model", "~model: a run needs one; choose another with model="),
         ("+model.lr=0.1", r"\+model.lr: conf/ has it; write model.lr=... without \+"),
         ("+callback.ema._target_=a.B", r"there is no callback \(did you mean callbacks\?\)"),
@@ -101,7 +102,10 @@ from tests.conftest import run
             "\"strategy.compression='16'\", in make's ARGS=",
         ),
         ("model.lr=0.1,0.2", "several values"),
-        ("callbacks.best_checkpoint.monitor=val/acc", "better, callbacks.best_checkpoint.mode=min or"),
+        (
+            "callbacks.best_checkpoint.monitor=val/acc",
+            "better, callbacks.best_checkpoint.mode=min or",
+        ),
         ("callbacks.best_checkpoint={monitor: a}", "better, callbacks.best_checkpoint.mode=min or"),
     ],
 )
@@ -253,7 +257,10 @@ HEAD = "# @package _global_\n"
         (HEAD + "data: {batch_size: 0}", "data.batch_size=0: at least 1 is needed"),
         (HEAD + "model: {widht: 8}", r"model.widht: model has no key 'widht'; it has: lr, .*width"),
         (HEAD + "callbacks: {stop: {checkpiont: a}}", r"\(did you mean checkpoint\?\)"),
-        (HEAD + "callbacks: {best_checkpoint: {monitor: a}}", "monitor=a: also say .*mode=min or .*mode=max"),
+        (
+            HEAD + "callbacks: {best_checkpoint: {monitor: a}}",
+            "monitor=a: also say .*mode=min or .*mode=max",
+        ),
     ],
 )
 def test_an_experiment_with_a_mistake_is_named(

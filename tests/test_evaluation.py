@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
@@ -28,7 +29,7 @@ from torchmetrics import MaxMetric, MeanMetric, SumMetric
 from strategies import HorovodStrategy
 from strategies.evaluation import batches_of_all
 from strategies.metrics import warning_cache
-from strategies.samplers import each_sample_once
+from strategies.samplers import draw, each_sample_once
 from tests.matrix.precision import convolutions
 from tests.matrix.trainings import (
     FEATURES,
@@ -62,7 +63,13 @@ def train_with_running_means(averaged: bool, stream: bool) -> dict[str, Any]:
 
     model.net[2].register_forward_hook(keep)
     begins: list[Tensor] = []
-    model.on_validation_epoch_start = lambda: begins.append(model.net[2].running_mean.clone())
+
+    def begin() -> None:
+        begins.append(model.net[2].running_mean.clone())
+        if not stream:  # whose first step not all ranks may have
+            model.net[2].running_mean += RANK  # as averages that the module puts in
+
+    model.on_validation_epoch_start = begin
     run.fit(model, loader(), DataLoader(Shares() if stream else samples(16), batch_size=8))
     loss = float(run.callback_metrics["val_loss"])
     return {"running": kept, "begins": begins, "loss": loss}
@@ -417,6 +424,16 @@ def test_evaluation_in_batches_of_ones_own(launch: Callable) -> None:
     assert launch(evaluate_in_buckets, 2) == [feature[::2], feature[1::2]]
 
 
+def test_evaluation_in_batches_of_ones_own_copies_no_data() -> None:
+    data = samples(5)
+    world: Any = SimpleNamespace(size=2, rank=1)
+    batches: Any = InBuckets(DistributedSampler(data, 2, 1, shuffle=False))
+    batches.data = data  # as to sort them by their lengths
+    once = each_sample_once(DataLoader(data, batch_sampler=batches), world, "validate")
+    share: Any = once.batch_sampler
+    assert share.sampler is not batches.sampler and share.data is share.sampler.dataset is data
+
+
 class LogsSteps(Net):
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         parts = [part for part in batch.values() if part is not None]
@@ -494,7 +511,7 @@ def evaluate_in_orders_of_its_own() -> dict[str, Any]:
     trainer("horovod").fit(model, data, data)
     single, one_by_one = DataLoader(samples(67), None, sampler=sampler), Sees()
     trainer("horovod", max_epochs=1).fit(one_by_one, data, single)
-    alone = None
+    alone, left = None, model.mean.dist_sync_fn is None
     if RANK == 0:
         alone = pl.Trainer(
             strategy=SingleDeviceStrategy("cpu"), logger=False, enable_progress_bar=False
@@ -507,7 +524,7 @@ def evaluate_in_orders_of_its_own() -> dict[str, Any]:
         ),
         "one by one": [len(one_by_one.seen), sum(len(batch) for batch in one_by_one.trained)],
         "shares": [torch.cat(model.trained[start : start + 5]).tolist() for start in (0, 5)],
-        "alone": alone,
+        "alone": alone, "left": left,
     }  # fmt: skip
 
 
@@ -524,8 +541,16 @@ def test_evaluation_in_orders_of_its_own(launch: Callable) -> None:
             assert share == samples(67).tensors[0][list(expected), 0].tolist()
         # 34 and 33 validated beside two of the sanity check; of training one is there twice
         assert result["one by one"] == [2 + 34 - rank, 34]
+        assert result["left"]  # by the strategy: metrics wait for nobody
         if rank == 0:  # after training, without rank 1
             assert result["alone"][0]["mean"] == pytest.approx(float(samples(4).tensors[0].mean()))
+
+
+def test_each_evaluation_draws_an_order_of_its_own() -> None:
+    sampler = DistributedSamplerWrapper(SubsetRandomSampler(range(64)), num_replicas=1, rank=0)
+    world: Any = SimpleNamespace(broadcast_object=lambda order: order)
+    first, second = (draw(sampler.dataset, world) for _ in range(2))
+    assert sorted(first) == sorted(second) == [*range(64)] and first != second
 
 
 class LogsComputed(Sees):

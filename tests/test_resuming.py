@@ -151,6 +151,25 @@ def test_a_resume_at_the_end_of_an_epoch_trains_the_next(
         assert result["steps"] == 20 // then + 20 // now
 
 
+def go_on_among_others(folder: str, resumed: bool) -> list[float]:
+    """What is trained in 8 batches of 4 a rank, or in the rest of that epoch."""
+    keep = ModelCheckpoint(folder, filename="eight", every_n_train_steps=8)
+    saving: dict[str, Any] = {"max_steps": 8, "callbacks": [keep], "enable_checkpointing": True}
+    run = trainer("horovod", **({"max_epochs": 1} if resumed else saving))
+    model, path = Remembers(), f"{folder}/eight.ckpt" if resumed else None
+    run.fit(model, DataLoader(samples(), batch_size=4), ckpt_path=path)
+    return everyones(run, model.seen)
+
+
+@pytest.mark.parametrize("then,now", [(1, 2), (2, 1)])
+def test_an_epoch_goes_on_after_its_samples_on_another_number_of_ranks(
+    launch: Callable, tmp_path: Path, then: int, now: int
+) -> None:
+    first, *_ = launch(go_on_among_others, then, folder=str(tmp_path), resumed=False)
+    rest, *_ = launch(go_on_among_others, now, folder=str(tmp_path), resumed=True)
+    assert sorted(first + rest) == sorted(samples().tensors[0][:, 0].tolist())
+
+
 class RemembersTwo(Net):
     """Which samples of two loaders were trained."""
 

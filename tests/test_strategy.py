@@ -641,6 +641,14 @@ class TestOneProcess:
             synchronize_metrics(module, world)
             assert module.auroc.dist_sync_fn == world.gather
 
+    def test_a_metric_that_gathers_by_itself_is_left_alone(self) -> None:
+        def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
+            return [tensor]
+
+        module = nn.ModuleList([SumMetric(dist_sync_fn=gather)])
+        synchronize_metrics(module, HorovodStrategy().world)
+        assert module[0].dist_sync_fn is gather
+
     def test_metrics_add_up_in_float32_under_bf16_true(self) -> None:
         module, ones = Adds(), DataLoader(torch.ones(1000))
         run = trainer("horovod", precision="bf16-true")

@@ -17,7 +17,13 @@ from pytorch_lightning.loggers import CSVLogger
 from pytorch_lightning.loggers.utilities import _log_hyperparams
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, WeightedRandomSampler
 
-from runs.beforehand import refuse_batch_sampler, refuse_clashes, refuse_model, refuse_shares
+from runs.beforehand import (
+    refuse_batch_sampler,
+    refuse_clashes,
+    refuse_classes,
+    refuse_model,
+    refuse_shares,
+)
 from runs.refusal import Refusal
 from runs.report import Report
 from tests.runs.trainings import Fails, Numbers, OneAtATime, Times
@@ -47,6 +53,13 @@ def test_a_sample_and_a_batch_for_each_rank_are_enough() -> None:
     assert refused(samples=12, batch=11, ranks=4, sampler=drawn).endswith("give at most 10")
     validates = "data=own: 4 samples to validate on 5 ranks; use fewer ranks"
     assert refused(samples=9, batch=1, ranks=5).startswith(validates)
+
+
+def test_an_output_for_each_class_is_enough() -> None:
+    model: Any = SimpleNamespace(hparams={"classes": 3})
+    refuse_classes(model, ["a", "b", "c"], "own")
+    with pytest.raises(Refusal, match="data=own has 4 classes; give model.classes=4"):
+        refuse_classes(model, ["a", "b", "c", "d"], "own")
 
 
 class OwnShare(IterableDataset):

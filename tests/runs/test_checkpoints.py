@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,11 @@ def test_the_line_to_go_on_can_be_pasted(
     assert typed[:3] == ["template.py", "model.lr=0.1", "~callbacks.early_stopping"]
     command = to_go_on(tmp_path / "my logs" / "a.ckpt")
     assert command.endswith(" \"ckpt_path='my logs/a.ckpt'\"")
+    printed = subprocess.run(  # by a shell, which would put HOME there between double quotes
+        ["sh", "-c", f"printf '%s\\n' {to_go_on(tmp_path / '$HOME' / 'a.ckpt')}"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    assert printed.splitlines()[-1] == "ckpt_path='$HOME/a.ckpt'"
     assert len(typed) == 4 and parse(typed[3]).value() == name
     assert parse(typed[3]).key_or_group == "ckpt_path"
 

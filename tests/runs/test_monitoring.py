@@ -52,15 +52,16 @@ def test_averaged_weights_are_tested(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("length", "stops", "tested"),
+    ("length", "last", "tested"),
     [
-        ({"max_epochs": 4}, False, "averaged.ckpt"),
-        ({"max_epochs": 4}, True, None),
-        ({"max_epochs": -1, "max_steps": 8}, False, "averaged.ckpt"),
+        ({"max_epochs": 4}, None, "averaged.ckpt"),
+        ({"max_epochs": 4}, 0, None),
+        ({"max_epochs": 4}, 2, None),  # of three epochs that are to be averaged, two were
+        ({"max_epochs": -1, "max_steps": 8}, None, "averaged.ckpt"),
     ],
 )
 def test_the_average_of_swa_is_tested_once_it_is_made(
-    length: dict[str, int], stops: bool, tested: str | None, tmp_path: Path
+    length: dict[str, int], last: int | None, tested: str | None, tmp_path: Path
 ) -> None:
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
@@ -68,8 +69,9 @@ def test_the_average_of_swa_is_tested_once_it_is_made(
         default_root_dir=tmp_path, **length,
     )  # fmt: skip
     ones, model = DataLoader(torch.ones(2)), TimesIsTested()
-    if stops:
-        model.on_train_epoch_end = lambda: setattr(trainer, "should_stop", True)
+    model.on_train_epoch_end = lambda: setattr(
+        trainer, "should_stop", trainer.current_epoch == last
+    )
     trainer.fit(model, ones)
     weight, file = float(model.weight.detach()), resuming.save_average(trainer)
     assert (Path(file).name if file else None) == tested
@@ -143,8 +145,10 @@ def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) ->
 
 def test_what_stops_early_says_when_nothing_is_validated(tmp_path: Path) -> None:
     stop = EarlyStopping("val/loss", check_on_train_epoch_end=False)
-    with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing"):
-        train(tmp_path, stop, resuming.KeepsPatience())
+    with pytest.warns(UserWarning, match="nothing is validated, so val/loss stops nothing") as told:
+        of_training = EarlyStopping("train/loss", strict=False, check_on_train_epoch_end=True)
+        train(tmp_path, stop, of_training, resuming.KeepsPatience())
+    assert not any("train/loss stops nothing" in str(each.message) for each in told)
 
 
 @pytest.mark.parametrize("first", ["early_stopping", "best_checkpoint"])

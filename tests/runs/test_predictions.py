@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
@@ -62,6 +63,11 @@ class InAClassOfItsOwn(LightningModule):
         return Output(doubled=2 * batch)
 
 
+class NamesOfNumpy(LightningModule):
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return [np.str_(number) for number in batch.tolist()]
+
+
 class NamesThree(LightningModule):
     def predict_step(self, batch: Tensor, batch_idx: int) -> Any:
         return ["a", "b", "c"]
@@ -97,6 +103,22 @@ def test_predictions_in_a_dict_of_a_class_of_its_own_are_kept_in_a_plain_one(
     predicted = torch.load(tmp_path / "predictions.pt")
     assert type(predicted) is dict and list(predicted) == ["doubled"]
     assert len(predicted["doubled"]) == 7
+
+
+def test_texts_of_numpy_are_plain_in_the_file(tmp_path: Path) -> None:
+    """Which torch.load would refuse otherwise."""
+    predict(NamesOfNumpy(), Numbers(), tmp_path)
+    assert torch.load(tmp_path / "predictions.pt") == [*"0123456"]
+
+
+def test_ranks_whose_predictions_have_another_form_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else those of one key would stand below another."""
+    other = ["{'score': 'float32'}"]  # of a second rank
+    monkeypatch.setattr(runs.predictions, "gather_objects", lambda _, mine: [mine, other])
+    with pytest.raises(Refusal, match=r"returned {'score': 'float32'} for a batch and {'twice'"):
+        predict(Doubles(), Numbers(), tmp_path)
 
 
 def test_predictions_that_cannot_be_written_are_not_told_of(
@@ -248,6 +270,7 @@ def test_names_of_files_need_not_be_utf_8(tmp_path: Path, monkeypatch: pytest.Mo
     name = b"caf\xe9.png"
     files = Files()
     files.samples[9] = (os.fsdecode(name), 0)
+    files.samples[0] = (Path("0.png"), 0)  # type: ignore[assignment]
     monkeypatch.setattr(f"{__name__}.Files", lambda: files)
     assert predict(Labels(), OfFiles(), tmp_path).names_files
     assert (tmp_path / "predictions.csv").read_bytes().splitlines()[1] == name + b",1,dog"
@@ -338,6 +361,12 @@ def test_predictions_refused_before_training(model: Any, data: Any, message: str
         trainer.datamodule.setup(stage)  # as Lightning does, before the callbacks
         with pytest.raises(Refusal, match=f"predict=true: .*{message}"):
             Predictions().setup(trainer, model(), stage)
+
+
+def test_a_limit_that_leaves_nothing_to_predict_is_refused_before_training() -> None:
+    trainer: Any = SimpleNamespace(datamodule=Numbers(), world_size=1, limit_predict_batches=0)
+    with pytest.raises(Refusal, match="limit_predict_batches=0 leaves nothing to predict"):
+        Predictions().setup(trainer, Doubles(), "fit")
 
 
 def test_a_sample_for_each_rank_is_enough_to_predict() -> None:

@@ -93,8 +93,9 @@ def test_what_was_done_before_a_failure_is_told(
         trainer.predict(model, data, return_predictions=False)
     file = tmp_path / "summary.json"
     assert file.is_file() == told
-    tested = tests and stage == "predict"
-    assert ("test    test/loss 3\n" in capsys.readouterr().out) == tested
+    tested, output = tests and stage == "predict", capsys.readouterr().out
+    assert ("test    test/loss 3\n" in output) == tested
+    assert output.count("model   m, 1 parameters") == 1  # not again before a test or a prediction
     if file.is_file():
         summary = json.loads(file.read_text())
         assert summary["steps"] == 4 * trains and summary["predictions"] is None
@@ -259,7 +260,8 @@ def test_samples_to_train_are_those_that_are_drawn(
     assert report.train_samples == (trained if told else None) and report.samples == trained
     assert report.drop_last == (data is WholeBatches)
     assert report.batch_size == (1 if data is OfAStream else 2)
-    assert f"\ndata    d{told}\n" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert f"\ndata    d{told}\n" in output and "same first batch" not in output
 
 
 def tokens(texts: list[Tensor]) -> tuple[Tensor, Tensor]:
@@ -359,6 +361,21 @@ def test_the_batch_that_is_told_is_the_loaders(launch: Callable) -> None:
     whole = "batch   8 a process x 2 ranks = 16 global"
     assert told == [(whole, 16), *[(divided, 8)] * 2, (short, 80)]
     assert others == [("", 16), ("", 8), ("", 8), ("", 80)]
+
+
+@pytest.mark.parametrize(
+    ("drop_last", "limit", "windows"),
+    [(False, 1.0, 3), (True, 1.0, 2), (False, 2, 2), (False, 0.5, 1), (False, 0, 9)],
+)
+def test_no_more_batches_are_accumulated_than_an_epoch_has(
+    drop_last: bool, limit: float, windows: int
+) -> None:
+    report = Report(OmegaConf.create({}), {})
+    report.train_samples, report.batch_size, report.drop_last = 10, 2, drop_last
+    trainer: Any = SimpleNamespace(
+        world_size=2, accumulate_grad_batches=9, limit_train_batches=limit
+    )
+    assert report._windows(trainer) == windows
 
 
 class Sized(LightningDataModule):

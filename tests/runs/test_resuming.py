@@ -202,6 +202,8 @@ def test_a_resumed_run_has_the_rates_of_a_plateau(whole: dict[str, Any], tmp_pat
         assert first == expected[: 4 * epochs]
         rest = rates(folder / "rest", folder / f"{name}.ckpt", **whole)
         assert rest == expected[steps:], (epochs, name)
+    first = rates(tmp_path / "within", max_steps=14, model=model)  # of 16
+    assert first + rates(tmp_path / "rest", tmp_path / "within" / "end.ckpt", **whole) == expected
 
 
 def test_a_checkpoint_of_a_validation_is_gone_on_from(tmp_path: Path) -> None:
@@ -234,9 +236,10 @@ def train_to_the_best(
     patience: int = 9,
     ckpt_path: Path | None = None,
     name: str = "{epoch}",
+    top: int = 1,
 ) -> tuple[Path, int]:
     """The file of the best, and how many epochs there were; leaves last.ckpt."""
-    best = resuming.ModelCheckpoint(folder, name, monitor="val/loss")
+    best = resuming.ModelCheckpoint(folder, name, monitor="val/loss", save_top_k=top)
     stop = EarlyStopping("val/loss", patience=patience)
     trainer = Trainer(
         accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
@@ -331,15 +334,29 @@ def test_where_nothing_can_be_validated_a_checkpoint_is_written_all_the_same(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
 
 
-@pytest.mark.parametrize("gone_on_from", ["last.ckpt", "epoch=1-val/loss=1.ckpt"])
+@pytest.mark.parametrize(
+    "gone_on_from", ["last.ckpt", "epoch=1-val/loss=1.ckpt", "epoch=0-val/loss=3.ckpt"]
+)
 def test_the_best_may_be_named_by_a_metric_with_a_slash(gone_on_from: str, tmp_path: Path) -> None:
     name = "{epoch}-{val/loss:.0f}"
     train_to_the_best(tmp_path / "first", 3, 1, name=name)
     there = (tmp_path / "first").rename(tmp_path / "moved")
+    if gone_on_from.startswith("epoch=0"):  # as save_top_k=2 keeps it, in another folder
+        (there / gone_on_from).parent.mkdir(exist_ok=True)
+        (there / "last.ckpt").rename(there / gone_on_from)
     best, _ = train_to_the_best(
         tmp_path / "second", 3, 1, 2, ckpt_path=there / gone_on_from, name=name
     )
     assert best == there / "epoch=1-val" / "loss=1.ckpt"
+
+
+def test_bests_of_one_name_in_folders_of_their_own_are_told_apart(tmp_path: Path) -> None:
+    name = "{epoch}-{val/loss:.0f}"
+    train_to_the_best(tmp_path / "first", 1, 1.4, name=name, top=2)
+    there = (tmp_path / "first").rename(tmp_path / "moved")
+    path = there / "epoch=1-val" / "loss=1.ckpt"
+    best, _ = train_to_the_best(tmp_path / "2", 1, 1.4, 3, ckpt_path=path, name=name, top=2)
+    assert best == there / "epoch=0-val" / "loss=1.ckpt"
 
 
 class HasCallbacks(Loses):
@@ -509,37 +526,55 @@ def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
 
 
 class OneCycle(Times):
+    every = 1  # steps
+
     def on_train_start(self) -> None:
         resuming.warn_of_short_schedules(self.trainer)
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
         steps = int(self.trainer.estimated_stepping_batches)  # -1 for a stream
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps if steps > 0 else 99)
-        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+        steps = steps // self.every if steps > 0 else 99
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": self.every}]
+
+
+class EachSecond(OneCycle):
+    every = 2
 
 
 def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> None:
     """Of a checkpoint after 2 of 3 epochs with half the batches."""
 
-    def fit(batches: int, stream: bool = False, **options: Any) -> None:
-        keep = ModelCheckpoint(tmp_path / str(batches), "{epoch}", save_top_k=-1)
+    def fit(
+        batches: int, stream: bool = False, model: type[OneCycle] = OneCycle, **options: Any
+    ) -> None:
+        folder = tmp_path / model.__name__ / str(batches)
+        keep = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        within = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
         trainer = Trainer(
             accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
-            enable_model_summary=False, callbacks=[keep], **options,
+            enable_model_summary=False, callbacks=[keep, within], **options,
         )  # fmt: skip
         data: Any = Stream() if stream else torch.ones(batches)
-        trainer.fit(OneCycle(), DataLoader(data), ckpt_path=resume)
+        trainer.fit(model(), DataLoader(data), ckpt_path=resume)
 
     resume: Path | None = None
     fit(2)
-    resume = tmp_path / "2" / "epoch=1.ckpt"
+    fit(2, model=EachSecond)
+    resume = tmp_path / "OneCycle" / "2" / "epoch=1.ckpt"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "OneCycleLR has")
         fit(2)
         fit(4, max_steps=6)
+        fit(4, accumulate_grad_batches=2)
         with contextlib.suppress(ValueError):  # who knows before that there are 7 batches?
             fit(7, stream=True)
+        resume = tmp_path / "OneCycle" / "2" / "step=3.ckpt"  # within the second epoch
+        fit(2)
+        resume = tmp_path / "EachSecond" / "2" / "epoch=1.ckpt"
+        fit(2, model=EachSecond)
+    resume = tmp_path / "OneCycle" / "2" / "epoch=1.ckpt"
     with (
         pytest.warns(UserWarning, match="OneCycleLR has 6 steps, .* or trainer.max_steps=6"),
         pytest.raises(ValueError, match="Tried to step 7 times") as ended,

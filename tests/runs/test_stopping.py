@@ -115,6 +115,22 @@ def test_a_stop_comes_where_a_validation_follows_each_step(
     assert counts == [(8, 8 // every), (8, 8 // every)] and trainer.global_step == 4
 
 
+@pytest.mark.usefixtures("handlers")
+def test_a_stop_in_the_last_batch_ends_the_epoch_where_nothing_is_validated(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
+    model, ended = StopsAt(3), []
+    model.on_train_epoch_end = lambda: ended.append(model.batches)
+    trainer = Trainer(
+        accelerator="cpu", logger=False, max_epochs=2, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
+    )  # fmt: skip
+    with pytest.raises(Stopped):
+        trainer.fit(model, DataLoader(torch.ones(4)))
+    assert ended == [4]
+
+
 class PredictsForLong(Times):
     predicted = 0
 

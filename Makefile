@@ -91,7 +91,7 @@ sweep: environment ## try several values: ARGS="model.lr=0.1,0.01"; or search: T
 	@$(PYTHON) -m runs.sweep --arguments "$$ARGS" --trials "$(TRIALS)" --metric "$(METRIC)" --mode "$(MODE)" -- $(JOB)
 
 tensorboard: environment ## show the curves of all runs in the browser
-	@$(BIN)/tensorboard --logdir logs $(ARGS)
+	@$(PYTHON) -m tensorboard.main --logdir logs $(ARGS)
 
 export: environment ## write the trained model of CKPT= as one file that needs only torch; FORMAT=onnx: for ONNX
 	@$(PYTHON) -m runs.export $(if $(FORMAT),--format $(FORMAT)) "$(CKPT)"

@@ -372,10 +372,9 @@ def descendants() -> list[int]:
     for entry in os.listdir("/proc"):
         if entry.isdecimal():
             with contextlib.suppress(OSError):
-                # proc(5): pid (name, which may hold anything) state parent ...
-                state, parent, *_ = (
-                    Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
-                )
+                # proc(5): pid (name, which may hold anything, half a letter too) state parent ...
+                text = Path(f"/proc/{entry}/stat").read_text(errors="replace")
+                state, parent, *_ = text.rpartition(")")[2].split()
                 if state not in "ZX":
                     children.setdefault(int(parent), []).append(int(entry))
     pids = list(children.get(os.getpid(), []))

@@ -67,6 +67,10 @@ def make_environment(folder: Path) -> None:
         )
     assert python
     folder = folder.resolve()  # venv refuses a link, as of .venv to a larger disk
+    if (link := folder / "bin" / "python").is_symlink() and not link.exists():
+        raise InstallError(
+            f"the Python that {folder} was made with is gone: rm -r {folder}, then make"
+        )
     made_here = not folder.exists()
     try:
         result = subprocess.run([python, "-m", "venv", str(folder)], capture_output=True, text=True)

@@ -209,7 +209,7 @@ def writable(host: Host, facts: dict[str, Any]) -> list[Finding]:
     """Of the first host, whose rank 0 writes the run's folder."""
     if path := facts["readonly"]:
         text = f"{path} cannot be written; rank 0, which runs here, writes there"
-        fix = f"see ssh {host.destination} ls -ld {path}, or give log_dir= another folder"
+        fix = f"see ssh {host.destination} ls -ld {path}"
         return [Finding("warn", "disk", host.name, text, fix)]
     if facts["logs"] < FREE_DISK_MIB <= facts["disk"][str(ROOT)]:  # on a disk of its own
         text = f"{facts['logs']:,} MiB free in {ROOT}/logs, where rank 0 writes, which runs here"

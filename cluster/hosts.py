@@ -198,7 +198,7 @@ def make_command(what: str) -> str:
 def typed(hosts: Sequence[Host]) -> str:
     """What to type behind make for these hosts: HOSTS=, or the host file that they are from."""
     if hosts[0].file:
-        return f"HOSTFILE={hosts[0].file}"
+        return f"HOSTFILE={shlex.quote(str(hosts[0].file))}"
     return "HOSTS=" + shlex.quote(listed({host.name: host.slots for host in hosts}))
 
 
@@ -282,6 +282,9 @@ class _AsWritten(yaml.SafeLoader):
         return node
 
 
+FORM = "'hosts:' and below it a line a host: node1: {slots: 4}"
+
+
 def read(file: Path) -> list[Host]:
     """Hosts of a host file, whose format the top of this module shows.
 
@@ -297,10 +300,10 @@ def read(file: Path) -> list[Host]:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else "no YAML"
         reason = getattr(error, "problem", None) or getattr(error, "reason", error)
-        raise Refusal(f"{where}: {place}: {reason}") from None
+        raise Refusal(f"{where}: {place}: {reason}; write {FORM}") from None
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
-        raise Refusal(f"{where}: write 'hosts:' and below it a line a host: node1: {{slots: 4}}")
+        raise Refusal(f"{where}: write {FORM}")
     if misplaced := [key for key in content if key in EXAMPLES]:  # other keys may be for YAML's <<
         raise Refusal(f"{where}: '{misplaced[0]}' stands beside hosts: it belongs to each of them")
     return [_host(name, said, file) for name, said in hosts.items()]

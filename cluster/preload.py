@@ -48,9 +48,9 @@ def run_head(script: str, source: bytes) -> bool:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()  # here, and not in each rank
     # Ends OpenMP's threads: a rank would wait for them, but only its parent has them.
-    for library in set(re.findall(r"/\S*libgomp\S*", Path("/proc/self/maps").read_text())):
+    for library in set(re.findall(rb"/.*libgomp.*", Path("/proc/self/maps").read_bytes())):
         with contextlib.suppress(OSError, AttributeError):  # new in GCC 9
-            ctypes.CDLL(library).omp_pause_resource_all(PAUSE_HARD)
+            ctypes.CDLL(os.fsdecode(library)).omp_pause_resource_all(PAUSE_HARD)
     return complete
 
 

@@ -74,9 +74,10 @@ def birth(pid: int) -> str | None:
     Ids are used again; id and birth together name one process for good.
     """
     try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
+    state, *fields = text.rpartition(")")[2].split()
     return None if state in "ZX" else fields[18]
 
 

@@ -377,6 +377,13 @@ class TestMissing:
         environment.make_environment(link)
         assert link.is_symlink() and (disk / "bin" / "python").exists()
 
+    def test_an_environment_whose_python_is_gone(self, tmp_path: Path) -> None:
+        """As after an upgrade: venv would leave the link as it is."""
+        (tmp_path / "bin").mkdir()
+        (tmp_path / "bin" / "python").symlink_to("/usr/bin/python2.9")
+        with pytest.raises(InstallError, match=f"is gone: rm -r {tmp_path}, then make$"):
+            environment.make_environment(tmp_path)
+
     def test_two_at_once_take_turns(self, tmp_path: Path) -> None:
         """The second waits, and says so; the first is in until its input ends."""
         code = (

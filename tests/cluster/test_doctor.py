@@ -293,6 +293,7 @@ def test_what_hosts_lack_is_named(on: On, project: Path, tmp_path: Path) -> None
     assert silent["level"] == "ok" and "hidden by CUDA_VISIBLE_DEVICES" in silent["text"]
     (readonly,) = [f for f in told if f["check"] == "disk" and f["level"] == "warn"]
     assert f"{project} cannot be written; rank 0, which runs here," in readonly["text"]
+    assert readonly["fix"].endswith(f" ls -ld {project}")  # log_dir= would not be enough
     assert not [f for f in findings if "cannot be written" in f["text"]]  # not the first there
     bad = [(f["level"], f["check"], f["host"], f["text"], f["fix"]) for f in findings if f["fix"]]
     assert not [finding for finding in bad if finding[1:3] == ("limits", "node4")]

@@ -16,9 +16,10 @@ import psutil
 import pytest
 
 from cluster import testbed
-from cluster.agent import SILENCE_SECONDS
+from cluster.agent import SILENCE_SECONDS, descendants
 from cluster.horovodrun import GLOO_SECONDS, Job
 from cluster.hosts import Host
+from cluster.record import birth
 from tests.cluster.conftest import PYTHON, made
 from tests.cluster.launching import SLEEP, STUBBORN, horovodrun, nothing_left, sleepers, started  # noqa: F401
 from tests.conftest import ROOT, run, wait_until
@@ -40,6 +41,20 @@ def test_ends_that_are_rare(line: str, status: int, words: str, tmp_path: Path) 
         done = subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, timeout=60)
     told = (tmp_path / "log").read_bytes()[-1000:].decode()
     assert done.returncode == status and words in told, told
+
+
+def test_a_process_may_have_any_name() -> None:
+    """The kernel cuts it within a letter: agents that did not read it left all others running."""
+    rename = "ctypes.CDLL(None).prctl(15, 'messungen-größe'.encode()[:15], 0, 0, 0)"
+    script = f"import ctypes; {rename}; print(flush=True); input()"
+    command = [PYTHON, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        assert b"\xc3)" in Path(f"/proc/{process.pid}/stat").read_bytes()
+        assert process.pid in descendants()
+        born = birth(process.pid)
+        assert born is not None and born.isdecimal()
+        process.communicate(b"\n")
 
 
 def test_a_rank_is_killed(hosts: list[testbed.Node], tmp_path: Path) -> None:

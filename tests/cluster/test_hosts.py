@@ -145,6 +145,7 @@ class TestFile:
             ("hosts: {node1: {slots: 1, env: {A: b, A: c}}}", "line 1: A is there twice"),
             ("hosts:\n  {{ node1 }}: {slots: 1}\n", "line 2: found unhashable key"),
             ("hosts: {", "line 1: "),
+            ("# as for MPI\nnode1 slots=2\nnode2 slots=2\n", "; write 'hosts:' and below it a"),
             ("hosts: {node1: a\0}", "no YAML: special characters are not allowed"),
             ("nodes: {}", "write 'hosts:'"),
         ],
@@ -471,10 +472,10 @@ def test_a_host_is_looked_at_by_its_way(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
     """Its name alone would lose user, port and the rest."""
-    file = tmp_path / "hosts.yaml"
+    file = tmp_path / "two hosts.yaml"
     file.write_text("hosts: {node1: {slots: 2, gpus: [1, 0], user: ada}, node2: 1}")
     first, second = read(file)
-    assert str(diagnose(first, 97, "")).endswith(": " + make_command(f"sync HOSTFILE={file}"))
+    assert str(diagnose(first, 97, "")).endswith(": " + make_command(f"sync HOSTFILE='{file}'"))
     assert entry(first) == {"slots": 2, "gpus": (1, 0), "user": "ada"}
     assert entry(second) == {"slots": 1}
 

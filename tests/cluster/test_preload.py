@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -10,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from cluster.agent import shares_imports
 from tests.cluster.conftest import PYTHON
@@ -23,6 +25,17 @@ with open(Path(__file__).with_name("log"), "a") as log:
     log.write("x")
 """
 SLEEPS = COUNTS + "import time; time.sleep(600)\n"
+OPENMP = (  # from a folder whose name has a blank
+    COUNTS
+    + """\
+import ctypes
+library = ctypes.CDLL(str(Path(__file__).with_name("a b") / "libgomp.so"))
+function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+def compute():
+    library.GOMP_parallel(function, None, 2, 0)
+compute()
+"""
+)
 THREAD = COUNTS + "import threading, time; threading.Thread(target=time.sleep, args=[3]).start()\n"
 FORKS = (
     COUNTS
@@ -146,6 +159,17 @@ def test_scripts_without_the_mark_import_for_themselves(script: Path) -> None:
     script.write_text(SCRIPT.replace("# preload", "# not preload"))
     assert run(launched(script)).returncode == 0
     assert imports(script) == 3 + 3
+
+
+def test_ranks_compute_with_openmp_after_an_import_that_did(script: Path) -> None:
+    """Its threads are its parent's: a rank would wait for them, for ever."""
+    (library,) = Path(torch.__file__).parent.glob("lib/libgomp*")
+    (script.parent / "a b").mkdir()
+    shutil.copy(library, script.parent / "a b" / "libgomp.so")
+    (script.parent / "planted.py").write_text(OPENMP)
+    script.write_text("import planted\n# preload: it\nplanted.compute()\nprint('computed')\n")
+    done = run(launched(script), timeout=60)
+    assert done.stdout.count("computed") == 3 and imports(script) == 1
 
 
 def test_what_an_import_forks_keeps_nobody_waiting(script: Path) -> None:

@@ -144,6 +144,9 @@ def test_a_batch_job_says_what_it_lacks(tmp_path: Path) -> None:
     code, printed = batch(tmp_path, "seed=1", "run_dir=mine", job="#!/bin/sh\nexit 3\n")
     assert (code, printed.count("\n")) == (2, 1)
     assert printed.startswith("error: run_dir=mine: ") and "give log_dir=" in printed
+    code, printed = batch(tmp_path, "seed=1", "debug=overfit", job="#!/bin/sh\nexit 3\n")
+    assert (code, printed.count("\n")) == (2, 1)
+    assert printed.startswith("error: debug=overfit: leaves no checkpoint to go on from; ")
 
 
 @pytest.mark.parametrize(("asked", "gpus"), [("cpu=2,gres/gpu=1", True), ("cpu=2", False)])

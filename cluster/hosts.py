@@ -300,7 +300,9 @@ def read(file: Path) -> list[Host]:
         mark = getattr(error, "problem_mark", None)
         place = f"line {mark.line + 1}" if mark else "no YAML"
         reason = getattr(error, "problem", None) or getattr(error, "reason", error)
-        raise Refusal(f"{where}: {place}: {reason}; write {FORM}") from None
+        if "<document start>" in str(reason):  # as of a host file of horovodrun's
+            reason = f"write {FORM}"
+        raise Refusal(f"{where}: {place}: {reason}") from None
     hosts = content.get("hosts") if isinstance(content, dict) else None
     if not isinstance(hosts, dict) or not hosts:
         raise Refusal(f"{where}: write {FORM}")

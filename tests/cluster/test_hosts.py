@@ -145,7 +145,10 @@ class TestFile:
             ("hosts: {node1: {slots: 1, env: {A: b, A: c}}}", "line 1: A is there twice"),
             ("hosts:\n  {{ node1 }}: {slots: 1}\n", "line 2: found unhashable key"),
             ("hosts: {", "line 1: "),
-            ("# as for MPI\nnode1 slots=2\nnode2 slots=2\n", "; write 'hosts:' and below it a"),
+            (
+                "node1 slots=2 # a\nnode2 slots=2\n",
+                "line 2: write 'hosts:' and below it a line a host",
+            ),
             ("hosts: {node1: a\0}", "no YAML: special characters are not allowed"),
             ("nodes: {}", "write 'hosts:'"),
         ],

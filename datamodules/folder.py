@@ -79,7 +79,7 @@ class Folder(LightningDataModule):
     def setup(self, stage: str) -> None:
         if self.splits:
             return
-        folder = Path(self.hparams["folder"])
+        folder = Path(self.hparams["folder"]).expanduser()
         size, channels, augment = (self.hparams[name] for name in ("size", "channels", "augment"))
         parts = [name for name in ("train", "val") if _holds_folders(folder / name)]
         if len(parts) == 1:
@@ -97,7 +97,7 @@ class Folder(LightningDataModule):
         train.transform = draws_of_rank(self.trainer, to_train) if augment else to_train
         val.transform = test.transform = view(size, channels, whole=not augment)
         if self.hparams["predict"] is not None:
-            folder = Path(self.hparams["predict"])
+            folder = Path(self.hparams["predict"]).expanduser()
             new = Unlabelled(folder, val.transform, val.class_to_idx)
             refuse_other_files(self.trainer, f"data.predict={folder}", _digest(folder, new))
             self.splits.append(new)
@@ -121,6 +121,8 @@ class Folder(LightningDataModule):
                 f"data.folder={folder}: {', '.join(images.classes)} would be classes; rename "
                 "them train and val, and test, if they are the parts of a split"
             )
+        if len(images) < 3:
+            raise ValueError(f"data.folder={folder}: {len(images)} images; a split needs 3 or more")
         train = copy.copy(images)  # will have another transform
         parts = split_by_name(images, self.hparams["split_seed"])
         self.splits = [Subset(of, part) for of, part in zip((train, images, images), parts)]

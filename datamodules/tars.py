@@ -32,6 +32,7 @@ from datamodules.ranks import Transform
 Sample = tuple[Tensor, int]
 PICTURES = ("jpg", "jpeg", "png")
 NO_SAMPLE = re.compile(r"__[^/]*__($|/)")  # names that WebDataset passes over
+HIDDEN = re.compile(r"(^|/)\.[^/]*$")  # such as ._name, which macOS puts beside each file
 
 
 class Share(IterableDataset):
@@ -109,10 +110,16 @@ class Share(IterableDataset):
                 continue
             count = 0
             with shard.open("rb") as stream:
-                files = tar_file_expander([{"url": str(shard), "stream": stream}])
-                for sample in islice(group_by_keys(files), skip, stop):
-                    count += 1
-                    yield sample
+                files = tar_file_expander(
+                    [{"url": str(shard), "stream": stream}],
+                    select_files=lambda name: not HIDDEN.search(name),
+                )
+                try:
+                    for sample in islice(group_by_keys(files), skip, stop):
+                        count += 1
+                        yield sample
+                except ValueError as error:  # a name is there twice
+                    raise RuntimeError(f"{shard} cannot be read: {error.args[0]}") from error
             if count < stop - skip:
                 raise RuntimeError(f"{shard}: fewer than the {held} samples in sample_counts.json")
 
@@ -143,7 +150,7 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
         FileNotFoundError: when there are no shards.
         ValueError: when one is no tar file.
     """
-    where = Path(pattern)
+    where = Path(pattern).expanduser()
     shards = sorted(where.parent.glob(where.name))
     if not shards:
         raise FileNotFoundError(
@@ -181,7 +188,10 @@ def count_samples(split: str, pattern: str) -> dict[Path, int]:
 def _count(shard: Path) -> int:
     try:
         with tarfile.open(shard, "r:") as files:
-            names = [file.name for file in files if file.isreg() and not NO_SAMPLE.match(file.name)]
+            names = [
+                file.name for file in files if file.isreg()
+                and not NO_SAMPLE.match(file.name) and not HIDDEN.search(file.name)
+            ]  # fmt: skip
             end = files.offset
         with shard.open("rb") as file:  # tarfile takes a header that is cut off as the end
             file.seek(end)

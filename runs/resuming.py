@@ -158,6 +158,23 @@ class KeepsPatience(callbacks.Callback):
                 state["patience"] = stop.patience
 
 
+class TellsOfAnotherSplit(callbacks.Callback):
+    """Warns where data are divided by another seed than those that the checkpoint was trained with:
+    what it trained is validated and tested then."""
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        then = checkpoint.get("datamodule_hyper_parameters", {}).get("split_seed")
+        now = data.hparams.get("split_seed", then) if data is not None else then
+        if then != now:
+            rank_zero_warn(
+                f"data.split_seed={now}: the checkpoint was trained with {then}: of the samples "
+                "that it trained, some may be among those to validate and to test now"
+            )
+
+
 class EvaluatesAverages(callbacks.Callback):
     """Behind Lightning's WeightAveraging (EMA), puts a checkpoint's averages into the model to test
     and predict. After training, Lightning puts those weights that training would go on from."""
@@ -284,8 +301,8 @@ def _step_plateaus(then: Callable, trainer: pl.Trainer, pl_module: pl.LightningM
 
 
 OF_EACH_RUN = (
-    EvaluatesAverages, BeginsWithinEpochs, EndsEpochsOnce, KeepsPatience, KeepsUnfrozen,
-    StepsPlateausFirst,
+    TellsOfAnotherSplit, EvaluatesAverages, BeginsWithinEpochs, EndsEpochsOnce, KeepsPatience,
+    KeepsUnfrozen, StepsPlateausFirst,
 )  # fmt: skip
 
 

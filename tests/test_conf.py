@@ -57,6 +57,7 @@ OURS = [
     "cifar_resnet", "dcgan", "denoiser", "denoiser_full", "gpt_tiny", "imagenet_resnet50",
     "mnist_cnn", "model_parallel",
 ]  # fmt: skip
+DEBUGS = ["anomaly", "limit", "one_batch", "overfit", "profiler"]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -197,7 +198,7 @@ def test_imagenet_is_augmented(data: str) -> None:
 
 @pytest.mark.parametrize(
     ("group", "name"),
-    [("experiment", name) for name in OURS] + [("debug", name) for name in names("debug")],
+    [("experiment", name) for name in OURS] + [("debug", name) for name in DEBUGS],
 )
 def test_header_begins_with_its_command(group: str, name: str) -> None:
     header = (CONF / group / f"{name}.yaml").read_text()

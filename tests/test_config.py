@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import pytest
 from hydra.core.config_store import ConfigStore
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from runs import config
@@ -27,10 +28,10 @@ from tests.conftest import run
     ("override", "message"),
     [
         ("modl=denoiser", "no key 'modl'; it has: .*did you mean model"),
-        ("model=denoisr", "no conf/model/denoisr.yaml; there are: classifier, .*did you"),
-        ("trainer=ddp", "there are: default; or did you mean strategy=ddp?"),
-        ("model=none", "classifier, .*, split$"),
-        ("experiment=nope", "no conf/experiment/nope.yaml; there are: cifar_resnet, "),
+        ("model=denoisr", "no conf/model/denoisr.yaml; there are: .*classifier, .*did you"),
+        ("trainer=ddp", "there are: .*default.*; or did you mean strategy=ddp?"),
+        ("model=none", "classifier, .*, split"),
+        ("experiment=nope", "no conf/experiment/nope.yaml; there are: .*cifar_resnet, "),
         ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
         ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),
         ("model.lr.value=1", "model.lr has no key 'value'"),
@@ -337,6 +338,17 @@ def test_an_experiment_may_choose_within_a_group(
 def test_what_is_refused_of_hydras_own(override: str, message: str) -> None:
     with pytest.raises(Refusal, match=message):
         check(["seed=1", override])
+
+
+def test_what_hydra_advises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a group that a model's defaults put at another place."""
+
+    def fail(_: list[str]) -> None:
+        raise HydraException("Could not override 'optimizer'.\nDid you mean to override a@b?\nTo")
+
+    monkeypatch.setattr(config, "_check", fail)
+    with pytest.raises(Refusal, match=r"override 'optimizer'\. Did you mean to override a@b\?$"):
+        check(["optimizer=adam"])
 
 
 @pytest.mark.parametrize(

@@ -463,6 +463,21 @@ class TestFolder:
             at(TrainerFn.TESTING).load_state_dict(kept)
         at(TrainerFn.PREDICTING).load_state_dict(kept)
 
+    def test_home_is_written_as_a_tilde(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("HOME", str(tmp_path))
+        for part in ("train", "val"):
+            write_folder(tmp_path / "images" / part, each=2)
+        data = Folder("~/images", predict="~/images/val")
+        data.setup("fit")
+        assert [len(split) for split in data.splits] == [4, 4, 4, 4]
+
+    def test_two_images_cannot_be_divided(self, tmp_path: Path) -> None:
+        write_folder(tmp_path / "images", each=1)
+        with pytest.raises(ValueError, match="images: 2 images; a split needs 3 or more"):
+            Folder(str(tmp_path / "images")).setup("fit")
+
     def test_half_a_split_is_no_class(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "train", 2)
         with pytest.raises(FileNotFoundError, match="it has train/<class>/ alone"):

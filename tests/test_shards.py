@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
+import tarfile
 import warnings
 from collections.abc import Callable
 from itertools import chain, pairwise
@@ -120,6 +122,26 @@ def test_a_broken_sample_is_named(changed: str, held: bytes | None, folder: Path
     with pytest.raises(RuntimeError, match=r"val-1.tar: pictures/0004 cannot be read: ") as error:
         share._decode(sample)
     assert error.value.__cause__ is not None
+
+
+def test_hidden_files_are_no_samples_and_a_name_that_is_there_twice_is_told(
+    tmp_path: Path,
+) -> None:
+    """As macOS writes the one, and tar -r leaves the other."""
+
+    def write(*names: str) -> Share:
+        with tarfile.open(tmp_path / "val-0.tar", "w") as files:
+            for name in names:
+                member = tarfile.TarInfo(f"t/{name}")
+                member.size = 1
+                files.addfile(member, io.BytesIO(b"7"))
+        return Share(count_samples("val", f"{tmp_path}/val-*.tar"), 1, 1, 0, view(8))
+
+    share = write("._1.png", "1.png", "._1.cls", "1.cls", "2.png", "2.cls")
+    read = [{*sample} for sample in share._read(0, 2)]
+    assert share.samples == 2 and all({"png", "cls"} <= names for names in read)
+    with pytest.raises(RuntimeError, match=r"val-0.tar cannot be read: .*duplicate file name"):
+        [*write("1.png", "1.png", "1.cls")._read(0, 1)]
 
 
 class Seen(LightningModule):

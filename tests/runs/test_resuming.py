@@ -12,7 +12,7 @@ import pytest
 import torch
 from hydra.utils import instantiate
 from omegaconf import OmegaConf
-from pytorch_lightning import Callback, LightningModule, Trainer
+from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.callbacks import (
     BaseFinetuning,
     EarlyStopping,
@@ -596,3 +596,31 @@ def test_a_resumed_run_has_the_patience_that_it_is_given(tmp_path: Path) -> None
     assert train_to_the_best(tmp_path / "first", 1, 2)[1] == 2
     resumed = {"patience": 2, "ckpt_path": tmp_path / "first" / "last.ckpt"}
     assert train_to_the_best(tmp_path / "second", 1, 2, 3, 4, 5, **resumed)[1] == 3
+
+
+class Divided(LightningDataModule):
+    def __init__(self, split_seed: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+    def train_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(2))
+
+    def test_dataloader(self) -> DataLoader:
+        return DataLoader(torch.ones(2))
+
+
+def test_a_split_by_another_seed_than_the_checkpoints_is_told(tmp_path: Path) -> None:
+    trainer = Trainer(
+        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        max_epochs=1, callbacks=[resuming.TellsOfAnotherSplit(), ModelCheckpoint(tmp_path)],
+    )  # fmt: skip
+    model = Times()
+    model.test_step = lambda batch: None
+    trainer.fit(model, Divided(0))
+    path = trainer.checkpoint_callback.best_model_path
+    with pytest.warns(UserWarning, match="data.split_seed=1: the checkpoint was trained with 0: "):
+        trainer.test(model, Divided(1), ckpt_path=path)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "data.split_seed")
+        trainer.test(model, Divided(0), ckpt_path=path)

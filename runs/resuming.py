@@ -168,7 +168,7 @@ class TellsOfAnotherSplit(callbacks.Callback):
         data = trainer.datamodule  # type: ignore[attr-defined]
         then = checkpoint.get("datamodule_hyper_parameters", {}).get("split_seed")
         now = data.hparams.get("split_seed", then) if data is not None else then
-        if then != now:
+        if then is not None and then != now:
             rank_zero_warn(
                 f"data.split_seed={now}: the checkpoint was trained with {then}: of the samples "
                 "that it trained, some may be among those to validate and to test now"

@@ -624,3 +624,7 @@ def test_a_split_by_another_seed_than_the_checkpoints_is_told(tmp_path: Path) ->
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "data.split_seed")
         trainer.test(model, Divided(0), ckpt_path=path)
+        content = torch.load(path)
+        del content["datamodule_hyper_parameters"]  # as of other data
+        torch.save(content, path)
+        trainer.test(model, Divided(0), ckpt_path=path)

@@ -125,7 +125,7 @@ def test_a_broken_sample_is_named(changed: str, held: bytes | None, folder: Path
 
 
 def test_hidden_files_are_no_samples_and_a_name_that_is_there_twice_is_told(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As macOS writes the one, and tar -r leaves the other."""
 
@@ -135,8 +135,9 @@ def test_hidden_files_are_no_samples_and_a_name_that_is_there_twice_is_told(
                 member = tarfile.TarInfo(f"t/{name}")
                 member.size = 1
                 files.addfile(member, io.BytesIO(b"7"))
-        return Share(count_samples("val", f"{tmp_path}/val-*.tar"), 1, 1, 0, view(8))
+        return Share(count_samples("val", "~/val-*.tar"), 1, 1, 0, view(8))
 
+    monkeypatch.setenv("HOME", str(tmp_path))
     share = write("._1.png", "1.png", "._1.cls", "1.cls", "2.png", "2.cls")
     read = [{*sample} for sample in share._read(0, 2)]
     assert share.samples == 2 and all({"png", "cls"} <= names for names in read)

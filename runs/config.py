@@ -71,9 +71,9 @@ def check(arguments: list[str]) -> None:
         if match := re.search("An item is already at '(.+)'", str(error)):
             raise Refusal(f"+{match[1]}: conf/ has it; write {match[1]}=... without +") from None
         first, *more = str(error).strip().splitlines()
-        told = first.endswith(":") or "".join(more[:1]).startswith("Did you mean")
-        cause = f" {more[0]}" if more and told else ""
-        raise Refusal(first + cause) from None
+        if more and (first.endswith(":") or more[0].startswith("Did you mean")):
+            first += f" {more[0]}"
+        raise Refusal(first) from None
 
 
 def _check(arguments: list[str]) -> None:

@@ -159,8 +159,8 @@ class KeepsPatience(callbacks.Callback):
 
 
 class TellsOfAnotherSplit(callbacks.Callback):
-    """Warns where data are divided by another seed than those that the checkpoint was trained with:
-    what it trained is validated and tested then."""
+    """Warns where `data.split_seed` is not the checkpoint's: samples that it trained may be among
+    those to validate and to test then."""
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]

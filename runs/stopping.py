@@ -68,9 +68,8 @@ def end_workers() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises an error for each
     for process in active_children():
         with contextlib.suppress(OSError):  # it has just ended
-            if (
-                Path(f"/proc/{process.pid}/comm").read_bytes() == b"pt_data_worker\n"
-            ):  # torch's name
+            name = Path(f"/proc/{process.pid}/comm").read_bytes()
+            if name == b"pt_data_worker\n":  # torch's
                 process.kill()
 
 

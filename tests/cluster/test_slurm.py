@@ -144,9 +144,12 @@ def test_a_batch_job_says_what_it_lacks(tmp_path: Path) -> None:
     code, printed = batch(tmp_path, "seed=1", "run_dir=mine", job="#!/bin/sh\nexit 3\n")
     assert (code, printed.count("\n")) == (2, 1)
     assert printed.startswith("error: run_dir=mine: ") and "give log_dir=" in printed
-    code, printed = batch(tmp_path, "seed=1", "debug=overfit", job="#!/bin/sh\nexit 3\n")
-    assert (code, printed.count("\n")) == (2, 1)
-    assert printed.startswith("error: debug=overfit: leaves no checkpoint to go on from; ")
+    for change in ("debug=overfit", "callbacks=none", "~callbacks", "~callbacks.stop"):
+        code, printed = batch(tmp_path, "seed=1", change, job="#!/bin/sh\nexit 3\n")
+        assert (code, printed.count("\n")) == (2, 1)
+        assert printed.startswith(f"error: {change}: leaves no checkpoint to go on from; ")
+    _, printed = batch(tmp_path, "~callbacks.early_stopping", job="#!/bin/sh\nexit 3\n")
+    assert "leaves no checkpoint" not in printed
 
 
 @pytest.mark.parametrize(("asked", "gpus"), [("cpu=2,gres/gpu=1", True), ("cpu=2", False)])

@@ -186,6 +186,18 @@ class Ranks:
         return (self.folder / "output").read_text()
 
 
+def assert_reaches(folder: Path, experiment: str, bounds: dict[str, tuple[float, float]]) -> None:
+    """Two ranks train an experiment to what its header promises, each metric within its bounds."""
+    command = [sys.executable, "template.py", f"experiment={experiment}", f"log_dir={folder}"]
+    done = run(horovodrun(2, *command), timeout=850)
+    assert done.returncode == 0, done.stdout
+    (file,) = folder.glob("*/runs/*/summary.json")
+    summary = json.loads(file.read_text())
+    assert summary["world_size"] == 2
+    for metric, (least, most) in bounds.items():
+        assert least <= summary["metrics"][metric] <= most, (metric, summary["metrics"])
+
+
 @pytest.fixture(scope="session")
 def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., list[Any]]]:
     """launch(function, ranks, **arguments): what `function` returned on each rank, in order.

@@ -30,8 +30,8 @@ from tests.conftest import run
         ("modl=denoiser", "no key 'modl'; it has: .*did you mean model"),
         ("model=denoisr", "no conf/model/denoisr.yaml; there are: .*classifier, .*did you"),
         ("trainer=ddp", "there are: .*default.*; or did you mean strategy=ddp?"),
-        ("model=none", "classifier, .*, split"),
-        ("experiment=nope", "no conf/experiment/nope.yaml; there are: .*cifar_resnet, "),
+        ("model=none", "classifier, .*denoiser"),
+        ("experiment=nope", "no conf/experiment/nope.yaml; there are: .*denoiser, "),
         ("model.lrr=1", "model has no key 'lrr'; it has: .*did you mean lr"),
         ("callbacks.early_stop.patience=1", "callbacks has no key 'early_stop'.*early_stopping"),
         ("model.lr.value=1", "model.lr has no key 'value'"),
@@ -43,7 +43,7 @@ from tests.conftest import run
         ("~batch_size", "write data.batch_size, with its group"),
         ("trainer.inference_mode=false", r"write \+trainer.inference_mode=false"),
         ("trainer.logger=false", r"logger is a group of conf/: write logger=... without trainer"),
-        ("+model=gpt", "conf/ has this group; write model=gpt"),
+        ("+model=denoiser", "conf/ has this group; write model=denoiser"),
         ("trainer.max_epochs=abc", "a whole number is expected there, like 50"),
         ("trainer.max_epochs=1.5", "a whole number is expected"),
         ("trainer.max_epochs=true", "a whole number is expected"),
@@ -61,8 +61,8 @@ from tests.conftest import run
         ("data=null", "data=null: Hydra takes no null for a group; leave it out"),
         ("+logger.wandb.tags=[a]", r"^\+logger.wandb.tags=\[a\]: give logger=wandb with it"),
         ("logger=null", "logger=null: Hydra takes no null for a group; write logger=none"),
-        ("model=[gpt,dcgan]", "give one of them"),
-        ("experiment=[dcgan]", "give one of them"),
+        ("model=[classifier,denoiser]", "give one of them"),
+        ("experiment=[denoiser]", "give one of them"),
         ("callbacks=[default,defualt]", r"no conf/callbacks/defualt.yaml; .*mean default\?"),
         ("data_dir=null", "data_dir=null: a value is needed there, like data"),
         ("log_dir=null", "log_dir=null: a value is needed there, like logs"),
@@ -126,15 +126,20 @@ def test_hydras_own_sweep_is_refused_by_each_name(flag: str) -> None:
 
 
 def test_one_experiment_at_a_time() -> None:
-    with pytest.raises(Refusal, match="^experiment=denoiser experiment=dcgan: give one of them$"):
-        check(["experiment=denoiser", "experiment=dcgan"])
-    check(["model=dcgan", "model=classifier", "model.width=9"])
+    with pytest.raises(
+        Refusal, match="^experiment=denoiser experiment=denoiser_full: give one of them$"
+    ):
+        check(["experiment=denoiser", "experiment=denoiser_full"])
+    check(["model=denoiser", "model=classifier", "model.width=9"])
 
 
 @pytest.mark.parametrize("module", ["config", "sweep"])
 def test_a_rank_that_another_launcher_left_is_none(module: str) -> None:
     """Ranks wait for rank 0 to tell, which there is not before a launch."""
-    asked = {"config": ["modl=gpt"], "sweep": ["--arguments", "modl=gpt,unet", "--", "true"]}
+    asked = {
+        "config": ["modl=denoiser"],
+        "sweep": ["--arguments", "modl=denoiser,unet", "--", "true"],
+    }
     done = run([sys.executable, "-m", f"runs.{module}", *asked[module]], HOROVOD_RANK="1")
     assert done.returncode == 2 and "no key 'modl'" in done.stdout and "rank 1" not in done.stdout
 
@@ -245,14 +250,20 @@ HEAD = "# @package _global_\n"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("defaults: [override /model: gpt]", "first line has to be `# @package _global_`"),
+        ("defaults: [override /model: denoiser]", "first line has to be `# @package _global_`"),
         (
             "# mine\n" + HEAD + "trainer: {max_epochs: 1}",
             "first line has to be `# @package _global_`",
         ),
-        (HEAD + "defaults: [override /model: gtp]", "no conf/model/gtp.yaml; .*did you mean gpt"),
-        (HEAD + "defaults: [/model: gpt]", "write `override /model: gpt` .*, not `/model:`"),
-        (HEAD + "defaults: [override model: gpt]", "write `override /model: gpt` in its"),
+        (
+            HEAD + "defaults: [override /model: denoisr]",
+            "no conf/model/denoisr.yaml; .*mean denoiser",
+        ),
+        (
+            HEAD + "defaults: [/model: denoiser]",
+            "write `override /model: denoiser` .*, not `/model:`",
+        ),
+        (HEAD + "defaults: [override model: denoiser]", "write `override /model: denoiser` in its"),
         (HEAD + "trainer: {max_epocs: 1}", r"trainer.max_epocs: .*did you mean max_epochs\?"),
         (HEAD + "trainer: {max_epochs: few}", "max_epochs=few: a whole number is expected"),
         (HEAD + "data: {batch_size: 0}", "data.batch_size=0: at least 1 is needed"),
@@ -280,7 +291,7 @@ def test_an_experiment_with_a_mistake_is_named(
         "defaults: [denoiser, override /callbacks: none]\nmodel: {depth: 4}",
         "trainer: {enable_progress_bar: false, limit_train_batches: 5, max_time: null}",
         "horizon: 3\nmodel: {width: '${horizon}'}\ncallbacks: {mine: {_target_: a.B, c: 1}}",
-        "model: {_target_: models.gpt.GPT, layers: 2}",
+        "model: {_target_: models.denoiser.Denoiser, depth: 4}",
         "model: {_target_: tests.test_config.TakesAny, anything: 1}",
         "callbacks: {early_stopping: null}",
         "logger: {wandb: {tags: [mine], group: a}, mlflow: {tags: {a: b}}}",  # once it is chosen
@@ -364,12 +375,12 @@ def test_what_hydra_advises_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         ["callbacks.last_checkpoint._target_=nowhere.Nothing", "hydra/job_logging=stdout"],
         ["~logger", "~profiler", "~callbacks"],
         ["callbacks=[none,default]", "callbacks.early_stopping.patience=3", "experiment=denoiser"],
-        ["+model@teacher=resnet", "teacher.depth=34", "logger=[none]"],
+        ["+model@teacher=denoiser", "teacher.depth=34", "logger=[none]"],
         ["callbacks.best_checkpoint.monitor=val/acc", "callbacks.best_checkpoint.mode=max"],
         ["callbacks.best_checkpoint.monitor=null"],
         # Of any type for Lightning; without a hint; text that a number follows from.
-        ["trainer.precision=16", "task=3", "data=shards", "data.train='1'", "log_dir=1"],
-        ["model=gpt", "model.decay_steps=100", "callbacks.last_checkpoint.filename=3"],
+        ["trainer.precision=16", "task=3", "data_dir='1'", "log_dir=1"],
+        ["callbacks.last_checkpoint.filename=3"],
         ["debug=limit", "trainer.limit_train_batches=0.5", "trainer.fast_dev_run=3"],
         ["trainer.plugins.0._target_=a.B", "~trainer.plugins.0._target_"],
         ["--help"],

@@ -27,7 +27,6 @@ from models.classifier import Classifier
 from runs import export
 from runs.config import CONF
 from runs.refusal import Refusal
-from tests.pictures import write_cifar10
 
 
 def trained(folder: Path, *overrides: str) -> tuple[Path, Any]:
@@ -128,31 +127,6 @@ def test_what_gives_no_number_for_its_example_is_exported(tmp_path: Path) -> Non
     assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 2)")
 
 
-def test_a_model_may_say_what_its_forward_takes(tmp_path: Path) -> None:
-    checkpoint, _ = trained(tmp_path, "experiment=dcgan")
-    assert export.export(checkpoint, "pt2").endswith("(any batch, 100)")
-
-
-def test_tokens_are_taken_in_any_length(tmp_path: Path) -> None:
-    checkpoint, model = trained(tmp_path, "experiment=gpt_tiny", "model.width=16", "model.layers=1")
-    told = export.export(checkpoint, "pt2")
-    assert told.endswith("takes uint8 (any batch, any length)")
-    made = torch.export.load(checkpoint.with_suffix(".pt2")).module()
-    tokens = torch.randint(256, (3, 300), dtype=torch.uint8)  # was traced with 129
-    with torch.no_grad():
-        torch.testing.assert_close(made(tokens), model(tokens))
-
-
-def test_what_two_gpus_have_trained_is_exported_without_them(tmp_path: Path) -> None:
-    recipe = ["experiment=model_parallel", "model.devices=[cuda:0,cuda:1]"]
-    checkpoint, model = trained(tmp_path, *recipe)
-    assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 1, 8, 8)")
-    exported = torch.export.load(checkpoint.with_suffix(".pt2")).module()
-    images = torch.rand(5, 1, 8, 8)  # of its parts the last has one
-    with torch.no_grad():
-        torch.testing.assert_close(exported(images), model(images))
-
-
 class OfThree(LightningModule):
     example_input_array = torch.ones(2, 3, dtype=torch.int64)
 
@@ -165,14 +139,6 @@ def test_a_length_that_forward_fixes_is_told(tmp_path: Path) -> None:
     taking(tmp_path, model="OfThree")
     torch.save({"state_dict": {}}, checkpoint)
     assert export.export(checkpoint, "pt2").endswith("takes int64 (any batch, 3)")
-
-
-def test_the_example_is_what_the_models_steps_get(tmp_path: Path) -> None:
-    """Bytes of images, which a hook of the data module makes floats."""
-    write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
-    recipe = ["experiment=cifar_resnet", f"data_dir={tmp_path}"]
-    checkpoint, _ = trained(tmp_path, *recipe)
-    assert export.export(checkpoint, "pt2").endswith("takes float32 (any batch, 3, 32, 32)")
 
 
 def test_another_computation_is_not_written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,21 @@ def test_it_works(copy: Path, tmp_path: Path) -> None:
     job = [sys.executable, "template.py", "trainer.fast_dev_run=true", f"log_dir={tmp_path}"]
     done = run(job, cwd=copy)
     assert done.returncode == 0 and "test/acc" in done.stdout, done.stdout
+
+
+def test_examples_can_be_deleted(copy: Path, tmp_path: Path) -> None:
+    """As docs/faq.md says: the tests of the rest are found, and those of conf/ pass."""
+    rest = tmp_path / "rest"
+    git(tmp_path, "clone", "-q", str(copy), str(rest))
+    for command in re.findall(r"^git rm .*", (ROOT / "docs" / "faq.md").read_text(), re.M):
+        subprocess.run(["bash", "-c", command], cwd=rest, check=True, stdout=subprocess.DEVNULL)
+    left = [name.stem for name in sorted(rest.glob("models/*.py"))]
+    assert left == ["__init__", "classifier", "denoiser", "split", "unet"]
+    pytest_ = [sys.executable, "-m", "pytest"]
+    for command in ([*pytest_, "--collect-only"], [*pytest_, "tests/test_conf.py", "-k", "each"]):
+        done = run(command, cwd=rest)
+        assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 @pytest.mark.slow

@@ -22,8 +22,10 @@ from datamodules import tars
 from datamodules.folder import view
 from datamodules.shards import Shards
 from datamodules.tars import Share, count_samples
+from runs.config import check
 from strategies import HorovodStrategy
 from tests.pictures import write_shards
+from tests.test_template import folders, job
 
 TRAIN, VAL = [9, 5, 3, 7, 6, 4, 8, 2], [3, 10]  # samples: 44 and 13
 
@@ -385,3 +387,14 @@ def test_two_ranks_share_an_epoch_and_go_on_in_it(
         # With another batch size: of 22 or 3 batches those that 18 samples leave.
         assert rank[1] == [0] * (22 - 9) + [1] * 22
         assert rank[6] == [0] * (3 - 2) + [1] * 3
+
+
+def test_missing_ones_are_told_in_one_line_though_the_other_rank_waits(tmp_path: Path) -> None:
+    """Rank 0 looks for them; the other is in a collective meanwhile."""
+    done = job(2, tmp_path / "logs", "data=shards", f"data_dir={tmp_path}")
+    assert done.returncode != 0 and done.stdout.count("there are no shards") == 1, done.stdout
+    assert "another rank ended" not in done.stdout and not folders(tmp_path / "logs")
+
+
+def test_a_pattern_that_looks_like_a_number_is_text() -> None:
+    check(["data=shards", "data.train='1'"])

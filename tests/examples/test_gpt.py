@@ -14,6 +14,12 @@ from torch import Tensor, nn
 from datamodules.text import Text, pack, read, split
 from models import gpt
 from models.gpt import GPT, peak
+from runs import export
+from runs.config import check
+from tests.conftest import assert_reaches
+from tests.test_datamodules import assert_each_task_has_its_part
+from tests.test_export import trained
+from tests.test_models import assert_measured_over_all_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -245,3 +251,32 @@ def test_other_ranks_take_the_text_of_rank_0() -> None:
     data.setup("fit")
     assert data.splits[1].tolist() == [[54, 55, 56]]
     assert [len(batch) for batch in data.train_dataloader()] == [16]  # of 26: all of one size
+
+
+def test_a_setting_that_is_null_takes_a_number() -> None:
+    check(["model=gpt", "model.decay_steps=100"])
+
+
+def test_training_is_shuffled_and_each_task_has_its_part() -> None:
+    assert_each_task_has_its_part(Text(megabytes=0.1))
+
+
+def test_what_is_measured_is_that_of_all_ranks() -> None:
+    assert_measured_over_all_ranks(tiny(), torch.randint(256, (2, 9)))
+
+
+def test_tokens_are_taken_in_any_length(tmp_path: Path) -> None:
+    checkpoint, model = trained(tmp_path, "experiment=gpt_tiny", "model.width=16", "model.layers=1")
+    told = export.export(checkpoint, "pt2")
+    assert told.endswith("takes uint8 (any batch, any length)")
+    made = torch.export.load(checkpoint.with_suffix(".pt2")).module()
+    tokens = torch.randint(256, (3, 300), dtype=torch.uint8)  # was traced with 129
+    with torch.no_grad():
+        torch.testing.assert_close(made(tokens), model(tokens))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_it_reaches_its_result(tmp_path: Path) -> None:
+    # Byte frequencies alone: 3.09.
+    assert_reaches(tmp_path, "gpt_tiny", {"val/loss": (1.6, 1.85)})

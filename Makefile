@@ -59,7 +59,7 @@ MPI_FLAG := $(if $(MPI),--mpi)
 JOB = $(PYTHON) -m cluster.$(if $(filter mpi,$(LAUNCHER)),mpirun,horovodrun$(STOP)) $(WHERE) $(PYTHON) template.py
 
 .DEFAULT_GOAL := help
-.PHONY: help install environment dev-environment train sweep hello doctor sync launch status logs stop \
+.PHONY: help install environment dev-environment installed train sweep hello doctor sync launch status logs stop \
         profile new test test-slow test-gpu test-mutations check bench bench-check bench-readme \
         bench-step bench-step-slow bench-overheads bench-allreduce predict predict-proof \
         bench-losses bench-split bench-start export tensorboard clean
@@ -78,6 +78,9 @@ environment:
 
 dev-environment:
 	@$(INSTALL) $(MPI_FLAG) --dev
+
+installed:
+	@command -v $(PYTHON) > /dev/null || { echo 'error: there is no $(PYTHON); make install makes .venv' >&2; exit 2; }
 
 train: environment ## train with NP processes on HOSTS; ARGS="model.lr=0.01" changes settings; STOP_SECONDS=8, LAUNCHER=mpi
 	@$(PYTHON) -m runs.config $(ARGS)
@@ -114,13 +117,13 @@ launch: environment ## train on HOSTS in the background; AT=02:00: at that time
 	@$(PYTHON) -m runs.config $(ARGS)
 	@$(PYTHON) -m cluster.jobs launch $(if $(AT),--at "$(AT)")$(STOP) $(WHERE) $(PYTHON) template.py $(ARGS)
 
-status: ## list launched runs; JSON=1
+status: installed ## list launched runs; JSON=1
 	@$(PYTHON) -m cluster.jobs status $(if $(JSON),--json)
 
-logs: ## show what a launched run has printed; RUN=, RANK=0, FOLLOW=1
+logs: installed ## show what a launched run has printed; RUN=, RANK=0, FOLLOW=1
 	@$(PYTHON) -m cluster.jobs logs $(if $(RUN),"$(RUN)") $(if $(RANK),--rank $(RANK)) $(if $(FOLLOW),--follow)
 
-stop: ## end a launched run on all its hosts, with a checkpoint; RUN=; KILL=1: without one
+stop: installed ## end a launched run on all its hosts, with a checkpoint; RUN=; KILL=1: without one
 	@$(PYTHON) -m cluster.jobs stop $(if $(RUN),"$(RUN)") $(if $(KILL),--kill)
 
 #@ Measure

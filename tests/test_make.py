@@ -126,6 +126,14 @@ def test_make_takes_a_rank_a_gpu(
     assert (tmp_path / "log").read_text().split() == ["asked"]
 
 
+@pytest.mark.parametrize("target", ["status", "logs", "stop"])
+def test_where_nothing_is_installed_it_is_told(target: str) -> None:
+    """As in a fresh clone; these make no environment."""
+    done = run(["make", target, "PYTHON=.missing/bin/python"])
+    assert done.returncode == 2 and "cluster.jobs" not in done.stdout
+    assert "error: there is no .missing/bin/python; make install makes .venv\n" in done.stdout
+
+
 def test_make_lets_be_what_is_no_mistake() -> None:
     """What make itself, the installer, or a shell that completes sets; another Makefile's."""
     for variable in (

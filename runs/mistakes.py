@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import errno
 import re
+from collections.abc import Mapping
 from pathlib import Path
-from traceback import extract_tb
+from traceback import extract_tb, walk_tb
 from typing import Any
 
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
+from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import Tensor
 
 from runs.checkpoints import HELD, OBJECT
 from runs.config import LOGGERS
@@ -90,6 +93,7 @@ PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read er
 # Horovod: a HorovodInternalError that begins so was caused on this rank, not by another's end.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 
+MOST = 6  # members of a list that are described
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Where an error comes through, but is seldom to be fixed.
@@ -212,6 +216,29 @@ def place_of(error: BaseException) -> str:
             runs_them = path.relative_to(ROOT).parts[0] in RUNS_THEM
             place = "" if runs_them else f"{shown(path)}, line {frame.lineno}"
     return place
+
+
+def batch_of(error: BaseException) -> str | None:
+    """What the step of the model that it came through was given: most often one that fails takes
+    another kind of batch. None if it came through no step."""
+    for frame, _ in walk_tb(error.__traceback__):
+        step, given = frame.f_code.co_name, frame.f_locals
+        # As the strategy passed it on: the model's own variable may hold something else by now.
+        if step.endswith("_step") and isinstance(given.get("self"), Strategy) and given.get("args"):
+            return f"{step} got {_kind(given['args'][0])}"
+    return None
+
+
+def _kind(value: Any) -> str:
+    """As `[float32[64, 1, 8, 8], int64[64]]`."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_kind(value[key])}" for key in value) + "}"
+    if type(value) in (list, tuple):
+        kinds = [_kind(member) for member in value[:MOST]] + ["..."] * (len(value) > MOST)
+        return f"[{', '.join(kinds)}]"
+    return type(value).__name__
 
 
 def of_constructor(error: BaseException) -> str:

@@ -37,6 +37,7 @@ from runs.folders import ROOT, new_folder, quoted, shown, task_folder
 from runs.hooks import LeavesOutEmptyHooks
 from runs.mistakes import (
     MISTAKES,
+    batch_of,
     ended_by_another,
     full_disk,
     mistake,
@@ -330,6 +331,8 @@ class Run:
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
         if isinstance(error, Exception):
             let_rank_0_tell()
+            if sys.version_info >= (3, 11) and (told := batch_of(error)):
+                error.add_note(f"{told} of data={self.choices.get('data')}")
         if error is not masking:
             raise error from error.__cause__
 

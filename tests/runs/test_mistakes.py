@@ -6,6 +6,7 @@ import errno
 import inspect
 import os
 import re
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -34,7 +35,7 @@ from torch.utils.data import (
 )
 
 from runs.checkpoints import unreadable
-from runs.mistakes import mistake, no_metric
+from runs.mistakes import batch_of, mistake, no_metric
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
@@ -270,6 +271,39 @@ def test_the_traceback_of_a_mistake_can_be_asked_for(
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     run.__exit__(Refusal, mistake, None)  # which Python raises then
     assert not capsys.readouterr().err
+
+
+class TakesPairs(BoringModel):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        batch = batch["image"]
+        raise ValueError("too many to unpack")
+
+    def optimizer_step(self, *args: Any) -> None:  # within which the step is computed
+        super().optimizer_step(*args)
+
+
+def test_the_traceback_ends_with_the_batch_that_a_step_got(tmp_path: Path) -> None:
+    """Most often it is of another kind than the model takes."""
+    names = [[str(number)] * 3 for number in range(8)]
+    batch = {"image": torch.ones(3, 2), "of": [(torch.tensor(1), b""), *names], 1: None}
+    trainer = Trainer(
+        accelerator="cpu", logger=False, max_steps=1, limit_val_batches=0,
+        enable_progress_bar=False, enable_checkpointing=False, default_root_dir=tmp_path,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="too many") as caught:
+        trainer.fit(TakesPairs(), DataLoader([batch], batch_size=None))
+    strings = "[str, str, str]"
+    members = ", ".join(["[int64[], bytes]", *[strings] * 5, "..."])
+    expected = f"training_step got {{'image': float32[3, 2], 'of': [{members}], 1: NoneType}}"
+    assert batch_of(caught.value) == expected
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
+    run.report, run.choices = Report(run.config, {}), {"data": "mine"}
+    run.report.started = True
+    run.__exit__(ValueError, caught.value, None)
+    if sys.version_info >= (3, 11):
+        assert caught.value.__notes__ == [f"{expected} of data=mine"]
+    assert batch_of(ValueError("thrown elsewhere")) is None
 
 
 def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(

@@ -5,7 +5,7 @@
 A row has regressed when its median step is slower by more than `FLOOR` and chance does not explain
 it: the p-value of a one-sided rank test (Mann and Whitney 1947) on the repeats is at most `CHANCE`.
 The test leaves out the slowest repeat of OLD where there are five or more, as it may have hung. So
-1 or 2 of 100 rows are called slower though nothing changed (simulated, lognormal noise of 7 %).
+2 or 3 of 100 rows are called slower though nothing changed (simulated, lognormal noise of 7 %).
 
 Exit status 0: no regression; 1: some, and the rows are named; 2: the files cannot be compared,
 because one is unfinished, the job, hardware or settings differ, the machine itself has changed

@@ -20,7 +20,8 @@ five repeats, and 75 % for three.
 Where a machine has more ranks than cores, these figures say nothing about communication. Such a
 size is marked "oversubscribed", and instead has the ratio of a step with communication to one
 without: the same number of processes, each training alone at the same time. It is of median steps,
-as those processes do not start together.
+as those processes do not start together; of mean ones where batches accumulate, as the median batch
+sends nothing then.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 from scipy.stats import binom
 
 from benchmarks.load import BUSY_SHARE, DRIFT, STEAL_SHARE
+from benchmarks.overrides import accumulated
 
 MIN_REPEATS = 3  # two that happen to agree show no noise
 Results = dict[str, Any]
@@ -176,7 +178,8 @@ def _row(results: Results, mode: str, strategy: str, np: int) -> Row | None:
     alone: dict[int, Run] = {}
     if np in results["oversubscribed"]:
         alone = runs_of(results, "horovod", np, batch, alone=True)
-        row.over_alone = [runs[r]["median_ms"] / alone[r]["median_ms"] for r in runs if r in alone]
+        ms = "step_ms" if accumulated(results["config"]) > 1 else "median_ms"
+        row.over_alone = [runs[r][ms] / alone[r][ms] for r in runs if r in alone]
     else:
         smallest = settings["sizes"][0]
         base = _rates(results, strategy, smallest, batch_of(mode, settings["batch_size"], smallest))

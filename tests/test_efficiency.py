@@ -118,6 +118,19 @@ def test_oversubscribed_sizes_are_set_against_processes_that_are_alone() -> None
     assert alone == [Job("horovod", 4, 32, alone=True)] * 3  # one for both strategies
 
 
+@pytest.mark.parametrize("together, ratio", [(1, 1.0), (4, 2.0)])
+def test_communication_counts_where_the_median_batch_sends_nothing(
+    together: int, ratio: float
+) -> None:
+    """Of four batches of 10 ms one has an all-reduce of 40."""
+    benchmark = results(sizes=[4]) | {"oversubscribed": [4]}
+    benchmark["config"]["trainer"] = {"accumulate_grad_batches": together}
+    measured(Source(lambda job, _: 10.0 if job.alone else 20.0), benchmark)
+    for run in benchmark["runs"]:
+        run["median_ms"] = 10.0
+    assert by_size(benchmark)[4].over_alone == [ratio] * 3
+
+
 @pytest.mark.parametrize(
     "host, mark",
     [

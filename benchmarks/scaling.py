@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import scaling_report
-from benchmarks.efficiency import Results, runs_of
+from benchmarks.efficiency import Results, runs_of, steps_per_epoch
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
 from benchmarks.launching import Failed, Job, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import accumulated, steps_of
@@ -74,9 +74,12 @@ def run(results: Results, measure: Measure, save: Callable[[], None]) -> None:
         if repeat in runs_of(results, job.strategy, job.np, job.batch, job.alone):
             continue
         began = time.monotonic()
-        measured = measure(job, length(results, job.np, job.batch))
-        if not settings["epochs"]:
-            refuse_other_steps(measured, job, results["trial"]["steps"])
+        ranks = 1 if job.alone else job.np  # that share an epoch's samples
+        measured = measure(job, length(results, ranks, job.batch))
+        steps = results["trial"]["steps"]
+        if epochs := settings["epochs"]:
+            steps = epochs * steps_per_epoch(results, ranks, job.batch)
+        refuse_other_steps(measured, job, steps)
         kept = {key: value for key, value in measured.items() if key not in ABOUT}
         results["runs"].append({"repeat": repeat, **kept})
         save()
@@ -92,7 +95,8 @@ def refuse_other_steps(measured: dict[str, Any], job: Job, steps: int) -> None:
         raise Failed(
             f"error: {job}: {measured['measured_steps']} steps were measured, not {steps}: "
             "something else ends training, or keeps it from ending: look for a callback that sets "
-            "should_stop, for trainer.min_steps and min_epochs"
+            "should_stop, for trainer.min_steps and min_epochs; with EPOCHS also for an epoch of "
+            "other batches than data.batch_size makes of its samples: then give STEPS"
         )
 
 

@@ -54,8 +54,9 @@ class Source:
         self.asked.append((job, length))
         ms = self.time(job, earlier)
         asked = dict(override.split("=") for override in length)
-        batches = asked.get("callbacks.anatomy.batches")  # none with EPOCHS
-        steps = batches and int(batches) - int(asked["callbacks.anatomy.warmup"])
+        warmup, batches = int(asked["callbacks.anatomy.warmup"]), "callbacks.anatomy.batches"
+        epochs = int(asked["trainer.max_epochs"])
+        steps = int(asked[batches]) - warmup if batches in asked else (epochs - 1) * warmup
         return {
             "measured_steps": steps,
             "strategy": job.strategy, "np": job.np, "batch": job.batch, "alone": job.alone,

@@ -91,6 +91,9 @@ def test_of_four_repeats_all_count() -> None:
     assert check._chance([5, 6, 7, 8], [1, 2, 3, 4]) == pytest.approx(1 / 70)
     assert check._chance([6, 7, 8, 9, 10], [1, 2, 3, 4, 99]) == pytest.approx(1 / 126)
     assert check._chance([6, 7, 8], [1, 2, 3, 4, 5]) == pytest.approx(1 / 56)  # none left out
+    for old, new in (([1, 2, 3, 4, 5], [6, 7, 8]), ([1, 2, 3], [4, 5, 6, 7, 8])):
+        before, after = (Row("weak", "horovod", 2, 1, times, []) for times in (old, new))
+        assert check._verdict("", before, after)[1]
 
 
 @pytest.mark.parametrize("repeats, caught", [(3, 0.7), (5, 0.75), (10, 0.97), (20, 0.99)])
@@ -108,6 +111,12 @@ def test_more_repeats_see_more_and_cry_wolf_no_more_often(repeats: int, caught: 
         return count / tries
 
     assert share(1.2) >= caught and share(1.0) <= 0.07
+
+
+def test_a_core_that_was_fast_for_a_run_is_no_other_machine() -> None:
+    old = noisy()
+    old["runs"][0]["hosts"]["localhost"]["arithmetic_ms"] = 6.0
+    assert not check.compare(old, noisy())[1]
 
 
 def test_a_machine_that_has_become_slower_is_not_the_code() -> None:

@@ -90,6 +90,20 @@ def test_a_run_that_ends_early_is_no_measurement(runs: int, asked: int) -> None:
         scaling.run(results(), stopped, lambda: None)
 
 
+def test_an_epoch_of_other_batches_than_were_counted_is_no_measurement() -> None:
+    """As of a stream that tells 192 of 240 samples on 2 ranks: alone it has 7 batches, not 6."""
+    source = Source(lambda job, _: 1.0, samples=192)
+
+    def stream(job: Job, length: list[str]) -> dict[str, Any]:
+        return source(job, length) | ({"measured_steps": 8} if len(source.asked) == 2 else {})
+
+    benchmark = results(sizes=[1, 2], epochs=1)
+    benchmark["trial"] = {"steps": 30, "train_samples": 192}
+    source.asked.append((Job("horovod", 2, 32), []))  # the trial
+    with pytest.raises(Failed, match="np=1 .*: 8 steps were measured, not 6: .* then give STEPS"):
+        scaling.run(benchmark, stream, lambda: None)
+
+
 def test_whole_epochs_leave_the_first_one_out() -> None:
     benchmark = results(epochs=2, batch_size=8)
     benchmark["trial"] = {"train_samples": 100}

@@ -74,6 +74,8 @@ def test_ratios_are_of_neighbouring_blocks() -> None:
     """The machine gets slower all the time; the ratio stays."""
     measured = result(a=[10, 20, 40], b=[20, 40, 80])
     assert step_report.ratio(measured, "a", "b") == 0.5
+    # The median of ratios, not the ratio of medians.
+    assert step_report.ratio(result(a=[10, 40, 20], b=[20, 30, 80]), "a", "b") == 0.5
 
 
 def test_the_table_names_the_range_and_the_memory() -> None:
@@ -133,6 +135,15 @@ def test_the_idle_share_is_that_of_a_groups_own_steps(monkeypatch: pytest.Monkey
     group = step_ranks.Group("ours", nobody, Path())
     assert group.run(1) == [] and calls == ["cores", "steps", "cores"]
     assert group.idle == [0.25]
+
+
+def test_the_first_step_of_a_block_is_left_out_on_each_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ranks = [{"seconds": [9.0, 1.0, 2.0]}, {"seconds": [8.0, 3.0, 4.0]}]
+    monkeypatch.setattr(step_ranks.Group, "answers", lambda _: ranks)
+    nobody: Any = None
+    assert step_ranks.Group("ours", nobody, Path()).run(2) == [1, 2, 3, 4]
 
 
 @pytest.mark.slow

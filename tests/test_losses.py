@@ -54,6 +54,7 @@ def test_rounding_is_equal_and_anything_else_is_told() -> None:
     lines = losses_report.table(other).splitlines()
     assert "| toy | horovod | 2 x 4 | 0.400004 | 0.100001 | 1.0e-05 | 1.0e-05 |" in lines[4]
     assert lines[4].endswith("| 1.0e-06 | differs |")
+    assert "by 1.0e+00" in losses_report.unequal(results(Source(0, 1), Job("toy")))[0]  # of one
     assert losses_report.unequal(results(Source(0, float("nan")), Job("toy")))
     late = results(Source(0, 0), Job("toy"))
     late["jobs"][0]["runs"][-1]["losses"][-1] = float("nan")  # and not from the first

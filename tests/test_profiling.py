@@ -189,6 +189,18 @@ def test_the_table_counts_what_was_planted(
     assert ["ALLREDUCE", "2.000", "1.0"] in text
 
 
+def test_the_table_is_of_a_step_however_many_were_traced(tmp_path: Path) -> None:
+    plant(tmp_path, 0, [*step(100, wait=5), *step(200, wait=7, number=11)])
+    ranks, _ = traces.read(tmp_path, 1)
+    operation = {"ph": "X", "name": "ALLREDUCE", "tensor": "t", "args": {}, "dur": 2 * MS}
+    starts = [each["ts"] + 30 * MS for each in ranks[0].steps]
+    timeline = traces.Timeline([{**operation, "ts": start} for start in starts])
+    lines = [line.split() for line in phases.table(ranks, timeline).splitlines()]
+    assert lines[0][:2] == ["2", "steps"] and lines[2][2] == "43.0"
+    assert lines[2][-6:-4] == ["6.0", "14%"]
+    assert ["aten::inner", "4.000", "1.0"] in lines and ["ALLREDUCE", "2.000", "1.0"] in lines
+
+
 def test_the_table_names_the_slowest_of_many(tmp_path: Path) -> None:
     for rank in range(12):
         plant(tmp_path, rank, step(100, wait=20 - rank))

@@ -16,7 +16,15 @@ from typing import Any
 import pytest
 
 from benchmarks import files, overrides, scaling, scaling_plot
-from benchmarks.launching import Failed, Job, Launcher, ends_in_a_line, tells_what_is_kept
+from benchmarks.launching import (
+    Failed,
+    Job,
+    Launcher,
+    _measured,
+    ends_in_a_line,
+    tells_what_is_kept,
+)
+from benchmarks.scaling import ABOUT
 from cluster.hosts import Refusal, parse
 from tests.conftest import ROOT, run, wait_until
 from tests.scaling_source import HERE, MACHINE, QUIET, Source, results
@@ -199,6 +207,22 @@ def test_a_run_is_the_job_itself(launched: list[dict[str, Any]]) -> None:
     assert together["operations"] == "Gloo" and together["train_samples"] == 1257
     assert together["step_ms"] > 0 and together["phases_ms"] and alone["phases_ms"] is None
     assert set(together["hosts"]["localhost"]) >= set(QUIET)
+
+
+def test_the_step_of_a_run_is_the_mean_and_of_processes_alone_their_median() -> None:
+    summaries = [
+        {
+            "anatomy": {
+                "step_ms": {"mean": mean, "median": 1.0, "p10": 0.5, "p90": 2.0}, "steps": 9,
+                "phases_ms": {}, "wire": None,
+            },
+            **dict.fromkeys(ABOUT),
+        }
+        for mean in (3.0, 4.0, 9.0)
+    ]  # fmt: skip
+    assert _measured(Job("horovod", 3, 8), summaries[:1])["step_ms"] == 3
+    alone = _measured(Job("horovod", 3, 8, alone=True), summaries)
+    assert (alone["step_ms"], alone["median_ms"]) == (4, 1)
 
 
 def test_a_job_that_fails_tells_its_last_words() -> None:

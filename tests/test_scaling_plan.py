@@ -211,9 +211,10 @@ def test_threads_are_those_that_make_train_would_have(
 ) -> None:
     config = {"data": {"batch_size": 8}, "trainer": {"accelerator": "cpu"}}
     monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
-    monkeypatch.setattr(scaling_plan, "cores_of_a_rank", lambda *_: 4)
+    monkeypatch.setattr(scaling_plan, "cores_of_a_rank", lambda hosts, facts, np: 8 // np)
     monkeypatch.setenv("OMP_NUM_THREADS", asked)
-    benchmark, launcher = scaling_plan.plan(scaling.parse(["--np", "1"]))
+    # At each size those of the largest.
+    benchmark, launcher = scaling_plan.plan(scaling.parse(["--np", "1", "2"]))
     assert benchmark["settings"]["threads"] == launcher.threads == threads
 
 

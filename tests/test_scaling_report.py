@@ -84,6 +84,24 @@ def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.Mon
         assert all(getattr(a, far) <= getattr(b, near) for a, b in pairwise(boxes))
 
 
+def test_the_plot_shows_the_figures_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against 2 processes; 8 share cores, and take 10 ms alone; 11.25 are predicted for 4."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(scaling_plot, "save", lambda figure, name: drawn.append(figure))
+    benchmark = results(sizes=[2, 4, 8], repeats=1) | {"oversubscribed": [8]}
+    times = {2: 10.0, 4: 12.5, 8: 20.0}
+    measured(Source(lambda job, _: 10.0 if job.alone else times[job.np]), benchmark)
+    steps = dict.fromkeys(("step_ms", "low_ms", "high_ms"), 11.25)
+    benchmark["predicted"] = [{"mode": "weak", "strategy": "horovod", "np": 4, **steps}]
+    scaling_plot.draw(benchmark, "a machine", Path())
+    speedup, efficiency = (
+        {(round(x), round(float(y), 2)) for line in axes.lines for x, y in zip(*line.get_data())}
+        for axes in drawn[0].axes
+    )
+    assert {(2, 1), (4, 1.6), (4, 1.78)} <= speedup
+    assert {(2, 100), (4, 80), (4, 88.89), (8, 50)} <= efficiency
+
+
 def test_slow_jobs_have_as_many_digits_as_fast_ones() -> None:
     benchmark = measured(Source(lambda job, _: 12345.6 * job.np), results(batch_size=4, sizes=[2]))
     (row,) = rows(benchmark)
@@ -186,6 +204,25 @@ def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path
     # The range has the repeats of the smallest size in it.
     assert curve[1]["low_ms"] < curve[1]["step_ms"] / 1.9 < 1.4 * curve[1]["step_ms"]
     assert curve[1]["high_ms"] > 1.4 * curve[1]["step_ms"]
+
+
+def test_a_prediction_has_the_phases_of_the_run_nearest_to_the_median(tmp_path: Path) -> None:
+    """In the first, that hung, nothing but the reading of data, which is not hidden, took time."""
+    times = [30.0, 10.0, 10.2]
+    benchmark = measured(Source(lambda job, repeat: times[repeat]), results(sizes=[1, 2]))
+    for each in benchmark["runs"]:
+        phase = "data" if each["step_ms"] == 30 else "backward"
+        each["phases_ms"] = dict.fromkeys([*PHASES, "straggler"], 0.0) | {phase: 4.0}
+        each["quantiles_ms"] = dict.fromkeys(("p10", "p90"), each["step_ms"])
+        sent = {"payload_bytes": 8e6, "bytes": 8e6, "calls": 4.0}
+        each["wire"] = sent if each["np"] > 1 else None
+    right = all_reduce(tmp_path, "right")
+    usual, _ = predicted(benchmark, [right])
+    del benchmark["runs"][0]
+    for each in benchmark["runs"]:  # the first has hung no longer: the median stays
+        each["step_ms"] = 10.2
+        each["quantiles_ms"] = {"p10": 10.2, "p90": 10.2}
+    assert usual[1]["step_ms"] == pytest.approx(predicted(benchmark, [right])[0][1]["step_ms"])
 
 
 def test_the_readme_has_the_newest_result() -> None:

@@ -85,7 +85,9 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
                 say(f"  {model}: block {repeat} of {arguments.repeats}")
         finally:
             for group in groups:
-                group.end()
+                group.kill()
+            for group in groups:
+                group.launcher.wait()
     return {
         "steps_per_block": steps,
         "gradient_bytes": groups[0].answer["bytes"],

@@ -83,11 +83,15 @@ class Group:
         output = "\n".join(self.log.read_text().splitlines()[-15:])
         return Failed(f"{output}\nerror: {self.variant}: a rank did not start, or has ended")
 
-    def end(self) -> None:
+    def kill(self) -> None:
+        """Without waiting, so that a second Ctrl-C leaves no stopped rank."""
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.launcher.terminate()
+
+    def end(self) -> None:
+        self.kill()
         self.launcher.wait()
 
 

@@ -10,6 +10,7 @@ import itertools
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -144,6 +145,30 @@ def test_the_first_step_of_a_block_is_left_out_on_each_rank(
     monkeypatch.setattr(step_ranks.Group, "answers", lambda _: ranks)
     nobody: Any = None
     assert step_ranks.Group("ours", nobody, Path()).run(2) == [1, 2, 3, 4]
+
+
+def test_a_second_ctrl_c_leaves_no_stopped_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    class Stopped:
+        def __init__(self, variant: str) -> None:
+            self.variant, self.launcher = variant, self
+
+        def run(self, steps: int) -> list[float]:
+            return [1.0]
+
+        def kill(self) -> None:
+            ended.append(self.variant)
+
+        def wait(self) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(step, "start", lambda variant, *_: Stopped(variant))
+    monkeypatch.setattr(step, "say", lambda _: os.kill(os.getpid(), signal.SIGINT))
+    options: Any = SimpleNamespace(device="cuda", block_seconds=1, repeats=1)
+    with pytest.raises(KeyboardInterrupt):
+        step.measure("mlp", ["torch DDP", OURS], options)
+    assert ended == ["torch DDP", OURS]
 
 
 @pytest.mark.slow

@@ -189,7 +189,7 @@ def train(command: list[str], what: object, log: Path, threads: int) -> None:
 def collect(host: Host, folder: str) -> list[dict[str, Any]]:
     """The summaries below a folder of a host; then the folder is removed."""
     quoted, parent = shlex.quote(folder), shlex.quote(str(Path(folder).parent))
-    script = f"for f in {quoted}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
+    script = f"echo; for f in {quoted}/*/runs/*/summary.json; do tr -d '\\n' < \"$f\"; echo; done"
     script += f"; rm -r {quoted}" + ("" if host.is_here else f"; rmdir {parent}")
     done = subprocess.run(
         host.command(script), capture_output=True, encoding="utf-8", errors="replace"
@@ -207,7 +207,8 @@ def ask(hosts: list[Host], module: str, *arguments: str) -> dict[str, dict[str, 
     call = shlex.join([sys.executable, "-m", module, *arguments])
     processes = {
         host.name: subprocess.Popen(
-            host.command(f"cd {shlex.quote(str(ROOT))} && {_its_gpus(host)} exec {call}"),
+            # echo: below what a login shell may print
+            host.command(f"echo; cd {shlex.quote(str(ROOT))} && {_its_gpus(host)} exec {call}"),
             encoding="utf-8", errors="replace",
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )

@@ -118,10 +118,11 @@ def fetch(folder: Path, members: list[Rank]) -> int:
         if file.exists() or host.is_here:
             continue
         path = shlex.quote(str(file.absolute()))
-        done = subprocess.run(host.command(f"cat {path}"), capture_output=True)
+        script = f"echo; echo '{{}}'; cat {path}"  # below what a login shell may print
+        done = subprocess.run(host.command(script), capture_output=True)
         if done.returncode == 0:
             with whole(file) as unfinished:
-                unfinished.write_bytes(done.stdout)
+                unfinished.write_bytes(done.stdout.partition(b"\n{}\n")[2])
             count += 1
         elif needed:
             reason = diagnose(host, done.returncode, done.stderr.decode(errors="replace"))

@@ -8,7 +8,11 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
+
+from benchmarks import launching, profiling
 from cluster.horovodrun import AT_ONCE
+from cluster.hosts import Host, ranks
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh
 from tests.cluster.launching import horovodrun
 from tests.conftest import ROOT, run, wait_for_words, wait_until
@@ -84,6 +88,23 @@ def test_a_login_shell_that_says_something(tmp_path: Path) -> None:
     path = f"{tmp_path}:{os.environ['PATH']}"
     done = run(horovodrun("-H", "h1", "echo", "here"), PATH=path)
     assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n")
+
+
+def test_measurements_are_read_below_what_a_login_shell_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace, summary = tmp_path / "rank-0.json.gz", tmp_path / "bench/runs/net/runs/0/summary.json"
+    fake_ssh(tmp_path, f"{GREETING} printf '\\037\\213' > {trace}; eval \"$last\"")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = Host("h1", 1)
+    assert "cpu" in launching.ask([host], "benchmarks.hardware")["h1"]
+    summary.parent.mkdir(parents=True)
+    summary.write_text('{"steps": 3}')
+    assert launching.collect(host, str(tmp_path / "bench/runs")) == [{"steps": 3}]
+    trace.unlink()
+    (tmp_path / "horovod.json.gz").touch()  # the trace is all that is fetched
+    assert profiling.fetch(tmp_path, ranks([host])) == 1
+    assert trace.read_bytes() == b"\037\213"
 
 
 def test_hosts_that_refuse_us_end_it(tmp_path: Path) -> None:

@@ -159,9 +159,10 @@ class Run:
         if problem := strategy.broadcast(problem):
             raise Refusal(problem)
         config.run_dir, config.ckpt_path = strategy.broadcast([config.run_dir, config.ckpt_path])
-        # Under DDP broadcast does nothing yet, as ranks meet in fit: each looks for itself.
-        if config.ckpt_path in NAMED and (problem := self._find_checkpoint(runs)):
-            raise Refusal(problem)
+        # Under DDP broadcast does nothing yet, as ranks meet in fit. There rank 0 reads for all:
+        # the others need any path.
+        if config.ckpt_path in NAMED:
+            config.ckpt_path = str(runs / config.ckpt_path)
         return Path(config.run_dir)
 
     def _find_checkpoint(self, runs: Path) -> str | None:
@@ -172,10 +173,7 @@ class Run:
         except ValueError as error:
             return f"ckpt_path={self.config.ckpt_path}: {error}"
         if checkpoint is None:
-            where = f"{shown(runs)} has {what}"
-            if launched_rank():  # rank 0 has found one
-                where += ", unlike on the host of rank 0: with strategy=ddp each host needs it"
-            return f"ckpt_path={self.config.ckpt_path}: no run in {where}"
+            return f"ckpt_path={self.config.ckpt_path}: no run in {shown(runs)} has {what}"
         self.config.ckpt_path = str(checkpoint)
         return None
 

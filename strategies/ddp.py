@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies import DDPStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
@@ -84,13 +85,22 @@ def _read(url: str) -> str:
 
 
 class SeededDDP(DDPStrategy):
-    """Draws the orders of samplers as HorovodStrategy does."""
+    """Draws the orders of samplers and reads checkpoints as HorovodStrategy does."""
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
         if isinstance(dataloader, DataLoader):
             seed_order(dataloader)
         return super().process_dataloader(dataloader)
+
+    @override
+    def load_checkpoint(
+        self, checkpoint_path: _PATH, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Rank 0 reads and the others receive, so they need not see its file system."""
+        zero = self.is_global_zero
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if zero else {}
+        return self.broadcast(checkpoint)
 
 
 class HorovodrunDDP(SeededDDP):

@@ -126,13 +126,21 @@ class TestHosts:
 def test_the_template_trains_across_hosts_under_ddp(
     hosts: list[testbed.Node], tmp_path: Path
 ) -> None:
-    """One rank a host, each the first of its host. Horovod has test_starting.py."""
-    overrides = ["strategy=ddp", "trainer.max_epochs=2", f"log_dir={tmp_path}"]
+    """One rank a host, each the first of its host, without files that both see. Horovod has
+    test_starting.py."""
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder in (ours, theirs):
+        folder.mkdir()
+    hosts[1].shows(theirs, ours)  # only rank 0 sees checkpoints
     command = [HOROVODRUN, "-np", "2", "-H", "node1:1,node2:1", PYTHON, "template.py"]
-    done = run(hosts[0].command(*command, *overrides))
-    assert done.returncode == 0, done.stdout
-    assert "terminate called" not in done.stdout
-    (folder,) = tmp_path.glob("*/runs/*")
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["world_size"] == 2
-    assert set(summary["hosts"]) == {"node1", "node2"}
+    for changes in (["trainer.max_epochs=2"], ["trainer.max_epochs=3", "ckpt_path=last"]):
+        done = run(hosts[0].command(*command, "strategy=ddp", f"log_dir={ours}", *changes))
+        assert done.returncode == 0, done.stdout
+        assert "terminate called" not in done.stdout
+    files = sorted(ours.glob("*/runs/*/summary.json"))
+    summaries = [json.loads(file.read_text()) for file in files]
+    assert [summary["world_size"] for summary in summaries] == [2, 2]
+    assert set(summaries[0]["hosts"]) == {"node1", "node2"}
+    assert "test/acc" in done.stdout and "epoch 3/3" in done.stdout
+    assert "epoch 2/3" not in done.stdout
+    assert not [*theirs.rglob("*.ckpt")]

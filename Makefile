@@ -110,7 +110,7 @@ hello: environment ## test Horovod: its ranks, messages between two of them, an 
 doctor: environment ## find what keeps HOSTS from training together, and how to fix it; JSON=1
 	@$(PYTHON) -m cluster.doctor $(WHERE) $(if $(JSON),--json)
 
-sync: environment ## copy the code to HOSTS, and delete there what is deleted here; ENV=1: the environment too; DRY=1: only show
+sync: environment ## copy the code to HOSTS, and delete there what is not here; ENV=1: the environment too; DRY=1: only show
 	@$(PYTHON) -m cluster.sync $(WHERE) $(if $(ENV),--env) $(if $(DRY),--dry-run)
 
 launch: environment ## train on HOSTS in the background; AT=02:00: at that time

@@ -53,7 +53,7 @@ def code(root: str, kinds: "tuple[str, ...]") -> "dict[str, str]":
         folders[:] = [
             name for name in folders
             if not name.startswith(".") and name not in ("__pycache__", "node_modules")
-            and not (relative == "." and name in ("logs", "data"))
+            and not (relative == "." and name in ("logs", "data", "multirun"))
         ]  # fmt: skip
         for name in files:
             path = os.path.join(folder, name)

@@ -43,7 +43,7 @@ def diagnose(host: Host, status: int, stderr: str) -> Trouble:
             make_command(f"sync {typed([host])}"),
         )
     if status != 255:
-        return Trouble(f"ended with {status}: {last}", f"{login} to look")
+        return Trouble(f"ended with {status}: {last or 'without a word'}", f"{login} to look")
     if "UNKNOWN port" in stderr:  # ssh's name for what is behind a proxy
         lines = [line for line in stderr.strip().splitlines() if not BEHIND_PROXY.search(line)]
         why = " ".join(lines[-1:])[:200] or "the connection was closed"

@@ -1,8 +1,8 @@
-"""Copy the code to all hosts, to the path that it has here; files deleted here are deleted there.
+"""Copy the code to all hosts, to the path that it has here; files that are not here go there.
 
     python -m cluster.sync -H node1:4,node2:4 [--dry-run] [--env]
 
-Data, logs, .git and secrets are neither copied nor deleted (.syncignore, .gitignore). --env copies
+Data, runs, .git and secrets are neither copied nor deleted (.syncignore, .gitignore). --env copies
 the environment too. All hosts are copied to at once; when one fails the others go on, and it is
 named at the end. Hosts that share a folder among them disturb each other; where that happened they
 have a second turn, one after the other.

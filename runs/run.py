@@ -191,6 +191,8 @@ class Run:
             self._parents = [] if requested else [runs, runs.parent]
             config.run_dir = str(folder)
             (folder / ".hydra").mkdir()
+            # By it make sync keeps a run that lies in the checkout of another host.
+            (folder / ".gitignore").write_text("*\n")
             OmegaConf.save(config, folder / ".hydra" / "config.yaml")
             OmegaConf.save(hydra.overrides.task, folder / ".hydra" / "overrides.yaml")
             OmegaConf.save(OmegaConf.create({"hydra": hydra}), folder / ".hydra" / "hydra.yaml")

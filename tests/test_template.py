@@ -128,6 +128,7 @@ class TestDefaultRun:
         assert summary(default[0])["checkpoint"] == str(folder / "checkpoints" / kept[0])
         for name in (".hydra/config.yaml", ".hydra/overrides.yaml", "metrics.csv"):
             assert (folder / name).is_file(), name
+        assert (folder / ".gitignore").read_text() == "*\n"  # make sync keeps it by this
         assert list(folder.glob("events.out.tfevents.*"))
         header = (folder / "metrics.csv").read_text().splitlines()[0].split(",")
         curves = {"lr", "grad_norm", "samples_per_second", "time/step_ms", "time/all_reduce_ms"}

@@ -66,6 +66,10 @@ def test_a_stale_checkout(on: On, apart: list[testbed.Node], project: Path, tmp_
     (theirs / "Makefile").write_text((theirs / "Makefile").read_text().replace("train", "brain"))
     (project / "models" / "mine.py").write_text("# new")
     (tmp_path / "theirs" / "beside").write_text("not ours")
+    run_there = theirs / "results" / "runs" / "first"  # of a log_dir of one's own, as Run makes it
+    (run_there / "checkpoints").mkdir(parents=True)
+    (run_there / ".gitignore").write_text("*\n")
+    (run_there / "checkpoints" / "last.ckpt").write_text("hours of work")
     done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
     assert done.returncode == 0, done.stdout
     assert "1 new, 2 changed, 1 deleted" in done.stdout
@@ -74,6 +78,7 @@ def test_a_stale_checkout(on: On, apart: list[testbed.Node], project: Path, tmp_
         assert line in done.stdout
     for name in ("logs/own", "data/own", ".git/own", ".venv/own", "login.pem"):
         assert (theirs / name).read_text() == str(theirs)
+    assert (run_there / "checkpoints" / "last.ckpt").read_text() == "hours of work"
     assert (theirs / ".env").read_text() == f"TOKEN={theirs}"
     assert (tmp_path / "theirs" / "beside").read_text() == "not ours"
 

@@ -141,14 +141,16 @@ def test_a_length_that_forward_fixes_is_told(tmp_path: Path) -> None:
     assert export.export(checkpoint, "pt2").endswith("takes int64 (any batch, 3)")
 
 
+@pytest.mark.parametrize("right_from", [33, 32])
 def test_another_computation_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, right_from: int
 ) -> None:
+    """Of the batch, which has 32 samples, or only of a smaller one."""
     as_pt2 = export.as_pt2
 
     def wrong(program: ExportedProgram) -> tuple[bytes, Callable[[Tensor], Any]]:
         content, compute = as_pt2(program)
-        return content, lambda batch: 1.01 * compute(batch)
+        return content, lambda batch: (1.01 if len(batch) < right_from else 1) * compute(batch)
 
     monkeypatch.setattr(export, "as_pt2", wrong)
     checkpoint, _ = trained(tmp_path)
@@ -189,7 +191,7 @@ def test_all_outputs_are_compared() -> None:
 class TakesTwo(LightningModule):
     """A picture and a number for each sample."""
 
-    example_input_array: Any = (torch.ones(4, 3, 2), torch.arange(4.0))
+    example_input_array: Any = (torch.ones(4, 3, 2), torch.arange(4))
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,9 +211,9 @@ def takes_two(tmp_path: Path) -> Path:
 
 def test_a_forward_may_take_several_tensors(takes_two: Path) -> None:
     message = export.export(takes_two, "pt2")
-    assert message.endswith("takes float32 (any batch, 3, 2) and float32 (any batch)")
+    assert message.endswith("takes float32 (any batch, 3, 2) and int64 (any batch)")
     exported = torch.export.load(takes_two.with_suffix(".pt2")).module()
-    inputs = torch.rand(7, 3, 2), torch.rand(7)
+    inputs = torch.rand(7, 3, 2), torch.arange(7)
     torch.testing.assert_close(exported(*inputs), TakesTwo()(*inputs))
 
 
@@ -241,7 +243,7 @@ def test_onnx_has_the_tensors_of_forward_by_name(
     monkeypatch.setattr(export, "FORMATS", {"onnx": []})
     monkeypatch.setattr(torch.onnx, "export", convert)
     message = export.export(takes_two, "onnx")
-    assert message.endswith("takes float32 (any batch, 3, 2) and float32 (any batch)")
+    assert message.endswith("takes float32 (any batch, 3, 2) and int64 (any batch)")
     assert takes_two.with_suffix(".onnx").read_bytes() == content
     monkeypatch.setattr(torch.onnx, "export", Mock(side_effect=RuntimeError("no such\noperator")))
     with pytest.raises(Refusal, match="cannot convert it: no such operator; format pt2 may do"):
@@ -252,6 +254,7 @@ def test_onnx_has_the_tensors_of_forward_by_name(
     ("example", "told"),
     [
         ({"pictures": torch.ones(4, 3, 2)}, "example_input_array of TakesTwo is no batch"),
+        ((), "example_input_array of TakesTwo is no batch"),
         (torch.tensor(1.0), "example_input_array of TakesTwo is no batch"),
         (torch.ones(4, 3, 2), r"does not take \(4, 3, 2\), its example_input_array: fix that"),
     ],
@@ -265,8 +268,8 @@ def test_an_example_that_forward_does_not_take(
 
 
 class Prepared(LightningDataModule):
-    """Of bytes, which a hook makes floats; there when they were prepared, one sample a batch, in
-    two loaders."""
+    """Of bytes, which a hook makes floats, in a tuple in a list; there when they were prepared, one
+    sample a batch, in two loaders."""
 
     ready = False
 
@@ -278,8 +281,8 @@ class Prepared(LightningDataModule):
         images: Any = torch.zeros(3, 1, 8, 8, dtype=torch.uint8)
         return [DataLoader(images), DataLoader(images)]
 
-    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Tensor:
-        return batch.float()
+    def on_before_batch_transfer(self, batch: Tensor, dataloader_idx: int) -> Any:
+        return [(batch.float(), None), None]
 
 
 def test_data_are_prepared_and_their_hooks_run(tmp_path: Path) -> None:
@@ -357,8 +360,13 @@ def test_what_cannot_be_exported_is_told(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch, pytest.raises(Refusal, match="no forward.*give it one"):
         patch.delattr(Classifier, "forward")
         export.export(checkpoint, "pt2")
-    with monkeypatch.context() as patch, pytest.raises(Refusal, match="cannot be loaded: images"):
-        patch.setattr(Digits, "setup", Mock(side_effect=ValueError("images moved away")))
+    for error in (ValueError, AttributeError):  # as of self.trainer, which is None
+        told = pytest.raises(Refusal, match="cannot be loaded: images")
+        with monkeypatch.context() as patch, told:
+            patch.setattr(Digits, "setup", Mock(side_effect=error("images moved away")))
+            export.export(checkpoint, "pt2")
+    with monkeypatch.context() as patch, pytest.raises(Refusal, match="forward cannot be traced: "):
+        patch.setattr(Classifier, "forward", lambda _, batch: batch if batch.sum() > 0 else -batch)
         export.export(checkpoint, "pt2")
     torch.save({"weights": {}}, checkpoint)
     with pytest.raises(Refusal, match="cannot be loaded: 'state_dict'"):

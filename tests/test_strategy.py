@@ -28,13 +28,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import MeanMetric, MetricCollection, SumMetric
 
-from strategies import HorovodStrategy, buckets, ddp, environment, refusals
+from strategies import HorovodStrategy, buckets, ddp, environment, reductions, refusals
 from strategies.buckets import GradientBuckets
-from strategies.collectives import on_own_gpu
+from strategies.collectives import on_own_gpu, wait_until
 from strategies.cores import usable_cores
-from strategies.drift import _first_apart
+from strategies.drift import _digest, _first_apart
+from strategies.layout import fill
 from strategies.metrics import metrics_of, synchronize_metrics
-from strategies.reductions import adasum, add
+from strategies.reductions import InFlight, adasum, add
 from tests.conftest import run
 from tests.matrix.checkpoints import Remembers, everyones
 from tests.matrix.parameters import LineSearch
@@ -169,10 +170,14 @@ class Codebook(Net):
 
 
 class MovesItself(Net):
-    """A weight that something else than averaged gradients moves, in the last of 20 steps."""
+    """A weight that something else than averaged gradients moves, in a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
 
     def on_train_batch_end(self, *_: Any) -> None:
-        if self.global_step == 20:
+        if self.global_step == self.step:
             with torch.no_grad():
                 self.net[2].bias[1] += 1e-6 * RANK
 
@@ -193,7 +198,8 @@ def train_apart() -> dict[str, Any]:
         ("own", Codebook(), {}),
         ("alike", Codebook(), {"broadcast_buffers": True}),
         ("running", Net(convolutions(normalization=True)), {}),
-        ("weight", MovesItself(), {}),
+        ("weight", MovesItself(20), {}),  # the last
+        ("early weight", MovesItself(1), {}),
         ("gathers", GathersByItself(), {}),
     ):
         validation = DataLoader(samples(16), batch_size=4)
@@ -213,8 +219,9 @@ def test_what_has_gone_apart_is_told_or_rank_0s(launch: Callable) -> None:
     assert torch.equal(first["alike"], second["alike"]) and first["alike"][-1].any()
     (text,) = first["own told"]
     assert text.startswith("the buffer centre differs between ranks, and checkpoints have that of")
-    (text,) = first["weight told"]
-    assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints have")
+    for name in ("weight told", "early weight told"):
+        (text,) = first[name]
+        assert text.startswith("the parameter net.2.bias differs between ranks, and checkpoints ")
     (text,) = first["gathers told"]
     assert text.startswith("criterion: gather_distributed=True asks torch.distributed, which is ")
     assert not first["running told"] and not first["alike told"]
@@ -246,6 +253,28 @@ def test_what_is_apart_is_found_by_all_ranks_alike() -> None:
     ranks = [{"a (2,)": "x"}, {"a (3,)": "x"}, {"a (3,)": "y"}]
     world = SimpleNamespace(gather_objects=lambda _: ranks)
     assert [_first_apart(mine, world) for mine in ranks] == ["a (3,)"] * 3
+
+
+def test_buffers_of_any_strides_are_compared() -> None:
+    assert _digest(torch.arange(6.0)[::2]) == _digest(torch.tensor([0.0, 2.0, 4.0]))
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_losses_may_gather_by_a_torch_distributed_that_is_started(
+    monkeypatch: pytest.MonkeyPatch, started: bool
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: started)
+    loss = nn.Module()
+    loss.sinkhorn_gather_distributed = True
+    with warnings.catch_warnings(record=True) as caught:
+        refusals.warn_of_own_gathers(nn.ModuleDict({"loss": loss}))
+    told = [str(warning.message).partition(" asks")[0] for warning in caught]
+    assert told == ([] if started else ["loss: sinkhorn_gather_distributed=True"])
+
+
+def test_an_optimizer_may_have_no_learning_rate() -> None:
+    optimizer: Any = SimpleNamespace(param_groups=[{"params": []}])
+    refusals.refuse_unequal(1, [optimizer], HorovodStrategy().world)
 
 
 class Fails(torch.autograd.Function):
@@ -355,11 +384,26 @@ class StepsAfterTwo(Net):
         optimizer.step()
 
 
+class StepsAfterAnothers(StepsAfterTwo):
+    """The same, with a backward between that leaves alone what is stepped."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        for trained in (True, True, False):
+            self.net[0].requires_grad_(trained)
+            self.manual_backward(nn.functional.cross_entropy(self(batch[0]), batch[1]))
+        self.net[0].requires_grad_(True)
+        self.optimizers().step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net[0].parameters(), lr=0.05)
+
+
 def step_after_two_backwards() -> bool:
     trainer(HorovodStrategy(op="adasum")).fit(StepsAfterTwo(True), loader())
     trainer(HorovodStrategy()).fit(StepsAfterTwo(False), loader())
-    with pytest.raises(MisconfigurationException, match="op=adasum combines one backward a step"):
-        trainer(HorovodStrategy(op="adasum")).fit(StepsAfterTwo(False), loader())
+    for model in (StepsAfterTwo(False), StepsAfterAnothers(False)):
+        with pytest.raises(MisconfigurationException, match="op=adasum combines one backward a "):
+            trainer(HorovodStrategy(op="adasum")).fit(model, loader())
     return True
 
 
@@ -597,12 +641,12 @@ class TestDevices:
                 strategy.setup_environment()
 
 
-def on_a_gpu_of_rank_0() -> str:
+def on_a_gpu(of_rank: int) -> str:
     """What a strategy says to that, which then has no collective that the other rank has not."""
     chosen = HorovodStrategy()
     chosen.accelerator = CPUAccelerator()
     chosen.accelerator.setup_device = lambda device: None
-    kind = "cpu" if RANK else "cuda"
+    kind = "cuda" if of_rank == RANK else "cpu"
     chosen.parallel_devices = [torch.device(kind, 0) if kind == "cuda" else torch.device(kind)]
     gpu = SimpleNamespace(uuid="GPU-a")
     fakes = {"device_count": lambda: 2, "get_device_properties": lambda device: gpu}
@@ -615,10 +659,12 @@ def on_a_gpu_of_rank_0() -> str:
     return str(error.value)
 
 
-def test_a_gpu_on_some_ranks_only_is_refused(launch: Callable) -> None:
+@pytest.mark.parametrize("of_rank", [0, 1])
+def test_a_gpu_on_some_ranks_only_is_refused(launch: Callable, of_rank: int) -> None:
     """accelerator=auto finds none where the driver is broken; it was a hang."""
-    first, second = launch(on_a_gpu_of_rank_0, 2)
-    assert first == second and re.match("rank 1 on .* finds no GPU, others do", first)
+    first, second = launch(on_a_gpu, 2, of_rank=of_rank)
+    assert first == second
+    assert re.match(f"rank {1 - of_rank} on .* finds no GPU, others do", first)
 
 
 class Adds(pl.LightningModule):
@@ -683,7 +729,7 @@ class TestOneProcess:
             ({"bucket_mib": 0}, "bucket_mib=0: a size above 0"),
             ({"compression": "fp8"}, "compression=fp8: there are none, fp16, bf16"),
             ({"op": "mean"}, "op=mean: there are average, sum, adasum"),
-            ({"gradient_predivide_factor": -1}, "gradient_predivide_factor=-1: a factor above 0"),
+            ({"gradient_predivide_factor": 0}, "gradient_predivide_factor=0: a factor above 0"),
             ({"gradient_predivide_factor": 2, "op": "sum"}, "op=sum divides by no ranks"),
             ({"op": "adasum", "compression": "bf16"}, "compression=bf16 would spoil"),
             ({"process_sets": [[0, 1]]}, "knows no set|must be in exactly one"),
@@ -810,6 +856,63 @@ def test_adasum_adds_what_is_different_and_averages_what_is_alike(launch: Callab
         assert mixed == pytest.approx([0.75 * 2 + 0.5, 0.5])
 
 
+def reduce_where_one_rank_has_gradients() -> list[float]:
+    """By Adasum: of a weight that rank 0 alone uses, and what says so."""
+    weights = nn.ParameterList([torch.ones(2), torch.ones(1)])
+    buckets = GradientBuckets(weights, HorovodStrategy().world, adasum, None, 1, 1)
+    buckets.prepare()
+    buckets.start(last_batch=RANK == 0)
+    sum(weight.sum() for weight in list(weights)[RANK:]).backward()
+    agreed = buckets.finish()()
+    return [*weights[0].grad.tolist(), weights[1].grad.item(), agreed]
+
+
+def test_adasum_takes_what_one_rank_has(launch: Callable) -> None:
+    assert launch(reduce_where_one_rank_has_gradients, 2) == [[1, 1, 1, False]] * 2
+
+
+def reduce_in_64_bits() -> list[float | None]:
+    """Gradients of a dense weight, and of embeddings that rank 0 alone uses, and nobody."""
+    words = [nn.Embedding(2, 1, sparse=True) for _ in range(2)]
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False), *words]).double()
+    buckets = GradientBuckets(model, HorovodStrategy().world, add, None, 1, 1)
+    buckets.prepare()
+    buckets.start()
+    x = torch.tensor([1 + 2.0**-40], dtype=torch.float64)
+    loss = model[0](x) + (x * model[1](torch.tensor([1])) if RANK == 0 else 0)
+    loss.sum().backward()
+    assert buckets.finish()()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [None if each is None else each.sum().item() for each in gradients]
+
+
+def test_gradients_in_64_bits_keep_their_digits(launch: Callable) -> None:
+    assert launch(reduce_in_64_bits, 2) == [[2 + 2.0**-39, 1 + 2.0**-40, None]] * 2
+
+
+def test_gradients_of_16_bits_are_divided_in_32() -> None:
+    view, gradient = torch.zeros(1), torch.ones(1, dtype=torch.bfloat16)
+    fill([view], [gradient], 1 / 3)
+    assert view.item() == pytest.approx(1 / 3, rel=1e-6)
+
+
+def test_embeddings_are_dense_unless_they_say_otherwise() -> None:
+    """Adasum takes them."""
+    world = HorovodStrategy().world
+    assert not GradientBuckets(nn.Embedding(2, 2), world, adasum, None, 1, 1).sparse
+
+
+@pytest.mark.parametrize("kind", ["fp16", "bf16"])
+def test_horovod_is_asked_for_the_16_bits_that_were_chosen(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(reductions, "cuts_itself", lambda: True)
+    monkeypatch.setattr(reductions, "add", lambda buffer, sizes, name, world: iter([name]))
+    world = HorovodStrategy().world
+    steps = reductions.COMPRESSIONS[kind](torch.ones(1), [1], "gradients", world)
+    assert [*steps] == [f"gradients@{kind}"]
+
+
 def two_groups() -> dict[str, Any]:
     """Ranks 0 and 2 train one model, 1 and 3 another: each as two ranks alone would."""
     strategy = HorovodStrategy(process_sets=[[0, 2], [1, 3]])
@@ -826,10 +929,18 @@ def two_groups() -> dict[str, Any]:
     measured = run.validate(model, DataLoader(samples(9), batch_size=4), verbose=False)[0]
     own = strategy.broadcast(hvd.rank(), src=1)
     gathered = strategy.all_gather(torch.tensor(hvd.rank()))
+    reduced = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reductions, "cuts_itself", lambda: False)
+        for name, reduction in {**reductions.COMPRESSIONS, "adasum": adasum}.items():
+            numbers = torch.full((3,), float(hvd.rank()))
+            wait_until(InFlight(reduction(numbers, [3], name, strategy.world)).advance)
+            reduced[name] = numbers.tolist()
     hvd.barrier()  # when one rank ends, Horovod ends for all
     return {
         "ranks": (run.world_size, rank, strategy.local_rank), "rows": measured["sum"],
         "weight": model.net[0].weight.detach(), "own": own, "all": gathered.tolist(),
+        "reduced": reduced,
     }  # fmt: skip
 
 
@@ -850,6 +961,10 @@ def test_process_sets_train_apart(launch_anew: Callable) -> None:
     assert [rank["ranks"] for rank in ranks] == [(2, 0, 0), (2, 0, 0), (2, 1, 1), (2, 1, 1)]
     assert [rank["all"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     assert [rank["own"] for rank in ranks] == [2, 3, 2, 3]
+    for index, rank in enumerate(ranks):
+        group = index % 2  # Adasum: of 0 and 2, and (1 - 9 / 6) 1 + (1 - 9 / 54) 3
+        sums = {name: [2.0 + 2 * group] * 3 for name in ("none", "fp16", "bf16")}
+        assert rank["reduced"] == {**sums, "adasum": pytest.approx([2.0] * 3)}
     assert [rank["rows"] for rank in ranks] == [9] * 4
     assert torch.equal(ranks[0]["weight"], ranks[2]["weight"])
     assert torch.equal(ranks[1]["weight"], ranks[3]["weight"])

@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import time
+import urllib.error
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import horovod.torch as hvd
 import pytest
@@ -522,6 +524,27 @@ class TestDevices:
         with pytest.raises(MisconfigurationException, match="3 ranks on .*, which has 2 GPUs"):
             ddp.HorovodrunDDP()
         assert len(ddp.HorovodrunDDP("cpu").parallel_devices or []) == 3
+
+    def test_ddp_counts_the_ranks_of_all_hosts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {"SIZE": 4, "RANK": 3, "LOCAL_RANK": 1, "CROSS_RANK": 1}.items():
+            monkeypatch.setenv(f"HOROVOD_{name}", str(value))
+        monkeypatch.setenv("HOROVOD_LOCAL_SIZE", "2")
+        share = ddp.HorovodrunDDP("cpu").distributed_sampler_kwargs
+        assert share == {"num_replicas": 4, "rank": 3}
+
+    def test_ddp_waits_for_an_address_that_is_not_there_yet(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And for no other answer of the server, as that of another job's."""
+        answers = [urllib.error.HTTPError("", code, "", None, None) for code in (404, 404, 403)]
+        monkeypatch.setattr(ddp, "DIRECT", Mock(open=Mock(side_effect=answers)))
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            ddp._read("http://127.0.0.1:9/ddp/rank-0")
+
+    def test_ddp_under_mpirun_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+        with pytest.raises(MisconfigurationException, match="use horovodrun or torchrun, not mpi"):
+            ddp.ddp()
 
     def test_what_comes_from_another_ranks_gpu_is_put_on_its_own(self) -> None:
         storage = SimpleNamespace(cuda=lambda: "on mine")

@@ -209,6 +209,7 @@ def train_apart() -> dict[str, Any]:
     ):
         validation = DataLoader(samples(16), batch_size=4)
         with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")  # else Python tells what is alike once
             trainer(HorovodStrategy(**options)).fit(model, loader(), validation)
         messages = [str(warning.message) for warning in caught]
         told = re.compile("differs between ranks|gather_distributed")

@@ -139,7 +139,7 @@ class GradientBuckets:
         """Whether its `.grad` still holds what a plain loss.backward() left there."""
         if parameter not in self.unprepared or (gradient := parameter.grad) is None:
             return False
-        return gradient.is_sparse or bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
+        return bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
 
     @property
     def accumulates(self) -> bool:

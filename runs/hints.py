@@ -109,6 +109,22 @@ def no_curves(trainer: pl.Trainer, first: int) -> str:
     )
 
 
+def uncounted_steps(trainer: pl.Trainer, module: pl.LightningModule, first: int) -> str:
+    """Steps by hand that Lightning did not see: it writes a checkpoint only if it counted a step.
+
+    Args:
+        first: how many were counted before this run.
+    """
+    keeps = trainer.checkpoint_callbacks and not trainer.fast_dev_run  # type: ignore[attr-defined]
+    if module.automatic_optimization or trainer.global_step > first or not keeps:
+        return ""
+    return (
+        "Lightning counted no step in this epoch, and until it does it writes no checkpoint and "
+        "trainer.max_steps ends nothing: step by self.optimizers(), not by the optimizer inside "
+        "(.optimizer, use_pl_optimizer=False)"
+    )
+
+
 def not_trained(trainer: pl.Trainer, resumed: bool) -> str:
     """Why no batch was trained, for a run in which none was."""
     if resumed:

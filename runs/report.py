@@ -223,6 +223,8 @@ class Report(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()
+        if trainer.is_global_zero and trainer.current_epoch == self._first_epoch:
+            _tell({"warning": hints.uncounted_steps(trainer, pl_module, self._first_step)})
         samples, seconds = self.samples - self._epoch_began[0], self.seconds - self._epoch_began[1]
         last_step = trainer.fit_loop.epoch_loop._batches_that_stepped - 1
         for logger in trainer.loggers:

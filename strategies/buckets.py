@@ -132,8 +132,6 @@ class GradientBuckets:
     def remove(self) -> None:
         for _, hook in self._hooks.values():
             hook.remove()
-        self.buckets, self._hooks, self._bucket = [], {}, {}
-        self._reduced = set()
 
     def is_unprepared(self, parameter: Parameter) -> bool:
         """Whether its `.grad` still holds what a plain loss.backward() left there."""
@@ -279,7 +277,7 @@ class GradientBuckets:
             with shown_as(f"all-reduce {bucket.name}: wait"):
                 wait_for_operations(partial(advance, waiting))
             self._unpack(bucket)
-        if trained and self._busy is not None:
+        if self._busy is not None:
             size = sum(bucket.buffer.nbytes for bucket in trained)
             busy = self._busy, self._busy_bytes
             self.exchanges.append(Exchange(len(trained), size, backward, self._now(), *busy))
@@ -323,7 +321,7 @@ class GradientBuckets:
             rows, values = gradient._indices()[0], gradient._values()
         with torch.no_grad():
             options = {"process_set": self.world.process_set}
-            row_handle = hvd.allgather_async(rows.contiguous(), f"rows.{name}", **options)
+            row_handle = hvd.allgather_async(rows, f"rows.{name}", **options)
             wide = torch.float64 if values.dtype == torch.float64 else torch.float32
             scaled = (values.to(wide) * (self.before * self.after)).contiguous()
             value_handle = hvd.allgather_async(scaled, f"values.{name}", **options)

@@ -502,7 +502,9 @@ def test_the_curve_of_the_speed_is_that_of_all_ranks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
     logger = SimpleNamespace(log_metrics=lambda metrics, step: logged.append((metrics, step)))
     loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=5))
-    trainer: Any = SimpleNamespace(world_size=4, loggers=[logger], fit_loop=loop)
+    trainer: Any = SimpleNamespace(
+        world_size=4, loggers=[logger], fit_loop=loop, is_global_zero=False
+    )
     report, nobody = Report(OmegaConf.create({}), {}), Any
     report.on_train_epoch_start(trainer, nobody)
     report.samples += 10  # of this rank
@@ -522,6 +524,34 @@ def test_a_run_that_is_done_says_that_it_trains_nothing(
     train(tmp_path / "third", max_epochs=0, model=IsValidated)  # as it does, to begin with
     output = capsys.readouterr().out
     assert "nothing was trained: trainer.max_epochs is 0, max_steps -1, limit_" in output
+
+
+class StepsByHand(Times):
+    """With what Lightning wraps around the optimizer, which counts steps."""
+
+    counts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.optimizers(use_pl_optimizer=self.counts).step()  # type: ignore[union-attr]
+
+
+class StepsPastLightning(StepsByHand):
+    counts = False
+
+
+@pytest.mark.parametrize("model", [StepsByHand, StepsPastLightning])
+def test_steps_that_lightning_does_not_count_leave_no_checkpoint_which_is_told(
+    model: type[StepsByHand], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    train(tmp_path, ModelCheckpoint(tmp_path / "kept"), model=model, max_epochs=2)
+    assert (tmp_path / "kept").exists() is model.counts
+    told = capsys.readouterr().out
+    assert told.count("warning Lightning counted no step in this epoch") == (not model.counts)
 
 
 class TenBatches(IterableDataset):

@@ -142,7 +142,7 @@ def verdict(found: dict[str, Any], precision: str, hidden: bool, late: str) -> s
             )
         case "rest":
             return (
-                f"overhead: {part} of {found['step_ms']['median']:.1f} ms is hooks, logging and "
+                f"overhead: {part} of {found['step_ms']['mean']:.1f} ms is hooks, logging and "
                 "checkpoints: try a larger data.batch_size, a larger trainer.log_every_n_steps, or "
                 "fewer checkpoints"
             )

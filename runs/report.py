@@ -316,10 +316,9 @@ class Report(pl.Callback):
 
     def _step(self, anatomy: dict[str, Any]) -> str:
         parts = [f"{k} {share:.0%}" for k, share in anatomy["shares"].items() if share >= 0.01]
-        ms = f"{anatomy['step_ms']['median']:.1f} ms"
-        if self.batches != self.steps - self._first_step:  # the median one may make no step
-            ms = f"{anatomy['step_ms']['mean']:.1f} ms a batch"
-        return f"{ms}: {', '.join(parts)}".replace("_", "-")
+        unit = "ms" if self.batches == self.steps - self._first_step else "ms a batch"
+        mean = anatomy["step_ms"]["mean"]  # as the shares are of all steps
+        return f"{mean:.1f} {unit}: {', '.join(parts)}".replace("_", "-")
 
     @property
     def _rate(self) -> float:

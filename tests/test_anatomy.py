@@ -109,7 +109,7 @@ def said(
     found = {
         "shares": {phase: time / sum(spent.values()) for phase, time in spent.items()},
         "ranks": [{"host": "a", "waits_for_core": 0.0}, {"host": "b", "waits_for_core": waits}],
-        "step_ms": {"median": 10.0}, "straggler": slow, "crowded": crowd, "gpu_keeps_up": keeps_up,
+        "step_ms": {"mean": 10.0}, "straggler": slow, "crowded": crowd, "gpu_keeps_up": keeps_up,
         "wire": wire,
     }  # fmt: skip
     return verdict(found, precision, hidden, late)

@@ -832,6 +832,41 @@ MUTATIONS = [
         "if name in TAKEN - taken and goals:", "if False:", "says_what_it_lacks", "test_make",
         "cluster",
     ),
+    Mutation(
+        "a sparse gradient that was cleared counts", "buckets.py",
+        "return bool(gradient.any())  #", "return gradient.is_sparse or bool(gradient.any())  #",
+        "may_be_cleared", "test_strategy",
+    ),
+    Mutation(
+        "under DDP each rank reads checkpoints", "ddp.py",
+        "if zero else {}\n        return self.broadcast(checkpoint)",
+        "if True else {}\n        return checkpoint",
+        "across_hosts_under_ddp", "cluster/test_testbed",
+    ),
+    Mutation(
+        "the batch that a step got is any step's first argument", "mistakes.py",
+        'isinstance(given.get("self"), Strategy) and ', "", "batch_that", "runs/test_mistakes",
+        "runs",
+    ),
+    Mutation(
+        "steps that Lightning does not count are not told", "hints.py",
+        "trainer.global_step > first or not keeps", "True",
+        "does_not_count", "runs/test_report", "runs",
+    ),
+    Mutation(
+        "the step of a run is its median", "report.py",
+        'mean = anatomy["step_ms"]["mean"]', 'mean = anatomy["step_ms"]["median"]',
+        "mean_is_told", "runs/test_report", "runs",
+    ),
+    Mutation(
+        "traces are fetched with what a login shell prints", "profiling.py",
+        r'.partition(b"\n{}\n")[2]', "", "below_what", "cluster/test_logins", "benchmarks",
+    ),
+    Mutation(
+        "steps that send nothing are set against processes that are alone", "efficiency.py",
+        'ms = "step_ms" if', 'ms = "median_ms" if', "counts_where", "test_efficiency",
+        "benchmarks",
+    ),
 ]  # fmt: skip
 
 

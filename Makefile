@@ -80,7 +80,7 @@ dev-environment:
 	@$(INSTALL) $(MPI_FLAG) --dev
 
 installed:
-	@command -v $(PYTHON) > /dev/null || { echo 'error: there is no $(PYTHON); make install makes .venv' >&2; exit 2; }
+	@$(PYTHON) -c 'import psutil' 2> /dev/null || { echo 'error: $(PYTHON): nothing is installed; make install does it' >&2; exit 2; }
 
 train: environment ## train with NP processes on HOSTS; ARGS="model.lr=0.01" changes settings; STOP_SECONDS=8, LAUNCHER=mpi
 	@$(PYTHON) -m runs.config $(ARGS)

@@ -50,6 +50,9 @@ def code(root: str, kinds: "tuple[str, ...]") -> "dict[str, str]":
     digests = {}
     for folder, folders, files in os.walk(root):
         relative = os.path.relpath(folder, root)
+        if ".hydra" in folders and ".gitignore" in files:  # a run's, which make sync leaves there
+            folders[:] = []
+            continue
         folders[:] = [
             name for name in folders
             if not name.startswith(".") and name not in ("__pycache__", "node_modules")

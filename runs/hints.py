@@ -119,9 +119,9 @@ def uncounted_steps(trainer: pl.Trainer, module: pl.LightningModule, first: int)
     if module.automatic_optimization or trainer.global_step > first or not keeps:
         return ""
     return (
-        "Lightning counted no step in this epoch, and until it does it writes no checkpoint and "
-        "trainer.max_steps ends nothing: step by self.optimizers(), not by the optimizer inside "
-        "(.optimizer, use_pl_optimizer=False)"
+        "Lightning counted no step in this epoch, and while it counts none it writes no new "
+        "checkpoints and trainer.max_steps ends nothing; if there were steps, make them by "
+        "self.optimizers(), not by the optimizer inside (.optimizer, use_pl_optimizer=False)"
     )
 
 

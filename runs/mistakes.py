@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import re
 from collections.abc import Mapping
+from itertools import islice
 from pathlib import Path
 from traceback import extract_tb, walk_tb
 from typing import Any
@@ -93,7 +95,7 @@ PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read er
 # Horovod: a HorovodInternalError that begins so was caused on this rank, not by another's end.
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 
-MOST = 6  # members of a list that are described
+MOST, MOST_LETTERS = 6, 500  # members of a batch that are described, and letters of it
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 # Where an error comes through, but is seldom to be fixed.
@@ -225,7 +227,8 @@ def batch_of(error: BaseException) -> str | None:
         step, given = frame.f_code.co_name, frame.f_locals
         # As the strategy passed it on: the model's own variable may hold something else by now.
         if step.endswith("_step") and isinstance(given.get("self"), Strategy) and given.get("args"):
-            return f"{step} got {_kind(given['args'][0])}"
+            with contextlib.suppress(Exception):  # a batch may be anything
+                return f"{step} got {_kind(given['args'][0])[:MOST_LETTERS]}"
     return None
 
 
@@ -234,7 +237,8 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {_kind(value[key])}" for key in value) + "}"
+        kinds = [f"{key!r}: {_kind(value[key])}" for key in islice(value, MOST)]
+        return "{" + ", ".join(kinds + ["..."] * (len(value) > MOST)) + "}"
     if type(value) in (list, tuple):
         kinds = [_kind(member) for member in value[:MOST]] + ["..."] * (len(value) > MOST)
         return f"[{', '.join(kinds)}]"

@@ -332,7 +332,7 @@ class Run:
         if isinstance(error, Exception):
             let_rank_0_tell()
             if sys.version_info >= (3, 11) and (told := batch_of(error)):
-                error.add_note(f"{told} of data={self.choices.get('data')}")
+                error.add_note(f"{told}; from data={self.choices.get('data')}")
         if error is not masking:
             raise error from error.__cause__
 

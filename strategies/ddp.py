@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 from lightning_fabric.utilities.types import _PATH
 from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 from typing_extensions import override
@@ -98,9 +99,11 @@ class SeededDDP(DDPStrategy):
         self, checkpoint_path: _PATH, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Rank 0 reads and the others receive, so they need not see its file system."""
-        zero = self.is_global_zero
+        zero, module = self.is_global_zero, self.lightning_module
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only) if zero else {}
-        return self.broadcast(checkpoint)
+        if module and module.trainer.state.fn != TrainerFn.FITTING:
+            checkpoint["optimizer_states"] = []  # Adam's has twice the weights' size
+        return self.broadcast(checkpoint) if self.world_size > 1 else checkpoint
 
 
 class HorovodrunDDP(SeededDDP):

@@ -839,8 +839,8 @@ MUTATIONS = [
     ),
     Mutation(
         "under DDP each rank reads checkpoints", "ddp.py",
-        "if zero else {}\n        return self.broadcast(checkpoint)",
-        "if True else {}\n        return checkpoint",
+        "return self.broadcast(checkpoint) if self.world_size > 1 else checkpoint",
+        "return super().load_checkpoint(checkpoint_path, weights_only)",
         "across_hosts_under_ddp", "cluster/test_testbed",
     ),
     Mutation(

@@ -131,7 +131,7 @@ def test_where_nothing_is_installed_it_is_told(target: str) -> None:
     """As in a fresh clone; these make no environment."""
     done = run(["make", target, "PYTHON=.missing/bin/python"])
     assert done.returncode == 2 and "cluster.jobs" not in done.stdout
-    assert "error: there is no .missing/bin/python; make install makes .venv\n" in done.stdout
+    assert "error: .missing/bin/python: nothing is installed; make install does it\n" in done.stdout
 
 
 def test_make_lets_be_what_is_no_mistake() -> None:

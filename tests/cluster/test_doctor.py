@@ -363,6 +363,17 @@ def test_a_horovod_without_nccl_is_not_for_gpus(gpus: int, nccl: bool, level: st
     assert told == (level, level == "FAIL", level == "FAIL"), finding
 
 
+def test_what_sync_leaves_there_is_no_code(tmp_path: Path) -> None:
+    run_folder = tmp_path / "results" / "first"
+    (run_folder / ".hydra").mkdir(parents=True)
+    (run_folder / ".gitignore").write_text("*\n")
+    for folder in ("", "logs", "data", "multirun", "results", "results/first", "models/logs"):
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        (tmp_path / folder / "a.yaml").write_text("a: 1")
+    found = sorted(probe.code(str(tmp_path), (".yaml",)))
+    assert found == ["a.yaml", "models/logs/a.yaml", "results/a.yaml"]
+
+
 @pytest.mark.parametrize(("name", "level"), [("old.py", "warn"), ("notes.md", "ok")])
 def test_code_that_is_only_there_is_told(name: str, level: str) -> None:
     here = {"code": {"new.py": "1"}, "synced": {"new.py"}, "tracked": {"new.py"}, "identity": "a"}

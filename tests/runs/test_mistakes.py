@@ -22,6 +22,8 @@ from pytorch_lightning import LightningModule, Trainer
 from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.loops.optimization import automatic
+from pytorch_lightning.plugins.precision import Precision
+from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.data import _get_dataloader_init_args_and_kwargs
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch.nn.functional import cross_entropy
@@ -302,8 +304,31 @@ def test_the_traceback_ends_with_the_batch_that_a_step_got(tmp_path: Path) -> No
     run.report.started = True
     run.__exit__(ValueError, caught.value, None)
     if sys.version_info >= (3, 11):
-        assert caught.value.__notes__ == [f"{expected} of data=mine"]
+        assert caught.value.__notes__ == [f"{expected}; from data=mine"]
     assert batch_of(ValueError("thrown elsewhere")) is None
+
+
+class Raises(dict):
+    def __getitem__(self, key: str) -> Any:
+        raise KeyError(key)
+
+
+@pytest.mark.parametrize(
+    ("batch", "told"),
+    [
+        (Raises(a=1), None),  # no error of ours in place of the user's
+        ({str(number): 0 for number in range(9)}, "training_step got {'0': int, .*'5': int, ...}"),
+        ([[[[b""] * 9] * 9] * 9] * 9, r"training_step got \[\[.{498}"),
+    ],
+)
+def test_a_batch_of_any_kind_is_told_in_a_line(batch: Any, told: str | None) -> None:
+    strategy: Any = SingleDeviceStrategy()
+    strategy._lightning_module = strategy.model = TakesPairs()
+    strategy.precision_plugin = Precision()
+    with pytest.raises((KeyError, ValueError, TypeError)) as caught:
+        strategy.training_step(batch, 0)
+    found = batch_of(caught.value)
+    assert found == told if told is None else re.fullmatch(told, str(found))
 
 
 def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(

@@ -36,6 +36,7 @@ from torch.utils.data import (
 )
 
 from benchmarks import hardware
+from runs import hints
 from runs.anatomy import Anatomy
 from runs.folders import ROOT
 from runs.predictions import Predictions
@@ -552,6 +553,26 @@ def test_steps_that_lightning_does_not_count_leave_no_checkpoint_which_is_told(
     assert (tmp_path / "kept").exists() is model.counts
     told = capsys.readouterr().out
     assert told.count("warning Lightning counted no step in this epoch") == (not model.counts)
+
+
+@pytest.mark.parametrize(
+    ("automatic", "first", "keeps", "fast", "told"),
+    [
+        (False, 8, True, False, True),  # of a resume, that has eight steps before
+        (True, 8, True, False, False),
+        (False, 7, True, False, False),
+        (False, 8, False, False, False),
+        (False, 8, True, True, False),
+    ],
+)
+def test_steps_that_are_not_counted_are_told_where_checkpoints_are_missed(
+    automatic: bool, first: int, keeps: bool, fast: bool, told: bool
+) -> None:
+    trainer: Any = SimpleNamespace(
+        global_step=8, checkpoint_callbacks=["one"] * keeps, fast_dev_run=fast
+    )
+    module: Any = SimpleNamespace(automatic_optimization=automatic)
+    assert bool(hints.uncounted_steps(trainer, module, first)) is told
 
 
 class TenBatches(IterableDataset):

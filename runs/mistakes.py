@@ -201,9 +201,11 @@ def _text(error: BaseException) -> str:
 
 def full_disk(error: BaseException | None) -> OSError | None:
     """That of a full disk, or a used-up quota, behind an error; None if there is none."""
-    while error:
+    seen: list[BaseException] = []  # it may be a ring: `raise error from what_came_of_it`
+    while error and not any(error is other for other in seen):
         if isinstance(error, OSError) and error.errno in FULL:
             return error
+        seen.append(error)
         error = error.__cause__ or error.__context__
     return None
 

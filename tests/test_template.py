@@ -43,7 +43,11 @@ class StreamedDigits(Digits):
 
 
 class ThreeDigits(Digits):
-    classes = ("one", "two", "three")
+    """As far as their names go."""
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.splits[0].dataset.class_to_idx = {"one": 0, "two": 1, "three": 2}
 
 
 def job(
@@ -416,8 +420,8 @@ class TestMistakes:
                 "model.classes=10 and data.classes=20, model.channels=1 and data.channels=3: log",
             ),
             (
-                ["data._target_=tests.test_template.ThreeDigits"],
-                "10: data=digits has 3 classes; give",
+                ["data._target_=tests.test_template.ThreeDigits", "model.classes=2"],
+                "classes=2: data=digits has 3 classes; give model",
             ),
             ([FAULTY + "HasNoTest"], "model=classifier: it has no test_step; give it one, or"),
             (["data._target_=tests.test_template.PlainBatches"], "data=digits: Lightning would m"),

@@ -377,7 +377,9 @@ def test_a_full_disk_is_told_in_one_line(
             run.__exit__(type(thrown), thrown, None)
         expected = told.replace("FOLDER", str(tmp_path))
         assert capsys.readouterr().err == f"error: {expected}Quota exceeded\n"
-    run.__exit__(OSError, OSError(errno.EIO, "Input/output error"), None)  # a traceback follows
+    other = OSError(errno.EIO, "Input/output error")
+    other.__cause__, error.__context__ = error, other  # a ring, of which Python warns nobody
+    run.__exit__(OSError, other, None)  # a traceback follows
     assert not capsys.readouterr().err
 
 

@@ -1,4 +1,4 @@
-"""Copy the code to all hosts, to the path that it has here; files that are not here go there.
+"""Copy the code to all hosts, to the path that it has here; what is not here is deleted there.
 
     python -m cluster.sync -H node1:4,node2:4 [--dry-run] [--env]
 

@@ -114,6 +114,15 @@ def test_whole_epochs_leave_the_first_one_out() -> None:
     assert scaling_plan.length(benchmark, 3, 8)[-1] == "callbacks.anatomy.warmup=4"
 
 
+def test_the_epoch_of_a_process_alone_is_of_all_samples() -> None:
+    benchmark = results(sizes=[4], epochs=1, batch_size=8) | {"oversubscribed": [4]}
+    source = Source(lambda job, _: 1.0, samples=100)
+    measured(source, benchmark)
+    warmups = {(job.alone, length[-1]) for job, length in source.asked if length}
+    warmup = "callbacks.anatomy.warmup="
+    assert {(False, f"{warmup}4"), (True, f"{warmup}13")} <= warmups
+
+
 def test_sizes_by_default() -> None:
     assert scaling_plan.sizes_of(None, parse("node1:4,node2:2")) == [1, 2, 4, 6]
     assert scaling_plan.sizes_of([4, 1, 4], None) == [1, 4]

@@ -23,6 +23,8 @@ import torch
 from pytorch_lightning.accelerators import CPUAccelerator
 from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 from pytorch_lightning.plugins.environments import LightningEnvironment
+from pytorch_lightning.plugins.io import TorchCheckpointIO
+from pytorch_lightning.trainer.states import TrainerFn
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -544,6 +546,23 @@ class TestDevices:
         monkeypatch.setattr(ddp, "DIRECT", Mock(open=Mock(side_effect=answers)))
         with pytest.raises(urllib.error.HTTPError, match="403"):
             ddp._read("http://127.0.0.1:9/ddp/rank-0")
+
+    @pytest.mark.parametrize("task", [TrainerFn.FITTING, TrainerFn.TESTING])
+    def test_ddp_sends_states_of_optimizers_to_train_alone(
+        self, task: TrainerFn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        torch.save({"optimizer_states": [1], "state_dict": {}}, tmp_path / "a.ckpt")
+        strategy: Any = ddp.SeededDDP(
+            accelerator=CPUAccelerator(), checkpoint_io=TorchCheckpointIO()
+        )
+        strategy._lightning_module = SimpleNamespace(
+            trainer=SimpleNamespace(state=SimpleNamespace(fn=task))
+        )
+        monkeypatch.setattr(ddp.SeededDDP, "is_global_zero", True)
+        monkeypatch.setattr(ddp.SeededDDP, "world_size", 2)
+        strategy.broadcast = lambda checkpoint: checkpoint
+        states = strategy.load_checkpoint(tmp_path / "a.ckpt")["optimizer_states"]
+        assert states == ([1] if task == TrainerFn.FITTING else [])
 
     def test_ddp_under_mpirun_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")

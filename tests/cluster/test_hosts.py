@@ -450,6 +450,7 @@ class TestRendezvous:
         (255, "Connection timed out during banner exchange\n"
          "Connection to UNKNOWN port 65535 timed out", "the connection was closed: ssh node1"),
         (97, "", "make sync HOSTS=node1"),
+        (1, "", "ended with 1: without a word: ssh node1 to look"),
         (127, "sh: 1: exec: python: not found", "make sync ENV=1"),
     ],
 )  # fmt: skip

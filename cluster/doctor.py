@@ -19,7 +19,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import Counter
@@ -317,27 +316,23 @@ def _exchange(group: tuple[Host, ...], fabric: Collection[str] = ()) -> Finding:
     name = "-".join(host.name for host in group)
     if sum(host.slots for host in group) < 2:
         return Finding("ok", "all-reduce", name, "one process: nothing to exchange")
-    entries = {host.name: entry(host) for host in group}
     by_fabric = len(group) > 1 and all(host.name in fabric for host in group)
     debug = {"NCCL_DEBUG": "INFO"} if by_fabric else {}
-    # A file without a name, gone when we are: env of the host file may be confidential.
-    with tempfile.TemporaryFile("w") as file:
-        file.write(yaml.safe_dump({"hosts": entries}))
-        file.flush()
-        path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-        command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", path]
-        command += [sys.executable, "-m", "cluster.exchange"]
-        process = subprocess.Popen(
-            command, cwd=ROOT, encoding="utf-8", errors="replace",
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            env=os.environ | debug | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
-        )  # fmt: skip
-        try:
-            output, errors = process.communicate(timeout=PAIR_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.terminate()
-            output, errors = process.communicate()
-            errors = f"no end within {PAIR_SECONDS} s"
+    # Through a pipe, not in a file: env of the host file may be confidential.
+    hostfile = yaml.safe_dump({"hosts": {host.name: entry(host) for host in group}})
+    command = [sys.executable, "-m", "cluster.horovodrun", "--hostfile", "/dev/stdin"]
+    command += [sys.executable, "-m", "cluster.exchange"]
+    process = subprocess.Popen(
+        command, cwd=ROOT, encoding="utf-8", errors="replace",
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env=os.environ | debug | {"HOROVOD_GLOO_TIMEOUT_SECONDS": str(PAIR_SECONDS // 3)},
+    )  # fmt: skip
+    try:
+        output, errors = process.communicate(hostfile, timeout=PAIR_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.terminate()
+        output, errors = process.communicate()
+        errors = f"no end within {PAIR_SECONDS} s"
     look = f"NCCL_DEBUG=INFO {make_command(f'hello {typed(group)}')}"
     results = [line for line in output.splitlines() if line.startswith("[0]<stdout>:{")]
     if process.returncode or not results:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import ROOT
+from cluster.environment import ROOT
 from cluster.hosts import Refusal
 
 RESULTS = ROOT / "benchmarks" / "results"

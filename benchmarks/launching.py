@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load
-from benchmarks.hardware import ROOT
+from cluster.environment import ROOT
 from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
 from cluster.hosts import Host, Refusal, ranks, typed

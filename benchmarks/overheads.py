@@ -31,8 +31,9 @@ import numpy as np
 from scipy.optimize import nnls
 
 from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
-from benchmarks.hardware import ROOT, hardware, versions
+from benchmarks.hardware import hardware, versions
 from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
+from cluster.environment import ROOT
 
 LAWS: dict[str, Callable[[float], float]] = {
     "log p": math.log2,

@@ -10,8 +10,8 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from benchmarks.hardware import ROOT
 from benchmarks.launching import MEASURED
+from cluster.environment import ROOT
 from cluster.hosts import Refusal
 
 # Keys whose values are needed here; they may be written as ${oc.decode:...} or ${another.key}.

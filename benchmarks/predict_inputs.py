@@ -28,7 +28,7 @@ from benchmarks.cost_model import (
     tells_fixed,
     wire_bytes,
 )
-from benchmarks.hardware import ROOT
+from cluster.environment import ROOT
 from cluster.hosts import Refusal
 
 UNITS = {"kbit": 125.0, "mbit": 125e3, "gbit": 125e6, "ns": 1e-9, "us": 1e-6, "ms": 1e-3}

@@ -22,9 +22,10 @@ from typing import Any
 from benchmarks import scaling_plot
 from benchmarks.efficiency import Results, Row, rows, spread, spread_in_words
 from benchmarks.files import RESULTS, markdown, write_json, write_text
-from benchmarks.hardware import ROOT, processors, versions
+from benchmarks.hardware import processors, versions
 from benchmarks.overrides import accumulated
 from benchmarks.scaling_predicted import predicted
+from cluster.environment import ROOT
 
 README = ROOT / "README.md"
 BEGIN, END = "<!-- scaling: written by make bench-readme -->", "<!-- scaling: end -->"

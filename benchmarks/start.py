@@ -38,9 +38,10 @@ from benchmarks.files import (
     write_json,
     write_text,
 )
-from benchmarks.hardware import ROOT, hardware, versions
+from benchmarks.hardware import hardware, versions
 from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import refuse_ours
+from cluster.environment import ROOT
 
 LAUNCHER = [sys.executable, "-m", "cluster.horovodrun"]
 WAYS = {  # command, and whether the ranks of a host share their imports

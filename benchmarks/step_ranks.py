@@ -17,8 +17,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.hardware import ROOT
 from benchmarks.launching import Failed
+from cluster.environment import ROOT
 from cluster.hosts import Refusal, parse
 
 # A function of step_worker.py, options of HorovodStrategy, environment variables.

@@ -7,8 +7,8 @@ import subprocess
 import sys
 from typing import Any
 
-from benchmarks.hardware import ROOT
 from benchmarks.launching import Failed, say
+from cluster.environment import ROOT
 from cluster.hosts import Refusal
 
 

@@ -30,8 +30,8 @@ from typing import Any, NoReturn
 
 import yaml
 
+from cluster.environment import ROOT
 from cluster.findings import (
-    ROOT,
     Finding,
     checkout,
     clock,

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from omegaconf import OmegaConf
-from pytorch_lightning import LightningModule
+from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import Tensor
@@ -66,44 +66,56 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
             f"{checkpoint}: no .hydra/config.yaml above it: export it within its run's folder"
         )
     config = OmegaConf.load(file)
-    hint = ""
+    data, hint = None, ""
     try:
         weights = torch.load(checkpoint, map_location="cpu", weights_only=True)["state_dict"]
         model: LightningModule = make(config.model)
         model.configure_model()
         model.load_state_dict(weights, strict=model.strict_loading)
-        example = model.example_input_array
-        if example is None:
+        if model.example_input_array is None:
             hint = "; with self.example_input_array in the model no data are needed"
             data = make(config.data)
-            data.prepare_data()
-            data.setup("fit")
-            loaders = CombinedLoader(data.val_dataloader()).flattened
-            batch = next((batch for loader in loaders for batch in loader), None)
-            if batch is None:
-                raise ValueError(f"{type(data).__name__} has no batch to validate")
-            batch = data.on_before_batch_transfer(batch, 0)
-            example = data.on_after_batch_transfer(batch, 0)
+            batch = _batch_to_validate(data)
     except (*MISTAKES, *UNREADABLE, LookupError, TypeError, ValueError, AttributeError) as error:
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error
-    if model.example_input_array is not None:
-        example = example if isinstance(example, tuple) else (example,)
-        if not example or not all(isinstance(each, Tensor) and each.ndim for each in example):
-            raise Refusal(
-                f"the example_input_array of {type(model).__name__} is no batch: make it a tensor, "
-                "or a tuple of those that forward takes, batch first; the checkpoint stays good"
-            )
-        return model.eval(), example
-    while isinstance(example, (list, tuple)):
-        example = example[0]
-    if not isinstance(example, Tensor):
+    example = _example_of(model) if data is None else (_first_tensor(batch, data, model),)
+    return model.eval(), example
+
+
+def _batch_to_validate(data: LightningDataModule) -> Any:
+    """The first one, after the hooks of batch transfer."""
+    data.prepare_data()
+    data.setup("fit")
+    loaders = CombinedLoader(data.val_dataloader()).flattened
+    batch = next((batch for loader in loaders for batch in loader), None)
+    if batch is None:
+        raise ValueError(f"{type(data).__name__} has no batch to validate")
+    return data.on_after_batch_transfer(data.on_before_batch_transfer(batch, 0), 0)
+
+
+def _example_of(model: LightningModule) -> Inputs:
+    """Its example_input_array."""
+    given = model.example_input_array
+    example = given if isinstance(given, tuple) else (given,)
+    if not example or not all(isinstance(each, Tensor) and each.ndim for each in example):
         raise Refusal(
-            f"a batch of {type(data).__name__} begins with a {type(example).__name__}, not with a "
+            f"the example_input_array of {type(model).__name__} is no batch: make it a tensor, or "
+            "a tuple of those that forward takes, batch first; the checkpoint stays good"
+        )
+    return example
+
+
+def _first_tensor(batch: Any, data: LightningDataModule, model: LightningModule) -> Tensor:
+    while isinstance(batch, (list, tuple)):
+        batch = batch[0]
+    if not isinstance(batch, Tensor):
+        raise Refusal(
+            f"a batch of {type(data).__name__} begins with a {type(batch).__name__}, not with a "
             f"tensor: write self.example_input_array = torch.zeros(...), or a tuple of tensors, as "
             f"forward takes them, in the __init__ of {type(model).__name__}; the checkpoint stays "
             "good"
         )
-    return model.eval(), (example,)
+    return batch
 
 
 def of_several(model: LightningModule, example: Inputs) -> Inputs:

@@ -34,44 +34,27 @@ def predicted(
         all_reduces: files of benchmarks/allreduce.py, of these hosts or others.
     """
     settings = results["settings"]
-    runs = [
-        run
-        for run in results["runs"]
-        if (run["strategy"], run["batch"], run["alone"])
-        == ("horovod", settings["batch_size"], False)
-    ]
-    first = [run for run in runs if run["np"] == settings["sizes"][0]]
+    smallest, slots = settings["sizes"][0], max(h["slots"] for h in settings["hosts"].values())
+    job = ("horovod", settings["batch_size"], False)
+    runs = [r for r in results["runs"] if (r["strategy"], r["batch"], r["alone"]) == job]
+    first = [run for run in runs if run["np"] == smallest]
     wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
-    machines: dict[str, Any] = {}
-    for host in results["hosts"].values():
-        kind = {key: host[key] for key in ("cpu", "cores")}
-        # None for hosts that call themselves alike, as clones do, and are not.
-        machines[host["node"]] = kind if machines.get(host["node"], kind) == kind else None
     measured = newest_all_reduces(
-        all_reduces, machines,
-        results["trial"]["operations"], settings["network"],
-    )  # fmt: skip
-    between = any(len(result["hosts"]) > 1 for result in measured.values())
+        all_reduces, _machines(results), results["trial"]["operations"], settings["network"]
+    )
+    several = [len(result["hosts"]) > 1 for result in measured.values()]
+    known = first and wires and measured and (any(several) or len(settings["hosts"]) == 1)
+    if "weak" not in settings["modes"] or not known:
+        return [], []
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
-    others = set(sizes) - {settings["sizes"][0]}
-    enough = others and first and wires and measured and (between or len(settings["hosts"]) == 1)
-    if "weak" not in settings["modes"] or not enough:
+    if all(several):
+        # Ranks that fit on one host are joined otherwise than by the network between hosts.
+        sizes = [np for np in sizes if np == 1 or np > slots]
+    if not {*sizes} - {smallest}:
         return [], []
     median = statistics.median(run["step_ms"] for run in first)
     low, high = (end / median for end in interval([run["step_ms"] for run in first]))
-    run = min(first, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
-    step = {**run["quantiles_ms"], "median": median}
-    anatomy = {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wires[0]}
-    summary = {
-        "strategy": "horovod", "world_size": run["np"], "anatomy": anatomy,
-        "accumulate_grad_batches": accumulated(results["config"]),
-    }  # fmt: skip
-    slots = max(host["slots"] for host in settings["hosts"].values())
-    if all(len(result["hosts"]) > 1 for result in measured.values()):
-        # Ranks that fit on one host are joined otherwise than by the network between hosts.
-        sizes = [np for np in sizes if np == 1 or np > slots]
-    if not set(sizes) & others:
-        return [], []
+    summary = _summary(results, first, median, wires[0])
     try:
         with of_our_form("ALLREDUCE"):
             cases, _ = networks([*measured.values()], {}, slots)
@@ -86,3 +69,26 @@ def predicted(
         }
         for row in rows
     ], [file.name for file in measured]  # fmt: skip
+
+
+def _machines(results: Results) -> dict[str, Any]:
+    """The kind of each host, by what it calls itself; None for hosts that call themselves alike, as
+    clones do, and are not."""
+    machines: dict[str, Any] = {}
+    for host in results["hosts"].values():
+        kind = {key: host[key] for key in ("cpu", "cores")}
+        machines[host["node"]] = kind if machines.get(host["node"], kind) == kind else None
+    return machines
+
+
+def _summary(
+    results: Results, first: list[dict[str, Any]], median: float, wire: dict[str, Any]
+) -> dict[str, Any]:
+    """What a run's summary.json would say of the smallest size, whose runs are `first`."""
+    run = min(first, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
+    step = {**run["quantiles_ms"], "median": median}
+    return {
+        "strategy": "horovod", "world_size": run["np"],
+        "anatomy": {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wire},
+        "accumulate_grad_batches": accumulated(results["config"]),
+    }  # fmt: skip

@@ -163,7 +163,7 @@ def table(traces: list[Trace], horovod: Timeline) -> str:
     )
     for index in shown:
         total, trace = sum(spent[index].values()), traces[index]
-        cells = [f"{spent[index][name]:6.1f} {_share(spent[index][name], total)}" for name in names]
+        cells = [f"{ms:6.1f} {100 * ms / total:2.0f}%" for ms in spent[index].values()]
         lines.append(f"{trace.rank:>4}  {trace.host:<{width}}  {total:8.1f}  " + "  ".join(cells))
     if len(traces) > 1 and any(each["all-reduce"] for each in spent):  # not under DDP
         first = traces[order[0]]
@@ -176,10 +176,6 @@ def table(traces: list[Trace], horovod: Timeline) -> str:
 
 def _counted(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
-
-
-def _share(part: float, whole: float) -> str:
-    return f"{100 * part / whole:2.0f}%" if whole else ""
 
 
 def _operations(traces: list[Trace]) -> list[str]:

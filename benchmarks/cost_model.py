@@ -157,7 +157,7 @@ class Measurement:
     known: float = 0.0
 
     @property
-    def latencies(self) -> float:
+    def hop_count(self) -> float:
         if self.hops is not None:
             return self.hops
         return sum(hops(self.ranks, self.ranks, each)[0] for each in ("ring", "dissemination"))
@@ -333,7 +333,7 @@ def as_many_buckets(bytes_: float, count: int) -> list[float]:
 def tells_fixed(measurements: Sequence[Measurement]) -> bool:
     """Whether they tell `fixed` from alpha: see `fit`."""
     several = len({measurement.ranks for measurement in measurements}) > 1
-    return several or not any(measurement.latencies for measurement in measurements)
+    return several or not any(measurement.hop_count for measurement in measurements)
 
 
 def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
@@ -352,7 +352,7 @@ def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
         raise ValueError("a fit needs all-reduces of two sizes at least")
     intercept = float(tells_fixed(measurements))
     matrix = np.array([
-        [intercept, m.latencies, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
+        [intercept, m.hop_count, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
         for m in measurements
     ])  # fmt: skip
     seconds = np.array([m.seconds for m in measurements])

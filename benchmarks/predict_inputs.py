@@ -59,7 +59,7 @@ class Case(NamedTuple):
     times: str  # key of the measured times that count
     share: float  # of a described link's rate that is reached
     slower: float  # factor of a described latency
-    part: float  # that is latency, of what no bytes explain: one number of ranks cannot tell
+    part: float  # of the time that no bytes explain, taken as latency; see `fits`
 
 
 CASES = (  # at best, likely, at worst
@@ -343,7 +343,7 @@ def fits(results: Results, case: Case, inside: Link | None = None) -> Link | Non
         fitted = fit([replace(m, known=m.known + inside.fixed) for m in measurements])
         return Link(fitted.latency, fitted.share)
     fitted = fit(measurements)
-    fixed = (1 - case.part) * measurements[0].latencies * fitted.latency
+    fixed = (1 - case.part) * measurements[0].hop_count * fitted.latency
     return Link(case.part * fitted.latency, fitted.share, fixed)
 
 

@@ -92,7 +92,7 @@ class Job:
         # Of ranks that were asked for a checkpoint, the first failure, or who had to be ended.
         self._unsaved = ""
         self._at_once = False  # who stopped it wants no checkpoint
-        self._left = ""  # the first rank that ended without an error
+        self._ended_well = ""  # the first rank that ended without an error
         self._rendezvous: Rendezvous | None = None
         self._status = 0
         # When these are due (infinity: done). At "stop" the time for a checkpoint is over, at "end"
@@ -245,7 +245,7 @@ class Job:
                 weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
                 self._fail(weight, f"{who} {_ended(code)}", code)
             elif "kill" not in self._deadlines:
-                self._left = self._left or who
+                self._ended_well = self._ended_well or who
         elif "asked" in event:  # someone, as Slurm, asked the agent to end
             self._on_signal(event["asked"], None)
         elif "error" in event:
@@ -344,8 +344,8 @@ class Job:
         reason = None
         if self._cause is not None:
             weight, reason = self._cause
-            if self._left and weight < 2:  # others may have waited for it in a collective
-                reason += f"; {self._left} ended without an error"
+            if self._ended_well and weight < 2:  # others may have waited for it in a collective
+                reason += f"; {self._ended_well} ended without an error"
             if self._unsaved:
                 reason += f", but {self._unsaved}: look whether there is a checkpoint"
             self.record.tell(reason)

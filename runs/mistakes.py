@@ -74,6 +74,11 @@ ADVICE = {
         "/dev/shm is full, through which the workers of loaders hand over their batches: give it "
         "more (docker run --shm-size=8g), or data.num_workers=0"
     ),
+    # Python, of the sockets by which they do so
+    r"^OSError: \[Errno \d+\] (.+): '(.+)/pymp-\w+'\Z": (
+        "{1}: {0}: the workers of loaders make sockets there, to hand over their batches: make "
+        "room, or give another folder as TMPDIR=, or data.num_workers=0"
+    ),
     # torch, of an object in a checkpoint
     OBJECT: f"the checkpoint cannot be loaded: {HELD}",
     # torch, of the optimizers in a checkpoint

@@ -20,7 +20,9 @@ import sys
 import tempfile
 import threading
 import warnings
+from multiprocessing.queues import Queue
 from pathlib import Path
+from traceback import print_exc
 from typing import Any
 
 import torch
@@ -30,6 +32,8 @@ from omegaconf import DictConfig, OmegaConf
 from pytorch_lightning import LightningDataModule, LightningModule, Trainer
 from pytorch_lightning.strategies import Strategy
 from pytorch_lightning.utilities.exceptions import SIGTERMException
+from torch._utils import ExceptionWrapper
+from torch.utils.data import get_worker_info
 
 from runs.checkpoints import NAMED, last, unreadable
 from runs.config import CONF
@@ -124,6 +128,7 @@ class Run:
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
         threading.excepthook = shortly_if_full
+        Queue._on_queue_feeder_error = in_place_of_a_batch  # type: ignore[attr-defined]
         if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
             warnings.warn(
                 f"TMPDIR={tempfile.gettempdir()} is too long for the sockets that a loader's "
@@ -375,6 +380,17 @@ def shortly_if_full(thrown: threading.ExceptHookArgs) -> None:
         print(f"{thrown.exc_type.__name__}: {full}", file=sys.stderr, flush=True)
     else:
         threading.__excepthook__(thrown)
+
+
+def in_place_of_a_batch(queue: Any, error: Exception, item: Any) -> None:
+    """Have a loader's worker hand over why it cannot hand over a batch, as of an object that cannot
+    be pickled. Python prints that and goes on: the training would wait for the batch for ever."""
+    worker = get_worker_info()
+    if worker and isinstance(item, tuple) and isinstance(item[0], int):  # the batch's number
+        where = f"in DataLoader worker process {worker.id}"
+        queue.put((item[0], ExceptionWrapper(where=where)))  # as torch does with other errors
+    else:
+        print_exc()
 
 
 def typed_in(group: str) -> list[str]:

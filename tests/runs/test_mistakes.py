@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import inspect
+import multiprocessing
 import os
 import re
 import sys
 import threading
 import warnings
 from collections.abc import Iterator
+from multiprocessing.queues import Queue
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -400,6 +402,35 @@ def test_a_thread_tells_of_a_full_disk_in_one_line(
 
     assert throw(OSError(errno.ENOSPC, "No space")) == f"OSError: [Errno {errno.ENOSPC}] No space\n"
     assert "Traceback" in throw(OSError(errno.EIO, "Input/output error"))
+
+
+def test_a_batch_that_a_worker_cannot_hand_over_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Without ours, the training waited for it for ever."""
+    monkeypatch.setattr(Queue, "_on_queue_feeder_error", print)  # put back behind this test
+    run = Run.__new__(Run)
+    run.strategy = None
+    with run:
+        handed_over = DataLoader(
+            torch.ones(2), num_workers=1, collate_fn=lambda _: threading.Lock(), timeout=60
+        )
+        with pytest.raises(TypeError, match="in DataLoader worker process 0") as caught:
+            next(iter(handed_over))
+        assert "cannot pickle '_thread.lock'" in str(caught.value)
+        own: Any = multiprocessing.Queue()
+        own.put((0, threading.Lock()))
+        own.close()
+        own.join_thread()
+    assert "cannot pickle '_thread.lock'" in capsys.readouterr().err
+
+
+def test_a_folder_without_room_for_sockets_of_workers_is_told() -> None:
+    text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
+    text += "last):\nOSError: [Errno 28] No space left on device: '/tmp/pymp-3begfazh'\n"
+    told = mistake(OSError(text), started=True)
+    assert told and told.startswith("/tmp: No space left on device: the workers of loaders make")
+    assert mistake(OSError(text.replace("pymp-", "mine-")), started=True) is None
 
 
 class Unreadable(IterableDataset):

@@ -110,15 +110,18 @@ def unreadable(file: Path, train: bool) -> str | None:
         file.open("rb").close()
     except OSError as error:
         return f"ckpt_path={file}: {error.strerror}"
-    if not zipfile.is_zipfile(file):
-        return f"ckpt_path={file}: it cannot be read as a checkpoint: torch.save has not written it"
     try:
-        # Only the structure is read, not the weights.
+        if not zipfile.is_zipfile(file):
+            raise ValueError("torch.save has not written it")
+        with zipfile.ZipFile(file) as archive:  # torch itself does not look at the checksums
+            if torch.serialization.get_crc32_options() and (part := archive.testzip()):
+                return f"ckpt_path={file}: it is damaged, in its part {part}: take another one"
+        # Only the structure is read here, not the weights.
         checkpoint = torch.load(file, map_location="meta", mmap=True, weights_only=True)
-    except UNREADABLE as error:
+    except Exception as error:  # of a damaged file it may be any
         if held := re.search(OBJECT, str(error)):
             return f"ckpt_path={file}: {HELD.format(held[1])}"
-        reason = str(error).splitlines()[0][:120]
+        reason = (str(error).splitlines() or [type(error).__name__])[0][:120]
         return f"ckpt_path={file}: it cannot be read as a checkpoint: {reason}"
     if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
         return f"ckpt_path={file}: it is not a checkpoint of Lightning: it has no state_dict"

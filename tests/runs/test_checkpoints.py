@@ -151,6 +151,36 @@ def test_what_can_be_gone_on_from(tmp_path: Path, content: Any, train: bool, why
     assert error is None if not why else why in str(error)
 
 
+def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
+    """torch takes the weights as they come, and raises errors of all kinds for the rest."""
+    file = tmp_path / "a.ckpt"
+    torch.save({"state_dict": {"weight": torch.full((999,), 7.0)}}, file)
+    whole = file.read_bytes()
+    weights = whole.index(torch.full((9,), 7.0).numpy().tobytes())
+    zeros = whole[:weights] + bytes(512) + whole[weights + 512 :]
+    for damaged in (zeros, whole[:-1000], whole.replace(b"state_dict", b"state_\xffict")):
+        file.write_bytes(damaged)
+        error = checkpoints.unreadable(file, train=False)
+        assert error and error.startswith(f"ckpt_path={file}: it ")
+    names = whole.index(b"a/data.pkl", whole.index(b"PK\x01\x02"))  # in the list of its parts
+    for damaged in (
+        whole[:names] + b"\xff" + whole[names + 1 :],
+        whole[:-36] + b"\x40" + whole[-35:],  # the number of disks that it spans
+    ):
+        file.write_bytes(damaged)
+        told = f"ckpt_path={file}: it cannot be read as a checkpoint: "
+        assert str(checkpoints.unreadable(file, train=False)).startswith(told)
+
+
+def test_a_checkpoint_without_checksums_can_be_read(tmp_path: Path) -> None:
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"state_dict": {"weight": torch.ones(9)}}, tmp_path / "a.ckpt")
+        assert checkpoints.unreadable(tmp_path / "a.ckpt", train=False) is None
+    finally:
+        torch.serialization.set_crc32_options(True)
+
+
 def test_a_checkpoint_that_may_not_be_read_is_called_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -867,6 +867,15 @@ MUTATIONS = [
         'ms = "step_ms" if', 'ms = "median_ms" if', "counts_where", "test_efficiency",
         "benchmarks",
     ),
+    Mutation(
+        "a batch that a worker cannot hand over is waited for", "run.py",
+        "        Queue._on_queue_feeder_error = in_place_of_a_batch", "        ()",
+        "hand_over", "runs/test_mistakes", "runs",
+    ),
+    Mutation(
+        "weights of a damaged checkpoint are trained on", "checkpoints.py",
+        "(part := archive.testzip())", '(part := "")', "damaged", "runs/test_checkpoints", "runs",
+    ),
 ]  # fmt: skip
 
 

@@ -74,6 +74,7 @@ class GradientBuckets:
         exchanges: the last 100; take them from here before they are dropped.
         known: all parameters of the module.
         unprepared: parameters that got a gradient without `prepare`, on this rank alone.
+        kept: parameters that got one from backwards that stayed local, since the last reduction.
         mixed: parameters whose result of Adasum a later backward has added to.
         in_backward: whether a backward was prepared and is not over.
     """
@@ -119,8 +120,10 @@ class GradientBuckets:
         self._one_at_a_time = threading.Lock()  # autograd has a thread for each GPU of the model
         # What earlier backwards have left in gradients.
         self._reduced: set[Tensor] = set()  # whose gradient is that of all ranks
+        self._scaled: set[Tensor] = set()  # of these, what the backward at hand has scaled down
         self._local: list[bool] = []  # which were trained by backwards that stayed local
         self.unprepared: set[Parameter] = set()
+        self.kept: set[Parameter] = set()
         self.mixed: set[Tensor] = set()
         # When the wire is busy.
         self.exchanges: deque[Exchange] = deque(maxlen=100)
@@ -133,9 +136,11 @@ class GradientBuckets:
         for _, hook in self._hooks.values():
             hook.remove()
 
-    def is_unprepared(self, parameter: Parameter) -> bool:
-        """Whether its `.grad` still holds what a plain loss.backward() left there."""
-        if parameter not in self.unprepared or (gradient := parameter.grad) is None:
+    def is_own(self, parameter: Parameter) -> bool:
+        """Whether its `.grad` still holds what this rank alone has, of a plain loss.backward() or
+        of a backward that stayed local."""
+        own = parameter in self.unprepared or parameter in self.kept
+        if not own or (gradient := parameter.grad) is None:
             return False
         return bool(gradient.any())  # zero_grad(set_to_none=False) leaves 0
 
@@ -146,6 +151,11 @@ class GradientBuckets:
 
     # ---------------------------------------------------------------- one backward
 
+    @property
+    def _share(self) -> float:
+        """The part of a gradient of all ranks with which each rank gives it to a reduction."""
+        return 1 / (self.before * self.after * self.world.size)
+
     def prepare(self) -> None:
         """Before every backward, also one whose gradients stay local."""
         if self.in_backward:
@@ -154,11 +164,11 @@ class GradientBuckets:
                 "under way on other ranks: end the run, or go on with a new Trainer"
             )
         self.in_backward = True
-        self.unprepared = {p for p in self.unprepared if self.is_unprepared(p)}
+        self.unprepared = {p for p in self.unprepared if self.is_own(p)}
         # Gradients that an earlier backward left are equal on all ranks by now. Summed again, they
         # would count once per rank, so they are scaled down first. Those of an optimizer that is
         # toggled off stay as they are: this backward does not touch them.
-        share = 1 / (self.before * self.after * self.world.size)
+        share, self._scaled = self._share, set()
         self.mixed = {p for p in self.mixed if not p.requires_grad}
         if abs(share - 1) > 1e-9:  # averages have a share of 1
             for parameter in self._reduced:
@@ -166,6 +176,7 @@ class GradientBuckets:
                     if self.reduction is adasum and parameter.grad.any():
                         self.mixed.add(parameter)  # no sum, of which each rank could have its part
                     parameter.grad.mul_(share)
+                    self._scaled.add(parameter)
         self._reduced = {p for p in self._reduced if not p.requires_grad}
 
     def start(self, last_batch: bool = False) -> None:
@@ -188,8 +199,8 @@ class GradientBuckets:
     def _gradient_is_there(self, parameter: Parameter, *_: object) -> None:
         if not parameter.requires_grad:
             return  # frozen since forward: autograd comes here all the same, and has added nothing
-        if not self._combines and not self.in_backward:
-            self.unprepared.add(parameter)
+        if not self._combines:
+            (self.kept if self.in_backward else self.unprepared).add(parameter)
         if not self._combines or parameter in self.sparse:
             return
         if parameter in self._seen:
@@ -264,6 +275,7 @@ class GradientBuckets:
         """
         self._combines = self.in_backward = False
         self._local = []
+        self.kept.clear()
         trained = [bucket for bucket in self.buckets if bucket.trained]
         backward = self._now()
         for bucket in trained:
@@ -335,6 +347,11 @@ class GradientBuckets:
     def leave(self) -> None:
         """After a backward without `start`, whose gradients stay local for now."""
         self.in_backward = False
+        # What it did not touch is still the gradient of all ranks, with which a step may come now.
+        for parameter in self._scaled - self.kept:
+            if parameter.grad is not None:
+                parameter.grad.div_(self._share)
+                self._reduced.add(parameter)
         local = self._local or [False] * len(self.parameters)
         self._local = [p.requires_grad or trained for p, trained in zip(self.parameters, local)]
 

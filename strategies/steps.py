@@ -53,7 +53,7 @@ class GuardedSteps:
             refuse_strangers(optimizer, self._buckets.known)
             self._groups[id(optimizer)] = len(optimizer.param_groups)
         mixed = self._buckets.mixed
-        if not (mixed or self._buckets.unprepared):
+        if not (mixed or self._buckets.unprepared or self._buckets.kept):
             return
         stepped = [p for group in optimizer.param_groups for p in group["params"]]
         if any(p in mixed and p.grad is not None for p in stepped):
@@ -61,10 +61,11 @@ class GuardedSteps:
                 "op=adasum combines one backward a step: add up the losses, or call zero_grad() "
                 "before the next manual_backward"
             )
-        if any(map(self._buckets.is_unprepared, stepped)):
+        if any(map(self._buckets.is_own, stepped)):
             raise MisconfigurationException(
-                "a step with gradients of loss.backward(), which each rank has for itself: "
-                "call self.manual_backward(loss), which averages them, or clear them before"
+                "a step with gradients of loss.backward() or of block_backward_sync(), which each "
+                "rank has for itself: call self.manual_backward(loss) outside of it, which "
+                "averages them, or clear them before"
             )
 
     def _before_step(

@@ -678,7 +678,21 @@ MUTATIONS = [
     ),
     Mutation(
         "a step takes gradients that one rank has for itself", "buckets.py",
-        "self.unprepared.add(parameter)", "pass", "mistakes_are_told", "test_mistakes",
+        "(self.kept if self.in_backward else self.unprepared).add(parameter)", "pass",
+        "mistakes_are_told", "test_mistakes",
+    ),
+    Mutation(
+        "a step takes gradients that stayed local", "steps.py",
+        "self._buckets.unprepared or self._buckets.kept", "self._buckets.unprepared",
+        "mistakes_are_told", "test_mistakes",
+    ),
+    Mutation(
+        "a backward that stays local scales down what it does not touch", "buckets.py",
+        "parameter.grad.div_(self._share)", "pass", "horovod-2 and of_which_one_accumulates",
+    ),
+    Mutation(
+        "gradients that stayed local count as such when they are averaged", "buckets.py",
+        "        self.kept.clear()", "        pass", "horovod-2 and of_which_one_accumulates",
     ),
     Mutation(
         "a step is made within backward", "steps.py",

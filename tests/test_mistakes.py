@@ -128,6 +128,19 @@ class CallsBackward(LeavesOut):
         optimizer.step()
 
 
+class StepsWithLocal(LeavesOut):
+    """Accumulates three batches, and steps after the last one of the epoch, too."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        optimizer, whole = self.optimizers(), batch_idx % 3 == 2
+        local = self.trainer.strategy.block_backward_sync
+        with contextlib.nullcontext() if whole else local():
+            self.manual_backward(Net.training_step(self, batch, batch_idx))
+        if whole or self.trainer.is_last_batch:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 class Forgets(torch.optim.SGD):
     """As some optimizers outside of torch do."""
 
@@ -370,6 +383,7 @@ def mistakes() -> dict[str, str]:
         "alone": refusal(CallsBackward("step")),
         "passed by": refusal(CallsBackward("step", bare=True)),
         "replaced": refusal(Replaces("step")),
+        "local": refusal(StepsWithLocal()),
         "forgotten": refusal(StepsWithoutClosure("step")),
         "went on": refusal(GoesOnAfterAnError()),
         "within": refusal(StepsWithin()),
@@ -427,7 +441,7 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["left out"].startswith("for some ranks the epoch ends with this backward")
         assert texts["alone"].startswith("a step with gradients of loss.backward()")
         assert texts["passed by"] == texts["alone"]
-        assert texts["replaced"] == texts["forgotten"] == texts["alone"]
+        assert texts["replaced"] == texts["forgotten"] == texts["local"] == texts["alone"]
         assert texts["went on"].startswith("the backward before this one ended in an error")
         assert texts["within"].startswith("a step within backward, before the gradients of all")
         assert texts["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")

@@ -946,9 +946,9 @@ def test_a_sparse_gradient_of_one_rank_may_be_cleared() -> None:
     words = nn.Embedding(2, 2, sparse=True)
     buckets = GradientBuckets(words, HorovodStrategy().world, add, None, 1, 1)
     words(torch.tensor([1])).sum().backward()
-    assert buckets.is_unprepared(words.weight)
+    assert buckets.is_own(words.weight)
     torch.optim.SGD(words.parameters()).zero_grad(set_to_none=False)
-    assert not buckets.is_unprepared(words.weight)
+    assert not buckets.is_own(words.weight)
 
 
 def test_embeddings_are_dense_unless_they_say_otherwise() -> None:

@@ -326,6 +326,27 @@ def adversaries_that_accumulate(strategy: str) -> dict[str, Any]:
     return fit(make(strategy, gradient_predivide_factor=3.0), Interleaved())
 
 
+class OneAccumulates(Adversaries):
+    """The critic steps while the generator has gradients that stay local. Nothing is toggled."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        first, second = self.optimizers()
+        real, fake = self.critic(batch[0]), self.critic(self.generator(batch[0]).detach())
+        self.manual_backward((fake - real).mean() + real.square().mean())
+        local = getattr(self.trainer.strategy, "block_backward_sync", contextlib.nullcontext)
+        with contextlib.nullcontext() if batch_idx % 2 else local():
+            self.manual_backward((self.generator(batch[0]) - 1).square().mean())
+        for optimizer, window in ((second, 1), (first, 2)):
+            if (batch_idx + 1) % window == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+
+
+@case()
+def adversaries_of_which_one_accumulates(strategy: str) -> dict[str, Any]:
+    return fit(strategy, OneAccumulates())
+
+
 class LossesFirst(Adversaries):
     """Both losses before either optimizer is toggled: autograd then also comes to parameters that
     are toggled off. The critic may have a part that only the rank with the first samples uses."""
@@ -446,6 +467,15 @@ class LossesFirstOfASum(OfASum, LossesFirst):
 @case(without_ddp="an option of ours")
 def adversaries_of_a_sum_whose_losses_come_first(strategy: str) -> dict[str, Any]:
     return fit(make(strategy, op="sum"), LossesFirstOfASum(seldom=False))
+
+
+class OneAccumulatesOfASum(OfASum, OneAccumulates):
+    pass
+
+
+@case(without_ddp="an option of ours")
+def adversaries_of_a_sum_of_which_one_accumulates(strategy: str) -> dict[str, Any]:
+    return fit(make(strategy, op="sum"), OneAccumulatesOfASum())
 
 
 class InterleavedOfASum(OfASum, Interleaved):

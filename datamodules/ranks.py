@@ -12,7 +12,6 @@ import torch
 from PIL import Image
 from pytorch_lightning import Trainer
 from torch import Tensor
-from torch.utils.data import get_worker_info
 
 Transform = Callable[[Image.Image], Tensor]
 LOCAL_RANKS = ("HOROVOD_LOCAL_SIZE", "LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
@@ -54,8 +53,7 @@ def draws_of_rank(trainer: Trainer | None, transform: Transform) -> Transform:
     """The transform, drawing other random numbers on each rank.
 
     In a training process torch's generator is the same on all ranks, so that all would take the
-    same part of their images. Loader processes are seeded by rank already, and a single rank needs
-    no change.
+    same part of their images. A single rank needs no change.
     """
     if trainer is None or trainer.world_size == 1:
         return transform
@@ -63,8 +61,6 @@ def draws_of_rank(trainer: Trainer | None, transform: Transform) -> Transform:
 
 
 def _draw(transform: Transform, rank: int, image: Image.Image) -> Tensor:
-    if get_worker_info() is not None:
-        return transform(image)
     seed = int(torch.randint(2**62, ())) + rank  # moves the generator alike on all ranks
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)  # not those of GPUs

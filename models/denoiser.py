@@ -101,7 +101,6 @@ class Denoiser(LightningModule):
         if self.trainer.is_global_zero and self.first_images is not None:
             rows = zip(*(images[:4].float().cpu() for images in self.first_images))
             grid = make_grid([image for row in rows for image in row], nrow=3, padding=4)
-            grid = grid.clamp(0, 1)
             save_image(grid, Path(self.trainer.default_root_dir) / "denoised.png")
             for logger in self.loggers:
                 if isinstance(logger, TensorBoardLogger):

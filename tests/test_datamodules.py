@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
+import pytest
 import torch
 from pytorch_lightning.plugins.precision import Precision
 from torch.utils.data import RandomSampler, SequentialSampler
@@ -63,13 +66,43 @@ def test_images_that_are_made_up_differ_and_stay(tmp_path: Path) -> None:
     ]
     assert [len(split) for split in first.splits] == [5, 8, 8]
     assert torch.equal(*images) and len(images[0].unique(dim=0)) == 21
-    noises = []
+    noises, cleans = [], []
     for seed in (1, 1, 2):
         data = Noise(str(tmp_path), count=5, size=4, seed=seed)
         data.prepare_data()
         data.setup("fit")
+        cleans.append(torch.stack([pair[2] for split in data.splits for pair in split]))
         noises.append(torch.stack([pair[0] - pair[2] for split in data.splits for pair in split]))
+    assert torch.equal(*cleans[:2]) and not torch.equal(*cleans[1:])
     assert (
         torch.equal(*noises[:2])
         and len(torch.cat(noises[1:]).round(decimals=5).unique(dim=0)) == 42
     )
+
+
+def test_both_noises_of_a_pair_are_as_large_as_asked_and_independent(tmp_path: Path) -> None:
+    data = Noise(str(tmp_path), count=8, size=32, sigma=0.25)
+    data.prepare_data()
+    data.setup("fit")
+    noisy, target, clean = map(torch.stack, zip(*data.splits[0]))
+    both = torch.stack([noisy - clean, target - clean]).flatten(1)
+    assert both.std(dim=1).tolist() == pytest.approx([0.25, 0.25], abs=0.01)
+    assert abs(float(torch.corrcoef(both)[0, 1])) < 0.05
+
+
+def test_pictures_are_drawn_once_and_kept_when_they_are_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(file: IO[bytes], _: np.ndarray) -> None:
+        file.write(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    data = Noise(str(tmp_path), count=8, size=4)
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(np, "save", full)
+        data.prepare_data()
+    assert not list(tmp_path.iterdir())
+    data.prepare_data()
+    monkeypatch.setattr(data, "draw", lambda: pytest.fail("they are there"))
+    data.prepare_data()
+    assert list(tmp_path.iterdir()) == [data.file]

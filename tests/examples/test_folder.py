@@ -21,6 +21,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torchvision.transforms.functional import to_pil_image
 
+from datamodules import folder as of_folders
 from datamodules import ranks
 from datamodules.folder import Folder
 from datamodules.pictures import read, split_by_name, view
@@ -55,6 +56,16 @@ class TestPictures:
         image = read(str(tmp_path / "phone.png"))
         assert image.size == (8, 4) and np.asarray(image)[0, 0, 0] > 250
 
+    def test_damaged_pixels_are_an_error(self, tmp_path: Path) -> None:
+        """Also where all bytes are there, and Pillow gives what it has read when asked again."""
+        pixels = np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(file := tmp_path / "phone.png")
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 255
+        file.write_bytes(content)
+        with pytest.raises(RuntimeError, match=r"phone[.]png cannot be read: "):
+            read(str(file))
+
     def test_it_is_turned_as_its_exif_says(self, tmp_path: Path) -> None:
         exif = Image.Exif()
         exif[0x0112] = 6  # lies on its side
@@ -80,7 +91,10 @@ class TestPictures:
 class TestFolder:
     def test_training_is_shuffled_and_each_task_has_its_part(self, tmp_path: Path) -> None:
         write_folder(tmp_path, each=5)
-        assert_each_task_has_its_part(Folder(str(tmp_path)))
+        assert_each_task_has_its_part(data := Folder(str(tmp_path)))
+        parts = data.splits
+        data.setup("test")  # files are not listed again
+        assert data.splits is parts
 
     def test_pictures_of_any_size_become_squares(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=10)
@@ -159,15 +173,18 @@ class TestFolder:
     def test_few_change_sides_when_images_are_added(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=50)
 
-        def parts(seed: int = 0) -> list[set[str]]:
-            data = Folder(str(tmp_path / "images"), split_seed=seed)
+        def parts(seed: int = 0, folder: str = "images") -> list[set[str]]:
+            data = Folder(str(tmp_path / folder), split_seed=seed)
             data.setup("fit")
             splits: Any = data.splits
-            return [{s.dataset.samples[i][0] for i in s.indices} for s in splits]
+            start = len(str(tmp_path / folder))
+            return [{s.dataset.samples[i][0][start:] for i in s.indices} for s in splits]
 
         before = parts()
         assert [len(part) for part in before] == [80, 10, 10]
         assert not any(a == b for a, b in zip(before, parts(seed=1)))
+        shutil.copytree(tmp_path / "images", tmp_path / "moved")
+        assert parts(folder="moved") == before
         shutil.copy(
             tmp_path / "images" / "tower" / "0.png", tmp_path / "images" / "tower" / "a.png"
         )
@@ -190,19 +207,27 @@ class TestFolder:
         for name in (".ipynb_checkpoints", "tower/.thumbnails", "__MACOSX"):
             (images / name).mkdir()
             (images / name / "1.png").write_text("no picture")
+        (images / "tower" / "0.png").rename(images / "tower" / "IMG_0.PNG")
         data = Folder(str(images))
         with pytest.warns(UserWarning, match="left out: 2 .gif, 1 without a suffix"):
             data.setup("fit")
         assert data.classes == ["bedroom", "tower"]
         assert sum(map(len, data.splits)) == 4
 
-    def test_other_images_are_predicted_in_the_order_of_their_names(self, tmp_path: Path) -> None:
+    def test_other_images_are_predicted_in_the_order_of_their_names(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         write_folder(tmp_path / "images", each=5)
         write_folder(tmp_path / "new" / "b", each=1)
         shutil.copy(tmp_path / "new" / "b" / "tower" / "0.png", tmp_path / "new" / "z.png")
         new = tmp_path / "new"
         data = Folder(str(tmp_path / "images"), size=8, num_workers=0, predict=str(new))
-        data.setup("predict")
+        compared: list[str] = []
+        with monkeypatch.context() as patched:
+            of_rank_0 = lambda _, where, __: compared.append(where)  # noqa: E731
+            patched.setattr(of_folders, "refuse_other_files", of_rank_0)
+            data.setup("predict")
+        assert compared == [f"data.folder={tmp_path / 'images'}", f"data.predict={new}"]
         loader = data.predict_dataloader()
         names = ["b/bedroom/0.png", "b/tower/0.png", "z.png"]
         assert loader.dataset.samples == [(f"{new}/{name}", -1) for name in names]
@@ -219,9 +244,11 @@ class TestFolder:
 
     def test_a_checkpoint_of_other_classes_or_files_is_told(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=10)
+        for part in ("train", "val"):
+            write_folder(tmp_path / "given" / part, each=2)
 
-        def at(task: TrainerFn) -> Folder:
-            data = Folder(str(tmp_path / "images"))
+        def at(task: TrainerFn, folder: str = "images") -> Folder:
+            data = Folder(str(tmp_path / folder))
             data.setup("fit")
             data.trainer = among(1, 0)
             data.trainer.state = SimpleNamespace(fn=task)
@@ -231,9 +258,8 @@ class TestFolder:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             at(TrainerFn.FITTING).load_state_dict(kept)
-        shutil.copy(
-            tmp_path / "images" / "tower" / "0.png", tmp_path / "images" / "tower" / "a.png"
-        )
+            at(TrainerFn.FITTING, "given").load_state_dict(kept)  # in parts that nothing moves
+        (tmp_path / "images" / "tower" / "0.png").rename(tmp_path / "images" / "tower" / "a.png")
         with pytest.warns(UserWarning, match="other files than the checkpoint was trained with"):
             at(TrainerFn.TESTING).load_state_dict(kept)
         (tmp_path / "images" / "bedroom").rename(tmp_path / "images" / "zoo")
@@ -250,6 +276,10 @@ class TestFolder:
         data = Folder("~/images", predict="~/images/val")
         data.setup("fit")
         assert [len(split) for split in data.splits] == [4, 4, 4, 4]
+
+    def test_other_numbers_of_channels_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="channels=4: 3 for colours, 1 for grey"):
+            Folder("images", channels=4)
 
     def test_two_images_cannot_be_divided(self, tmp_path: Path) -> None:
         write_folder(tmp_path / "images", each=1)
@@ -362,7 +392,7 @@ def test_hosts_with_other_files_are_refused_on_all_ranks(
         else:
             write_shards(tmp_path / str(rank), train=[4, 4 - rank], val=[2])
     if kind == "folder":
-        (tmp_path / "1" / "tower" / "3.png").unlink()
+        (tmp_path / "1" / "tower" / "3.png").rename(tmp_path / "1" / "tower" / "30.png")
     for shared, own in launch(set_up_with_other_files, 2, folder=str(tmp_path), kind=kind):
         assert shared == ""
         assert re.search(r"^data.*/[01].*: the files on .* are not those of rank 0 on ", own)
@@ -376,6 +406,7 @@ def test_hosts_with_other_files_are_refused_on_all_ranks(
         ({}, 3, 2),
         ({"HOROVOD_LOCAL_SIZE": "2"}, 1, 3),
         ({"LOCAL_WORLD_SIZE": "8"}, 8, 1),
+        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 1, 3),  # mpirun
     ],
 )
 def test_the_ranks_of_a_host_share_its_cores(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -107,9 +108,22 @@ def test_losses_are_not_rounded_under_bf16_true() -> None:
 
 
 def test_the_target_of_each_position_is_the_next_byte() -> None:
-    batch, model = torch.tensor([[5, 7, 9]], dtype=torch.uint8), tiny()
+    batch = torch.tensor([[5, 7, 9]], dtype=torch.uint8)
+    model: Any = tiny()
     chances = model(torch.tensor([[5, 7]])).log_softmax(-1)[0]
-    assert torch.allclose(model.predict_step(batch, 0), -(chances[0, 7] + chances[1, 9]) / 2)
+    nats = -(chances[0, 7] + chances[1, 9]) / 2
+    assert torch.allclose(model.predict_step(batch, 0), nats)
+    logged: dict[str, Any] = {}
+    model.log = lambda name, value, **_: logged.update({name: value.item()})
+    model.test_step(batch, 0)
+    assert logged == pytest.approx(
+        {"test/loss": nats.item(), "test/bits_per_byte": nats.item() / math.log(2)}, rel=1e-5
+    )
+
+
+def test_a_width_that_heads_cannot_share_in_pairs_is_refused() -> None:
+    with pytest.raises(ValueError, match="width=12, heads=4: width must be a multiple of 2 x"):
+        GPT(width=12, heads=4)
 
 
 def test_it_learns_more_than_how_often_bytes_occur(
@@ -173,6 +187,8 @@ def test_speed_is_that_of_all_ranks_without_first_batches_and_validation(
         model, "log", lambda name, *value, **how: logged.update({name: (*value, how)})
     )
     model.on_train_epoch_start()
+    model.on_train_epoch_end()  # of a single batch there is none
+    assert logged == {}
     for index in range(3):  # from the end of the first, at 10 s
         model.on_train_batch_end(None, batch, index)
     model.on_validation_start()  # at 12 s

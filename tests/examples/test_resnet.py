@@ -52,6 +52,8 @@ class TestResNet:
         group = model.configure_optimizers()["optimizer"].param_groups[0]
         expected = {"initial_lr": 0.3, "nesterov": True, **asked}
         assert {name: group[name] for name in expected} == expected
+        model.hparams["momentum"] = 0  # with which torch refuses nesterov
+        assert not model.configure_optimizers()["optimizer"].param_groups[0]["nesterov"]
         model.network = nn.Sequential(nn.Flatten(), nn.Linear(3 * 8 * 8, 10))
         model.log = lambda *_, **__: None
         images, labels = torch.rand(4, 3, 8, 8), torch.arange(4)
@@ -62,9 +64,11 @@ class TestResNet:
         batch = torch.rand(2, 1, 8, 8), torch.arange(2)
         assert_measured_over_all_ranks(ResNet(channels=1), batch)
 
-    def test_another_depth_is_refused(self) -> None:
+    def test_another_depth_or_warm_up_is_refused(self) -> None:
         with pytest.raises(ValueError, match="depth=34: there are 18, 50"):
             ResNet(depth=34)
+        with pytest.raises(ValueError, match="warmup=1: a share of all steps"):
+            ResNet(warmup=1)
 
     def test_learning_rate_rises_then_falls(self) -> None:
         assert [rise_and_fall(x, 0.1) for x in (0.05, 0.1, 0.55)] == pytest.approx([0.5, 1, 0.5])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import tarfile
 import warnings
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from datamodules.tars import Share, count_samples
 from runs.config import check
 from strategies import HorovodStrategy
 from tests.pictures import write_shards
+from tests.test_datamodules import among
 from tests.test_template import folders, job
 
 TRAIN, VAL = [9, 5, 3, 7, 6, 4, 8, 2], [3, 10]  # samples: 44 and 13
@@ -112,6 +114,7 @@ def test_samples_are_shuffled_anew_by_each_seed_epoch_and_rank(tmp_path: Path) -
         assert sorted(labels) == list(range(10))
         orders.add(tuple(labels))
     assert len(orders) == 4
+    assert max(first for first, *_ in orders) > 1  # the buffer is full before the first one
 
 
 @pytest.mark.parametrize(
@@ -321,6 +324,19 @@ class TestRefused:
         data.setup("fit")
         with pytest.raises(ValueError, match=reason):
             data.train_dataloader()
+
+    def test_of_16_ranks_with_as_many_cores_as_they_like(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A loader process has a shard of its own, and a rank a sample to validate."""
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(64)))
+        data = Shards(f"{folder}/train-*.tar", f"{folder}/val-*.tar", batch_size=2)
+        data.setup("fit")
+        data.trainer = among(4, 0)
+        assert data.train_dataloader().num_workers == 2  # of 8 shards
+        data.trainer = among(16, 0)
+        with pytest.raises(ValueError, match="fewer samples than 16 ranks"):
+            data.val_dataloader()
 
 
 # ------------------------------------------------------------------- two ranks

@@ -148,9 +148,10 @@ class TestSplit:
             logits = model(torch.empty(4, 1, 8, 8, device="cuda"))
         assert logits.is_cuda and copies == [("cpu", False)] * 2
 
-    def test_each_half_lies_on_its_device(self) -> None:
+    @pytest.mark.parametrize("hook", ["on_fit_start", "on_test_start", "on_predict_start"])
+    def test_each_half_lies_on_its_device(self, hook: str) -> None:
         model = Split(devices=["cpu", "meta"])
-        model.place()
+        getattr(model, hook)()
         assert {parameter.device.type for parameter in model.first.parameters()} == {"cpu"}
         assert {parameter.device.type for parameter in model.second.parameters()} == {"meta"}
 

@@ -486,6 +486,10 @@ def test_a_host_of_a_file_is_mended_by_its_file(tmp_path: Path) -> None:
 
 def test_a_process_is_known_by_its_birth() -> None:
     assert birth(os.getpid()) is not None and birth(2**22 + 1) is None
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
+    assert birth(ended.pid) is None  # also where its parent does not ask how
+    ended.wait()
 
 
 def test_one_host_under_two_names_is_refused() -> None:

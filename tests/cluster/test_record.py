@@ -39,6 +39,37 @@ def test_a_run_that_cannot_be_noted_leaves_no_folder(
     assert folder.is_dir() and not list(tmp_path.glob("logs/*"))
 
 
+def test_runs_of_the_same_second_have_folders_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now = SimpleNamespace(now=lambda: datetime.datetime(2026, 1, 31, 12))
+    monkeypatch.setattr(record, "datetime", SimpleNamespace(datetime=now))
+    monkeypatch.setattr(record, "FOLDER", tmp_path / "logs")
+    names = [record.new_folder().name for _ in range(3)]
+    assert names == [f"2026-01-31_12-00-00{end}" for end in ("", "_1", "_2")]
+
+
+def test_what_cannot_be_noted_leaves_what_was_noted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    write(tmp_path, {"state": "running"})
+    monkeypatch.setattr(Path, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(tmp_path, {"state": "done"})
+    assert [file.name for file in tmp_path.iterdir()] == ["run.json"]
+    assert json.loads((tmp_path / "run.json").read_text()) == {"state": "running"}
+
+
+def test_an_error_of_the_launcher_ends_a_run(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), record.Record(tmp_path, [], ["true"], 8):
+        1 / 0  # noqa: B018
+    state = json.loads((tmp_path / "run.json").read_text())
+    assert (state["state"], state["reason"]) == ("failed", "division by zero")
+
+
 def test_a_command_of_several_lines_is_a_row(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -94,6 +125,8 @@ def test_what_a_run_notes_in_its_last_moment_stays(
         write(tmp_path / "x", state | {"state": "done"})
 
     monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+    assert [run["state"] for run in jobs.runs()] == ["lost"]  # its id is another process's
+    write(tmp_path / "x", state)
     monkeypatch.setattr(jobs, "birth", ends)
     assert [run["state"] for run in jobs.runs()] == ["done"]
     assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "done"
@@ -109,8 +142,32 @@ def test_what_was_taken_for_lost_is_stopped(
     write(tmp_path / "x", state | {"state": "lost"})
     monkeypatch.setattr(jobs, "FOLDER", tmp_path)
     monkeypatch.setattr(jobs, "_named", lambda *_, **__: state)
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("its id is another process's"))
     assert jobs.stop(argparse.Namespace(run="x", kill=False)) == 0
     assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "stopped"
+
+
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_launcher_that_does_not_end_is_killed(
+    detached: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is kept of one in a terminal."""
+    monkeypatch.setattr(jobs, "FOLDER", tmp_path)
+    monkeypatch.setattr(jobs, "END_SECONDS", 0)
+    deaf = (
+        "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(9)"
+    )
+    with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as launcher:
+        assert launcher.stdout is not None and launcher.stdout.readline()
+        state = {"id": "x", "launcher": place(), "pid": launcher.pid, "birth": birth(launcher.pid),
+                 "state": "running", "stop_seconds": 0.1, "detached": detached,
+                 "began": "2026-01-01T00:00:00"}  # fmt: skip
+        (tmp_path / "x").mkdir()
+        write(tmp_path / "x", state)
+        assert jobs.stop(argparse.Namespace(run=None, kill=False)) == 0
+    assert launcher.returncode == -signal.SIGKILL
+    assert [run["state"] for run in jobs.runs()] == ["stopped"] * detached
+    assert (tmp_path / "x").exists() == detached
 
 
 def test_a_run_of_another_user_or_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,12 +187,15 @@ def test_a_run_of_another_user_or_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_run_that_ends_as_it_is_stopped(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     state = {"id": "x", "launcher": place(), "pid": 1, "birth": "7", "state": "running",
-             "detached": False, "stop_seconds": 8}  # fmt: skip
+             "detached": True, "stop_seconds": 8}  # fmt: skip
+    (tmp_path / "x").mkdir()
+    monkeypatch.setattr(jobs, "FOLDER", tmp_path)
 
     def gone(*_: int) -> None:
+        write(tmp_path / "x", state | {"state": "done"})
         births.clear()
         raise ProcessLookupError
 
@@ -145,6 +205,7 @@ def test_a_run_that_ends_as_it_is_stopped(
     monkeypatch.setattr(os, "kill", gone)
     assert jobs.stop(argparse.Namespace(run="x", kill=False)) == 0
     assert "stopped x after 0 s" in capsys.readouterr().out
+    assert json.loads((tmp_path / "x" / "run.json").read_text())["state"] == "done"
 
 
 def test_a_run_of_another_container_is_not_lost(

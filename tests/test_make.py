@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.variables import TAKEN, TAKES
+from cluster.variables import TAKEN, TAKES, where
 from tests.conftest import ROOT, run
 
 
@@ -35,6 +35,12 @@ def test_make_takes_hosts_as_slurm_lists_them() -> None:
     assert done.returncode == 0 and " -np 8 -H 'node[1-3,7]:2' " in done.stdout, done.stdout
     done = run(["make", "-n", "hello", "HOSTS=node[3-1]:2"])
     assert done.returncode == 2 and "HOSTS=node[3-1]:2: write name:slots" in done.stdout
+
+
+def test_a_host_file_comes_with_all_else_that_was_given() -> None:
+    """Hosts beside it too, for the launcher to refuse."""
+    assert where({"HOSTFILE": "my hosts.yaml", "NP": "3"}) == '-np 3 --hostfile "my hosts.yaml"'
+    assert where({"HOSTFILE": "x.yaml", "HOSTS": "a:1"}) == '--hostfile "x.yaml" -H a:1'
 
 
 def test_what_surrounds_make_test_is_kept_from_tests(tmp_path: Path) -> None:
@@ -107,12 +113,13 @@ def test_make_takes_0_for_no() -> None:
     [
         (0, 0, None, 2), (1, 0, None, 1), (4, 0, None, 2), (4, 0, "1", 1), (4, 0, "0,1", 2),
         (4, 0, "", 2), (1, 2, None, 1), (4, 7, "1", 1), (4, 0, "-1", 2),
+        (1, 0, "0,1", 1),
     ],
 )  # fmt: skip
 def test_make_takes_a_rank_a_gpu(
     gpus: int, parts: int, visible: str | None, ranks: int, tmp_path: Path
 ) -> None:
-    mig = "echo '  MIG 1g.5gb Device'\n" * parts
+    mig = "echo '  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/1/0)'\n" * parts
     smi = "".join(f"echo GPU {number}\n{mig}" for number in range(gpus))
     (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho asked >> {tmp_path}/log\n{smi}")
     (tmp_path / "nvidia-smi").chmod(0o755)

@@ -374,6 +374,35 @@ def test_what_sync_leaves_there_is_no_code(tmp_path: Path) -> None:
     assert found == ["a.yaml", "models/logs/a.yaml", "results/a.yaml"]
 
 
+BOTH = {"a.py": "1", "b.py": "2"}
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ({"code": None, "root": False}, f"{ROOT} is missing there"),
+        ({"code": None, "root": True}, f"{ROOT} is not a checkout of this repository"),
+        ({"code": {"a.py": "1"}}, "other than here: b.py"),
+        ({"code": BOTH, "identity": "a"}, "the same file system"),
+        ({"code": BOTH, "identity": "b"}, "a copy, the same"),
+    ],
+)
+def test_the_checkout_of_another_host(there: dict[str, Any], told: str) -> None:
+    here = {"code": BOTH, "synced": {*BOTH}, "tracked": set(), "identity": "a", "hosts": ""}
+    (finding,) = findings.checkout(Host("node1", 1), there, here)
+    assert finding.text == told
+
+
+def test_a_package_that_another_host_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {"versions": {"python": "3.11.7", "torch": "2.11.0"}, "hosts": "HOSTS=node1:1"}
+    facts = {"versions": {"python": "3.11.7"}}
+    (finding,) = findings.packages(Host("node1", 1), facts, here)
+    assert finding.text == "torch is missing, here 2.11.0"
+    monkeypatch.setattr(findings, "environment_folder", lambda: Path("/opt/env"))  # not copied
+    (finding,) = findings.packages(Host("node1", 1), facts, here)
+    assert finding.fix == f"on node1: make install PYTHON={PYTHON}"
+
+
 @pytest.mark.parametrize(("name", "level"), [("old.py", "warn"), ("notes.md", "ok")])
 def test_code_that_is_only_there_is_told(name: str, level: str) -> None:
     here = {"code": {"new.py": "1"}, "synced": {"new.py"}, "tracked": {"new.py"}, "identity": "a"}
@@ -395,6 +424,8 @@ def test_code_that_is_only_there_is_told(name: str, level: str) -> None:
 def test_a_disk_for_logs_alone_that_is_full(checkout: int, logs: int, told: list[str]) -> None:
     facts = {"readonly": "", "logs": logs, "disk": {str(ROOT): checkout}}
     assert [finding.text for finding in findings.writable(Host("node1", 1), facts)] == told
+    (finding,) = findings.writable(Host("node1", 1), {**facts, "readonly": "/there"})
+    assert finding.text == "/there cannot be written; rank 0, which runs here, writes there"
 
 
 @pytest.mark.parametrize(
@@ -459,6 +490,19 @@ def test_gpus_that_a_host_lends(
     assert finding.level == told[0] and told[1] in finding.text
 
 
+def test_what_keeps_a_host_from_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = {"name": "NVIDIA T4", "driver": "535.1", "total": 100, "free": 100}
+    answer = {"devices": [{**gpu, "index": 0}, {**gpu, "index": 1}], "processes": [], "error": None}
+    facts = {"gpus": answer, "build": {"gpus": 0, "cuda": "13.0"}}
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    (few,) = findings.gpus(Host("node1", 2), facts)
+    assert few.text == "2 slots and 1 GPUs: a process needs its own"
+    (old,) = findings.gpus(Host("node1", 1), facts)
+    assert old.text == "torch for CUDA 13.0 sees none of them; the driver is 535.1"
+    (dead,) = findings.gpus(Host("node1", 1), {"gpus": {**answer, "error": "Driver mismatch"}})
+    assert {few.level, old.level, dead.level} == {"FAIL"} and dead.text == "Driver mismatch"
+
+
 @pytest.mark.parametrize(
     ("disk", "memory", "told"),
     [
@@ -474,6 +518,8 @@ def test_disk_and_memory_that_two_ranks_take(disk: int, memory: int, told: list[
     assert [(finding.check, finding.level) for finding in found[:2]] == [
         ("disk", told[0]), ("memory", told[1]),
     ]  # fmt: skip
+    least = findings.room(Host("node1", 2), {**facts, "memory": 5}, 2)[1]
+    assert least.fix == findings.few(1)
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ class StopOnSignal(Checkpoint):
         asked = self._ask if stage == "fit" else signal.default_int_handler
         self._before = {SIGNAL: signal.signal(SIGNAL, asked)}
         self._process = os.getpid()
-        if stage == "fit" and sigterm_asks():
+        if stage == "fit":
             register_after_fork(self, outlive_signals)
             atexit.register(end_workers)
 

@@ -278,6 +278,25 @@ class TestOtherRuns:
         assert text.endswith("horovodrun: stopped by SIGTERM\n"), text  # and no rank without one
         assert (folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt").is_file()
 
+    def test_a_stop_at_once_is_no_error_of_a_worker(self, tmp_path: Path) -> None:
+        """All processes get SIGTERM; torch raises an error where a worker ends by it."""
+        changes = ["trainer.max_epochs=100000", "~callbacks.early_stopping", "data.num_workers=1"]
+        output = tmp_path / "output"
+        with output.open("w") as file:
+            launcher = subprocess.Popen(
+                make_train(1, *TEMPLATE, f"log_dir={tmp_path}", *changes), cwd=ROOT, stdout=file,
+                stderr=file, start_new_session=True,
+            )  # fmt: skip
+        try:
+            wait_for_words(launcher, output, "epoch 2/", 120)
+            launcher.send_signal(signal.SIGUSR2)  # as make stop KILL=1, or a second Ctrl-C
+            assert launcher.wait(60) == 128 + signal.SIGUSR2, output.read_text()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(launcher.pid, signal.SIGKILL)
+            launcher.wait()
+        assert "Traceback" not in output.read_text()
+
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
         done = job(
             2, tmp_path, "trainer.precision=bf16-mixed", "trainer.limit_train_batches=6",

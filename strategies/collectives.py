@@ -286,7 +286,7 @@ class World:
     def barrier(self) -> None:
         self.before_collective()
         # Horovod: join() is no barrier (horovod#3121), and barrier() keeps a core busy.
-        token = torch.zeros(1)
+        token = torch.zeros(1, dtype=torch.float32)
         wait(hvd.allreduce_async_(token, name="barrier", op=hvd.Sum, process_set=self.process_set))
 
     def has_several_ranks(self) -> bool:

@@ -122,7 +122,11 @@ def barrier(file: str) -> bool:
     if hvd.rank() == 1:
         time.sleep(1)
         Path(file).touch()
-    strategy.barrier()
+    torch.set_default_dtype(torch.bfloat16)  # of which Horovod sends none
+    try:
+        strategy.barrier()
+    finally:
+        torch.set_default_dtype(torch.float32)
     return Path(file).exists()
 
 

@@ -129,7 +129,11 @@ def _advice(error: str, config: DictConfig) -> str:
     if "enable_progress_bar=False" in error:
         return "; ~callbacks.progress leaves the progress out"
     if "more than one stateful callback of type" in error:
-        return " Two save by the same rule: leave one out, as ~callbacks.best_checkpoint"
+        return (
+            " Two save by the same rule: leave one out, as ~callbacks.best_checkpoint, or give "
+            "yours another monitor, mode or every_n_epochs; "
+            "callbacks.best_checkpoint.save_top_k=-1 keeps those of all epochs"
+        )
     if "enable_checkpointing=False" in error:
         return "; callbacks=none leaves those that save out"
     return ""

@@ -427,7 +427,7 @@ class TestMistakes:
             (nobody_logs, f"error: {early}.monitor=val_loss: nothing is logged by this name"),
             (["trainer.precision=12"], "trainer=default trainer.precision=12: "),
             (["trainer.enable_checkpointing=false"], "; callbacks=none leaves those that save out"),
-            (["callbacks.best_checkpoint.monitor=null"], "leave one out, as ~callbacks.best_che"),
+            (["callbacks.best_checkpoint.monitor=null"], "or give yours another monitor, mode "),
             (["+model.foo=1"], "model=classifier +model.foo=1: "),
             (["run_dir=conf"], "/conf: it exists already; give another, or none"),
             (["train=false"], "train=false: give the checkpoint to test"),

@@ -65,7 +65,7 @@ from .refusals import (
     warn_of_own_gathers,
 )
 from .resuming import global_batch_size, resume
-from .samplers import each_sample_once, seed_order
+from .samplers import each_sample_once, refuse_other_lengths, seed_order
 from .steps import GuardedSteps
 
 T = TypeVar("T")
@@ -118,8 +118,9 @@ class HorovodStrategy(ParallelStrategy):
     Raises:
         MisconfigurationException: for values above that are unknown or do not go together, and,
             later, on all ranks: no GPU for each rank or no NCCL for GPUs, a Trainer's `devices` or
-            `num_nodes` that contradict horovodrun's, models, numbers of batches or learning rates
-            that differ between ranks, and what else refusals.py, steps.py and buckets.py refuse.
+            `num_nodes` that contradict horovodrun's, models, lengths of data sets, numbers of
+            batches or learning rates that differ between ranks, and what else refusals.py, steps.py
+            and buckets.py refuse.
             A rank that has no batch at all in an epoch after the first is found only when that
             epoch ends. Where batches run out at different steps on GPUs, ranks hang if they call
             `hvd.*` themselves in the next step.
@@ -450,6 +451,8 @@ class HorovodStrategy(ParallelStrategy):
             return dataloader
         if self.root_device.type == "cpu":
             dataloader.pin_memory = False  # it would take memory of a GPU that is not trained on
+        if self.world.size > 1:
+            refuse_other_lengths(dataloader, self.world)
         # If the sanity check asks for estimated_stepping_batches, the training loader is made then;
         # the loaders of validation are there already.
         made = trainer.fit_loop.epoch_loop.val_loop._combined_loader is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -101,6 +102,36 @@ def replace_batches(dataloader: DataLoader, batches: Sampler[list[int]]) -> None
         dataloader._iterator._index_sampler = batches
 
 
+def sharing(loader: DataLoader, world: World) -> DistributedSampler | None:
+    """The sampler that takes this rank's share of the data set; None where there is none, or where
+    the user has another way: each rank evaluates all, say."""
+    batches = loader.batch_sampler
+    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return None
+    ours = (sampler.num_replicas, sampler.rank) == (world.size, world.rank)
+    return sampler if ours else None
+
+
+def refuse_other_lengths(loader: DataLoader, world: World) -> None:
+    """Ranks would take overlapping shares of data sets that differ, and miss samples: where a host
+    has part of the files, or each rank has taken its share before. Called on all ranks.
+
+    Raises:
+        MisconfigurationException: when the data sets that are shared out differ in their length.
+    """
+    sampler = sharing(loader, world)
+    samples = len(sampler.dataset) if sampler else None  # type: ignore[arg-type]
+    (first, _), *others = world.gather_objects((samples, os.uname().nodename))
+    for rank, (count, host) in enumerate(others, start=1):
+        if None not in (first, count) and count != first:
+            raise MisconfigurationException(
+                f"rank {rank} on {host} has {count} samples, rank 0 has {first}, of data that are "
+                "split over the ranks: give each rank all of them (is a copy incomplete, or did "
+                "you split them, too?), or split them alone: Trainer(use_distributed_sampler=False)"
+            )
+
+
 def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader:
     """A loader for evaluation that gives this rank its share, no sample padded or left out.
 
@@ -112,12 +143,9 @@ def each_sample_once(loader: DataLoader, world: World, stage: str) -> DataLoader
     Raises:
         MisconfigurationException: for fewer samples than ranks.
     """
-    batches = loader.batch_sampler
-    sampler = loader.sampler if batches is None else getattr(batches, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
+    sampler, batches = sharing(loader, world), loader.batch_sampler
+    if sampler is None:
         return loader
-    if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):
-        return loader  # the user's way: each rank evaluates all, say
     samples = len(sampler.dataset)  # type: ignore[arg-type]
     # Lightning wraps the user's own sampler, which is not distributed.
     wrapped = isinstance(sampler, DistributedSamplerWrapper)

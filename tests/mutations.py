@@ -87,8 +87,13 @@ MUTATIONS = [
     ),
     Mutation(
         "a sampler of all samples is dealt out", "samplers.py",
-        "if (sampler.num_replicas, sampler.rank) != (world.size, world.rank):", "if False:",
+        "ours = (sampler.num_replicas, sampler.rank) == (world.size, world.rank)", "ours = True",
         "own_way", "test_evaluation",
+    ),
+    Mutation(
+        "data sets of other lengths are split over the ranks", "horovod.py",
+        "            refuse_other_lengths(dataloader, self.world)", "            pass",
+        "told_on_all_ranks", "test_mistakes",
     ),
     Mutation(
         "layers that have moved send their gradients after backward", "buckets.py",
@@ -506,7 +511,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the barrier lets pass", "collectives.py",
-        "        token = torch.zeros(1)\n", "        return\n", "barrier", "test_collectives",
+        "        token = torch.zeros(1, dtype=torch.float32)\n", "        return\n",
+        "barrier", "test_collectives",
     ),
     Mutation(
         "a resumed epoch begins anew", "resuming.py",

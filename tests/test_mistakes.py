@@ -365,7 +365,10 @@ def mistakes() -> dict[str, str]:
         "frozen": refusal(Net(frozen)),
         "hosts": refusal(Net(nn.Linear(FEATURES, CLASSES)), num_nodes=2),
         "devices": refusal(Net(nn.Linear(FEATURES, CLASSES)), devices=3),
-        "batches": refusal(Net(), unequal),
+        "samples": refusal(Net(), unequal),
+        "samples to validate": refused(  # as many batches on both ranks
+            lambda: trainer("horovod").validate(Measured(), DataLoader(samples(67 + RANK), 64))
+        ),
         "endless": refusal(Net(), DataLoader(Counting(unequal_batches), 4)),
         "endless words": refusal(OnlyEmbedded(), DataLoader(Counting(unequal_batches), 4)),
         "empty": refusal(Net(), DataLoader(Counting(1 - RANK), 4)),
@@ -424,7 +427,8 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["frozen"].startswith(f"{rank_1}net.weight (5, 12) float32 where")
         assert texts["hosts"].startswith("Trainer(num_nodes=2), and these ranks are on 1;")
         assert texts["devices"].startswith(f"Trainer(devices=3) on {host}, where horovodrun")
-        assert texts["batches"].startswith(f"rank 1 on {host} has 9 training batches an epoch")
+        assert texts["samples"].startswith(f"rank 1 on {host} has 72 samples, rank 0 has 80, of")
+        assert texts["samples to validate"].startswith(f"rank 1 on {host} has 68 samples, rank 0")
         assert texts["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
         assert texts["endless words"] == texts["endless"]
         assert texts["empty"].startswith(

@@ -74,7 +74,8 @@ class GradientBuckets:
         exchanges: the last 100; take them from here before they are dropped.
         known: all parameters of the module.
         unprepared: parameters that got a gradient without `prepare`, on this rank alone.
-        kept: parameters that got one from backwards that stayed local, since the last reduction.
+        kept: parameters that got one from backwards that stayed local, or whose one these have
+            scaled down, since the last reduction.
         mixed: parameters whose result of Adasum a later backward has added to.
         in_backward: whether a backward was prepared and is not over.
     """
@@ -120,10 +121,9 @@ class GradientBuckets:
         self._one_at_a_time = threading.Lock()  # autograd has a thread for each GPU of the model
         # What earlier backwards have left in gradients.
         self._reduced: set[Tensor] = set()  # whose gradient is that of all ranks
-        self._scaled: set[Tensor] = set()  # of these, what the backward at hand has scaled down
         self._local: list[bool] = []  # which were trained by backwards that stayed local
-        self.unprepared: set[Parameter] = set()
-        self.kept: set[Parameter] = set()
+        self.unprepared: set[Tensor] = set()
+        self.kept: set[Tensor] = set()
         self.mixed: set[Tensor] = set()
         # When the wire is busy.
         self.exchanges: deque[Exchange] = deque(maxlen=100)
@@ -136,9 +136,9 @@ class GradientBuckets:
         for _, hook in self._hooks.values():
             hook.remove()
 
-    def is_own(self, parameter: Parameter) -> bool:
+    def is_own(self, parameter: Tensor) -> bool:
         """Whether its `.grad` still holds what this rank alone has, of a plain loss.backward() or
-        of a backward that stayed local."""
+        of a backward that stayed local, or its share of a sum."""
         own = parameter in self.unprepared or parameter in self.kept
         if not own or (gradient := parameter.grad) is None:
             return False
@@ -150,11 +150,6 @@ class GradientBuckets:
         return bool(self._local)
 
     # ---------------------------------------------------------------- one backward
-
-    @property
-    def _share(self) -> float:
-        """The part of a gradient of all ranks with which each rank gives it to a reduction."""
-        return 1 / (self.before * self.after * self.world.size)
 
     def prepare(self) -> None:
         """Before every backward, also one whose gradients stay local."""
@@ -168,7 +163,7 @@ class GradientBuckets:
         # Gradients that an earlier backward left are equal on all ranks by now. Summed again, they
         # would count once per rank, so they are scaled down first. Those of an optimizer that is
         # toggled off stay as they are: this backward does not touch them.
-        share, self._scaled = self._share, set()
+        share = 1 / (self.before * self.after * self.world.size)
         self.mixed = {p for p in self.mixed if not p.requires_grad}
         if abs(share - 1) > 1e-9:  # averages have a share of 1
             for parameter in self._reduced:
@@ -176,7 +171,7 @@ class GradientBuckets:
                     if self.reduction is adasum and parameter.grad.any():
                         self.mixed.add(parameter)  # no sum, of which each rank could have its part
                     parameter.grad.mul_(share)
-                    self._scaled.add(parameter)
+                    self.kept.add(parameter)  # until it is summed again
         self._reduced = {p for p in self._reduced if not p.requires_grad}
 
     def start(self, last_batch: bool = False) -> None:
@@ -347,11 +342,6 @@ class GradientBuckets:
     def leave(self) -> None:
         """After a backward without `start`, whose gradients stay local for now."""
         self.in_backward = False
-        # What it did not touch is still the gradient of all ranks, with which a step may come now.
-        for parameter in self._scaled - self.kept:
-            if parameter.grad is not None:
-                parameter.grad.div_(self._share)
-                self._reduced.add(parameter)
         local = self._local or [False] * len(self.parameters)
         self._local = [p.requires_grad or trained for p, trained in zip(self.parameters, local)]
 

@@ -693,8 +693,8 @@ MUTATIONS = [
         "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
-        "a backward that stays local scales down what it does not touch", "buckets.py",
-        "parameter.grad.div_(self._share)", "pass", "horovod-2 and of_which_one_accumulates",
+        "a step takes what a backward that stayed local has scaled down", "buckets.py",
+        "self.kept.add(parameter)  #", "pass  #", "mistakes_are_told", "test_mistakes",
     ),
     Mutation(
         "gradients that stayed local count as such when they are averaged", "buckets.py",

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from strategies import HorovodStrategy
 from strategies.batchnorm import SyncLayers
 from tests.matrix.checkpoints import Counting
+from tests.matrix.optimization import OneAccumulates
 from tests.matrix.precision import convolutions
 from tests.matrix.trainings import (
     CLASSES,
@@ -387,6 +388,9 @@ def mistakes() -> dict[str, str]:
         "passed by": refusal(CallsBackward("step", bare=True)),
         "replaced": refusal(Replaces("step")),
         "local": refusal(StepsWithLocal()),
+        "share": refused(
+            lambda: trainer(HorovodStrategy(op="sum")).fit(OneAccumulates(), loader())
+        ),
         "forgotten": refusal(StepsWithoutClosure("step")),
         "went on": refusal(GoesOnAfterAnError()),
         "within": refusal(StepsWithin()),
@@ -445,7 +449,8 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["left out"].startswith("for some ranks the epoch ends with this backward")
         assert texts["alone"].startswith("a step with gradients of loss.backward()")
         assert texts["passed by"] == texts["alone"]
-        assert texts["replaced"] == texts["forgotten"] == texts["local"] == texts["alone"]
+        assert texts["replaced"] == texts["forgotten"] == texts["alone"]
+        assert texts["local"] == texts["share"] == texts["alone"]
         assert texts["went on"].startswith("the backward before this one ended in an error")
         assert texts["within"].startswith("a step within backward, before the gradients of all")
         assert texts["made"].startswith(f"{rank_1}late.weight (3, 5) float32 trained where rank 0")

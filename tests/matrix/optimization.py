@@ -469,15 +469,6 @@ def adversaries_of_a_sum_whose_losses_come_first(strategy: str) -> dict[str, Any
     return fit(make(strategy, op="sum"), LossesFirstOfASum(seldom=False))
 
 
-class OneAccumulatesOfASum(OfASum, OneAccumulates):
-    pass
-
-
-@case(without_ddp="an option of ours")
-def adversaries_of_a_sum_of_which_one_accumulates(strategy: str) -> dict[str, Any]:
-    return fit(make(strategy, op="sum"), OneAccumulatesOfASum())
-
-
 class InterleavedOfASum(OfASum, Interleaved):
     pass
 

@@ -74,8 +74,9 @@ def description(results: Results) -> str:
     together, repeats = accumulated(results["config"]), settings["repeats"]
     steps = f" of a batch each, of which {together} accumulate for an update," * (together > 1)
     measured = f"{trial['steps']} steps{steps}"
-    if settings["epochs"]:
-        measured = f"{settings['epochs']} whole epochs" + f", in steps{steps}" * (together > 1)
+    if epochs := settings["epochs"]:
+        measured = f"{epochs} whole epoch{'s' * (epochs > 1)}"
+        measured += f", in steps{steps}" * (together > 1)
     job = " ".join(settings["arguments"]) or "the default job"
     smallest = settings["sizes"][0]
     text = (

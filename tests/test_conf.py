@@ -498,16 +498,21 @@ def test_the_other_groups_can_be_made(group: str, tmp_path: Path) -> None:
                 assert all(make(part) is not None for part in member.values())
 
 
-def test_the_database_of_mlflow_is_for_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_database_of_mlflow_is_for_rank_0_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loggers, "MLFlowLogger", dict)
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.setenv("HOROVOD_RANK", "0")
-    assert loggers.mlflow("/logs", log_model=True) == {
-        "tracking_uri": "sqlite:////logs/mlflow.db", "artifact_location": "file:///logs/mlflow",
-        "log_model": True,
-    }  # fmt: skip
+    logs, run = f"{tmp_path}/logs", f"{tmp_path}/logs/mine/runs/1"
     monkeypatch.setenv("HOROVOD_RANK", "1")
-    assert loggers.mlflow("/logs")["tracking_uri"] == "http://localhost:9"
+    assert loggers.mlflow(logs, run)["tracking_uri"] == "http://localhost:9"
+    assert not Path(logs).exists()
     monkeypatch.setenv("HOROVOD_RANK", "0")
+    assert loggers.mlflow(logs, run, log_model=True) == {
+        "tracking_uri": f"sqlite:///{logs}/mlflow.db", "artifact_location": f"file://{logs}/mlflow",
+        "run_name": "mine/runs/1", "log_model": True,
+    }  # fmt: skip
+    assert Path(logs).is_dir()  # which SQLite does not make
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://server")
-    assert loggers.mlflow("/logs") == {"tracking_uri": "http://server"}
+    named = loggers.mlflow(logs, run, run_name="a")
+    assert named == {"tracking_uri": "http://server", "run_name": "a"}

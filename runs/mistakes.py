@@ -171,10 +171,18 @@ def _of_weights(error: BaseException) -> str | None:
     restored = any(frame.name == "load_model_state_dict" for frame in frames)  # by the strategy
     if not restored or "loading state_dict" not in text:
         return None
-    line = " ".join(text.splitlines()[1:2]).strip(" \t.")
-    part = "; if it keeps a part of them, set self.strict_loading = False in the model's __init__"
-    missing = part if "Missing key" in line else ""
-    return f"ckpt_path: the checkpoint does not fit the model: {line}{missing}"
+    first, *others = [line.strip(" \t.") for line in text.splitlines()[1:]] or [""]
+    advice = ""
+    if "Missing key" in first and not any("Unexpected key" in other for other in others):
+        advice = (
+            "; if it keeps a part of them, set self.strict_loading = False in the model's __init__"
+        )
+    elif any(("_orig_mod." in first) != ("_orig_mod." in other) for other in others):
+        advice = (
+            "; torch.compile adds _orig_mod. to the names of weights: compile the same modules as "
+            "the training that wrote it"
+        )
+    return f"ckpt_path: the checkpoint does not fit the model: {first}{advice}"
 
 
 def _of_advice(error: BaseException) -> str | None:

@@ -225,6 +225,39 @@ def test_a_checkpoint_of_a_part_of_the_weights_is_told_also_after_the_training(
     trainer.test(model, ckpt_path=tmp_path / "part.ckpt")
 
 
+class Compiles(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.compile(self.layer)
+
+
+class OtherNames(BoringModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mine = torch.nn.Linear(32, 2)
+        del self.layer
+
+
+@pytest.mark.parametrize(
+    ("made", "advice"),
+    [
+        (Compiles, "torch.compile adds _orig_mod. to the names of weights: compile the same"),
+        (OtherNames, None),
+    ],
+)
+def test_weights_of_other_names_are_no_part_that_may_be_left_untrained(
+    made: type[BoringModel], advice: str | None, tmp_path: Path
+) -> None:
+    trainer = Trainer(**QUIET, fast_dev_run=True, default_root_dir=tmp_path)
+    trainer.strategy.connect(BoringModel())
+    trainer.save_checkpoint(tmp_path / "plain.ckpt")
+    with pytest.raises(RuntimeError) as caught:
+        trainer.test(made(), ckpt_path=tmp_path / "plain.ckpt")
+    told = mistake(caught.value, started=True)
+    assert told and "Missing key" in told and "strict_loading" not in told
+    assert advice in told if advice else told.endswith('.bias"')
+
+
 def test_an_error_of_a_loaders_worker_is_told_by_its_last_line() -> None:
     text = "Caught OSError in DataLoader worker process 0.\nOriginal Traceback (most recent call "
     text += 'last):\n  File "mine.py", line 1, in read\nOSError: cannot identify cat.png\n'

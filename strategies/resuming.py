@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -61,14 +61,14 @@ def global_batch_size(loop: _FitLoop, ranks: int) -> int:
 
 def drawn_anew(batches: Any) -> str:
     """The class of the sampler, if a resume may not find its order again; "" if the order follows
-    from a seed and the epoch, or is that of the data set."""
+    from a seed and the epoch, or is that of the data set or of a list."""
     sampler = getattr(batches, "sampler", batches)
     if isinstance(sampler, DistributedSamplerWrapper):
         seeded = isinstance(sampler, SeededOrder)
         sampler = getattr(sampler.dataset, "_sampler", None)
         if seeded and getattr(sampler, "generator", "none") is None:
             return ""  # torch's, without a generator of its own
-    repeatable = isinstance(sampler, (DistributedSampler, SequentialSampler))
+    repeatable = isinstance(sampler, (DistributedSampler, SequentialSampler, Sequence))
     return "" if repeatable else type(sampler).__name__
 
 

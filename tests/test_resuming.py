@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
@@ -435,6 +436,8 @@ def test_orders_that_a_resume_finds_again() -> None:
     assert drawn_anew(DataLoader(whole, 4, shuffle=True).batch_sampler) == "RandomSampler"
     assert drawn_anew(DataLoader(whole, 4).batch_sampler) == ""
     assert drawn_anew(DataLoader(whole, 4, sampler=seeded).batch_sampler) == ""
+    in_order = DistributedSamplerWrapper(range(40), 2, 0)  # as Lightning puts it around a list
+    assert drawn_anew(BatchSampler(in_order, 4, drop_last=False)) == ""
 
 
 class Grows(pl.LightningDataModule):

@@ -36,7 +36,10 @@ def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:
     """
     if not loop.restarting or loop._combined_loader is None or loop._data_fetcher is None:
         return
-    loaders, progress = loop._combined_loader.flattened, loop.epoch_loop.batch_progress
+    loaders = loop._combined_loader.flattened
+    progress: Any = loop.epoch_loop.batch_progress
+    if progress.current.processed < progress.current.ready:  # saved as a step of it failed
+        progress.is_last_batch = False
     if not progress.is_last_batch:
         now = global_batch_size(loop, ranks)
         cycles = loop._combined_loader._mode == "max_size_cycle"
@@ -99,8 +102,10 @@ def leave_out_trained(
         now: global batch size of the first loader.
         cycles: whether shorter loaders begin again until the longest one ends.
     """
-    ready, moved = progress.current.ready, 0
-    if not ready:  # LearningRateFinder leaves the loop restarting, too
+    # Where a step failed and the checkpoint was written then (OnExceptionCheckpoint), Lightning has
+    # its batch come again.
+    done, moved = progress.current.processed, 0
+    if not done:  # LearningRateFinder leaves the loop restarting, too
         return
     for dataloader in dataloaders:
         if hasattr(dataloader, "load_state_dict"):  # it goes on by itself
@@ -112,18 +117,18 @@ def leave_out_trained(
             or not isinstance(getattr(batches, "batch_size", None), int)
         ):
             rank_zero_warn(
-                f"the resumed epoch goes on at batch {ready}, but with the first samples: trained "
+                f"the resumed epoch goes on at batch {done}, but with the first samples: trained "
                 "ones can be left out of a DataLoader with batch_size and a data set of known "
                 f"length, not of this {type(dataloader).__name__}"
             )
             continue
         warn_of_order(batches)
-        trained = -(-ready * then // now)
+        trained = -(-done * then // now)
         length = len(batches)  # type: ignore[arg-type]
         # Where loaders cycle, a shorter one is in another of its rounds; else it may have ended.
         of_round = trained % length if cycles and trained > length else trained
         replace_batches(dataloader, WithoutFirst(batches, of_round))  # type: ignore[arg-type]
-        moved = trained - ready
+        moved = trained - done
     move(progress, moved)
 
 

@@ -520,6 +520,11 @@ MUTATIONS = [
         "horovod-2 and resume",
     ),
     Mutation(
+        "a batch whose step failed is left out by a resume", "resuming.py",
+        "done, moved = progress.current.processed, 0", "done, moved = progress.current.ready, 0",
+        "whose_step_failed", "test_resuming",
+    ),
+    Mutation(
         "workers go on with the order of the first epoch", "resuming.py",
         "    iter(loop._data_fetcher)\n", "", "loaders_were_made", "test_resuming",
     ),

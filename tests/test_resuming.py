@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.distributed import DistributedSamplerWrapper
-from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.tuner import Tuner
 from pytorch_lightning.utilities.combined_loader import CombinedLoader
 from torch import Tensor
@@ -150,6 +151,40 @@ def test_a_resume_at_the_end_of_an_epoch_trains_the_next(
     for result in launch(end_an_epoch, now, folder=str(tmp_path), resumed=True):
         assert result["seen"] == expected and result["validated"][-1] == 1
         assert result["steps"] == 20 // then + 20 // now
+
+
+class Fails(Validates):
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        if self.global_step == self.step:
+            raise ArithmeticError
+
+
+def go_on_after_an_error(folder: str, step: int) -> dict[str, Any]:
+    """An error in a step of the second of two epochs, and a resume."""
+    saving: Any = {"callbacks": [OnExceptionCheckpoint(folder, "error")]}
+    run = trainer("horovod", enable_checkpointing=True, **saving)
+    first, second = Fails(step), Validates()
+    sizes = {"batch_size": GLOBAL_BATCH // SIZE, "shuffle": True}
+    data = DataLoader(samples(), **sizes), DataLoader(samples(16), batch_size=4)
+    with contextlib.suppress(ArithmeticError):
+        run.fit(first, *data)
+    run = trainer("horovod")
+    run.fit(second, *data, ckpt_path=f"{folder}/error.ckpt")
+    seen = everyones(run, first.seen[10:step] + second.seen)
+    return {"seen": seen, "validated": second.validated, "steps": run.global_step}
+
+
+@pytest.mark.parametrize("step", [10, 15, 19])  # of 20
+def test_a_batch_whose_step_failed_is_trained_after_a_resume(
+    launch: Callable, tmp_path: Path, step: int
+) -> None:
+    for result in launch(go_on_after_an_error, 2, folder=str(tmp_path), step=step):
+        assert result["seen"] == sorted(samples().tensors[0][:, 0].tolist())
+        assert result["steps"] == 20 and result["validated"][-1] == 1, result
 
 
 def go_on_among_others(folder: str, resumed: bool) -> list[float]:

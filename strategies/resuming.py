@@ -40,6 +40,8 @@ def resume(loop: _FitLoop, then: int, ranks: int, states: list[Any]) -> None:
     progress: Any = loop.epoch_loop.batch_progress
     if progress.current.processed < progress.current.ready:  # saved as a step of it failed
         progress.is_last_batch = False
+    # A validation that failed begins anew: its means are of all batches.
+    loop.epoch_loop.val_loop.batch_progress.current.reset()
     if not progress.is_last_batch:
         now = global_batch_size(loop, ranks)
         cycles = loop._combined_loader._mode == "max_size_cycle"

@@ -522,7 +522,12 @@ MUTATIONS = [
     Mutation(
         "a batch whose step failed is left out by a resume", "resuming.py",
         "done, moved = progress.current.processed, 0", "done, moved = progress.current.ready, 0",
-        "whose_step_failed", "test_resuming",
+        "failed_within_an_epoch", "test_resuming",
+    ),
+    Mutation(
+        "a validation that failed goes on in its midst", "resuming.py",
+        "loop.epoch_loop.val_loop.batch_progress.current.reset()", "pass",
+        "failed_within_an_epoch", "test_resuming",
     ),
     Mutation(
         "workers go on with the order of the first epoch", "resuming.py",

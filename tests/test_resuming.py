@@ -119,12 +119,13 @@ class Validates(Remembers):
     def __init__(self) -> None:
         super().__init__()
         self.validated: list[int] = []  # after so many epochs
+        self.batches = 0  # of the validations
 
     def on_validation_epoch_end(self) -> None:
         self.validated.append(self.current_epoch)
 
     def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
-        pass
+        self.batches += 1
 
 
 def end_an_epoch(folder: str, resumed: bool) -> dict[str, Any]:
@@ -162,9 +163,13 @@ class Fails(Validates):
         if self.global_step == self.step:
             raise ArithmeticError
 
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.global_step == self.step == 20 and batch_idx == 1:
+            raise ArithmeticError
+
 
 def go_on_after_an_error(folder: str, step: int) -> dict[str, Any]:
-    """An error in a step of the second of two epochs, and a resume."""
+    """An error in a step of the second of two epochs, or its validation, and a resume."""
     saving: Any = {"callbacks": [OnExceptionCheckpoint(folder, "error")]}
     run = trainer("horovod", enable_checkpointing=True, **saving)
     first, second = Fails(step), Validates()
@@ -175,16 +180,19 @@ def go_on_after_an_error(folder: str, step: int) -> dict[str, Any]:
     run = trainer("horovod")
     run.fit(second, *data, ckpt_path=f"{folder}/error.ckpt")
     seen = everyones(run, first.seen[10:step] + second.seen)
-    return {"seen": seen, "validated": second.validated, "steps": run.global_step}
+    told = {"validated": second.validated, "batches": second.batches}
+    return {"seen": seen, "steps": run.global_step, **told}
 
 
-@pytest.mark.parametrize("step", [10, 15, 19])  # of 20
-def test_a_batch_whose_step_failed_is_trained_after_a_resume(
+@pytest.mark.parametrize("step", [10, 15, 19, 20])  # of 20
+def test_what_failed_within_an_epoch_is_done_after_a_resume(
     launch: Callable, tmp_path: Path, step: int
 ) -> None:
+    """The batch of a step that failed, and all of a validation, whose means are of its batches."""
     for result in launch(go_on_after_an_error, 2, folder=str(tmp_path), step=step):
         assert result["seen"] == sorted(samples().tensors[0][:, 0].tolist())
-        assert result["steps"] == 20 and result["validated"][-1] == 1, result
+        assert result["steps"] == 20 and result["validated"] == [1], result
+        assert result["batches"] == 2, result
 
 
 def go_on_among_others(folder: str, resumed: bool) -> list[float]:

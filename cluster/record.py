@@ -201,8 +201,8 @@ class Record:
             with contextlib.suppress(OSError):  # a full disk
                 file.close()
         if not self._detached:
-            (self.folder / "run.json").unlink(missing_ok=True)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a disk that has become read-only
+                (self.folder / "run.json").unlink(missing_ok=True)
                 self.folder.rmdir()
         elif error is not None:
             self.update(state="failed", reason=str(error))

@@ -23,6 +23,10 @@ from runs.config import LOGGERS
 from runs.folders import ROOT, shown
 from runs.refusal import Refusal, guess_metric, of_srun, slurm_tasks
 
+FULL_SHM = (
+    "/dev/shm is full, through which the workers of loaders hand over their batches: give it more "
+    "(docker run --shm-size=8g), or data.num_workers=0"
+)
 MISTAKES = (Refusal, MisconfigurationException, HydraException, OmegaConfBaseException)
 NO_METRIC = re.compile(  # Lightning's errors of what watches a metric, with those that there are
     r"(?:Early stopping conditioned on metric `|`ModelCheckpoint\(monitor=')(.+?)[`']"
@@ -71,8 +75,11 @@ ADVICE = {
     ),
     # torch, of the batches that a loader's workers hand over
     r"unable to (?:allocate shared memory|.*</torch_.*No space left)|killed by signal: Bus error": (
-        "/dev/shm is full, through which the workers of loaders hand over their batches: give it "
-        "more (docker run --shm-size=8g), or data.num_workers=0"
+        FULL_SHM
+    ),
+    r"^DataLoader worker .*is killed by signal: Killed": (
+        "a worker of a loader was killed, most often because the memory is full (dmesg tells): "
+        "try fewer of them (data.num_workers=) or ranks"
     ),
     # Python, of the sockets by which they do so
     r"^OSError: \[Errno \d+\] (.+): '(.+)/pymp-\w+'\Z": (
@@ -101,10 +108,11 @@ PEER_ENDED = re.compile(r"gloo/transport/.*(closed by peer|reset by peer|Read er
 OWN = re.compile(r"Mismatched|CUDA|cuda\w+ failed|GPU Error|nccl\w+ failed: (?!remote process)")
 
 MOST, MOST_LETTERS = 6, 500  # members of a batch that are described, and letters of it
-FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # Linux makes a failing disk read-only
 
 # Where an error comes through, but is seldom to be fixed.
 RUNS_THEM = ("template.py", "runs", "strategies", "cluster")
+SEMAPHORE = "multiprocessing/synchronize.py"  # a file in /dev/shm, which its error does not name
 SAMPLER = "torch/utils/data/distributed.py"  # asks torch.distributed for what it is not given
 BATCHES = "pytorch_lightning/utilities/data.py"  # makes a batch_sampler anew, of a rank's sampler
 
@@ -186,6 +194,9 @@ def _of_weights(error: BaseException) -> str | None:
 
 
 def _of_advice(error: BaseException) -> str | None:
+    frames = extract_tb(full.__traceback__) if (full := full_disk(error)) else []
+    if frames and frames[-1].filename.endswith(SEMAPHORE):
+        return FULL_SHM
     text = _text(error)
     if ALONE in text and (tasks := slurm_tasks()):
         return of_srun(tasks)
@@ -200,20 +211,21 @@ def _of_configuration(error: BaseException) -> str | None:
     text = _text(error)
     if (package := type(error).__module__.split(".")[0]) in LOGGERS:  # no account, no connection
         return f"logger={package}: {' '.join(text.split())}"
-    if isinstance(error, (ValueError, OSError)):
+    if isinstance(error, (ValueError, OSError)) and not full_disk(error):
         where = f"{place}; " if (place := place_of(error)) else ""
         return f"{text} ({where}HYDRA_FULL_ERROR=1 shows where)"
     return None
 
 
 def _text(error: BaseException) -> str:
-    """What it says; of an error in a loader's worker the last line."""
-    text = str(error)
+    """What it says; of an error in a loader's worker the last line, of a worker's end its cause."""
+    ended = "DataLoader worker" in str(error) and "exited unexpectedly" in str(error)
+    text = str(error.__cause__ if ended and error.__cause__ else error)
     return text.strip().splitlines()[-1] if "Original Traceback" in text else text
 
 
 def full_disk(error: BaseException | None) -> OSError | None:
-    """That of a full disk, or a used-up quota, behind an error; None if there is none."""
+    """That of a full or read-only disk, or a used-up quota, behind an error, if there is one."""
     seen: list[BaseException] = []  # it may be a ring: `raise error from what_came_of_it`
     while error and not any(error is other for other in seen):
         if isinstance(error, OSError) and error.errno in FULL:

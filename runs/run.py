@@ -322,10 +322,10 @@ class Run:
         callbacks = self.config.get("callbacks")
         line = mistake(error, started=self.report.started, callbacks=callbacks)
         if full := full_disk(error):
-            self._tell_how_to_go_on()
-            where = full.filename or place_of(full) or self.folder or "a file"
+            where = os.fsdecode(full.filename or place_of(full) or self.folder or "a file")
             line = line or f"{where}: cannot be written: {full.strerror}"
         if line:
+            self._tell_how_to_go_on()
             refuse(line)
         if ended_by_another(error):  # that rank prints the cause
             if not self.report.started:  # by a mistake, in one line: no line of each other rank

@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 from functools import partial
+from multiprocessing import active_children
 from typing import Any
 
 import horovod.torch as hvd
@@ -91,6 +92,15 @@ class IsKilled(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         if self.current_epoch == 1 and batch_idx == 3 and self.global_rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
+        return super().training_step(batch, batch_idx)
+
+
+class LosesAWorker(Classifier):
+    """A loader's, of rank 0, in the second epoch."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 1 and batch_idx == 3 and self.global_rank == 0:
+            os.kill(active_children()[0].pid, signal.SIGKILL)
         return super().training_step(batch, batch_idx)
 
 

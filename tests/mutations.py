@@ -906,6 +906,11 @@ MUTATIONS = [
         "weights of a damaged checkpoint are trained on", "checkpoints.py",
         "(part := archive.testzip())", '(part := "")', "damaged", "runs/test_checkpoints", "runs",
     ),
+    Mutation(
+        "a full /dev/shm is told as a full disk", "mistakes.py",
+        "filename.endswith(SEMAPHORE)", "filename == SEMAPHORE", "semaphore",
+        "runs/test_mistakes", "runs",
+    ),
 ]  # fmt: skip
 
 

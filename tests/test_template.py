@@ -528,9 +528,11 @@ class TestMistakes:
     def test_a_training_that_ends_early_says_how_to_go_on(self, tmp_path: Path) -> None:
         for model, error in (
             ("IsKilled", "horovodrun: rank 1 on localhost was killed by SIGKILL"),
+            ("LosesAWorker", "error: a worker of a loader was killed, most often because the mem"),
             ("FillsTheDisk", "error: .*: cannot be written: No space left on device\n"),
         ):
-            done = job(2, tmp_path / model, FAULTY + model, "~callbacks.early_stopping")
+            changes = ("~callbacks.early_stopping", "data.num_workers=1")
+            done = job(2, tmp_path / model, FAULTY + model, *changes)
             assert done.returncode != 0 and re.search(error, done.stdout), done.stdout
             assert "Traceback" not in done.stdout and not processes_of(tmp_path), done.stdout
             (told,) = re.findall(r"to go on: .* ckpt_path=(\S+)\n", done.stdout)

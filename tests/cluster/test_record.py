@@ -39,6 +39,19 @@ def test_a_run_that_cannot_be_noted_leaves_no_folder(
     assert folder.is_dir() and not list(tmp_path.glob("logs/*"))
 
 
+def test_a_note_that_cannot_be_removed_does_not_hide_how_a_job_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As on a disk that has become read-only meanwhile."""
+    monkeypatch.setattr(record, "FOLDER", tmp_path / "logs")
+
+    def read_only(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with record.Record(None, [], ["true"], 8):
+        monkeypatch.setattr(Path, "unlink", read_only)
+
+
 def test_runs_of_the_same_second_have_folders_of_their_own(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import inspect
-import multiprocessing
+import multiprocessing.synchronize
 import os
 import re
 import sys
@@ -289,10 +289,32 @@ def test_a_search_for_a_batch_size_on_several_ranks_is_told() -> None:
     ],
 )
 def test_a_full_shared_memory_is_told_in_one_line(text: str) -> None:
-    other = text.replace("No space left", "Too many open files").replace("Bus error", "Killed")
+    other = text.replace("No space left", "Too many open files").replace("Bus error", "Hangup")
     assert mistake(RuntimeError(other.replace("allocate", "map")), started=True) is None
     told = mistake(RuntimeError(text), started=True)
     assert told and told.startswith("/dev/shm is full") and "docker run --shm-size=" in told
+
+
+def test_no_room_in_shared_memory_for_a_semaphore_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its error names no file, so that the run's folder was called full."""
+    made: dict[str, Any] = {}
+    code = "def full(*_):\n    raise OSError(28, 'No space left on device')"  # as of its C function
+    exec(compile(code, multiprocessing.synchronize.__file__, "exec"), made)
+    monkeypatch.setattr("_multiprocessing.SemLock", made["full"])
+    with pytest.raises(OSError, match="No space left") as raised:
+        multiprocessing.Event()  # as a loader makes for its workers
+    told = mistake(raised.value, started=True)
+    assert told and told.startswith("/dev/shm is full")
+
+
+def test_a_killed_worker_is_told_in_one_line() -> None:
+    text = "DataLoader worker (pid 7) is killed by signal: Killed. "
+    waiting = RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly")  # for its batch
+    assert mistake(waiting, started=True) is None
+    waiting.__cause__ = RuntimeError(text)
+    for error in (waiting, waiting.__cause__):
+        told = mistake(error, started=True)
+        assert told and "the memory is full" in told and "data.num_workers=" in told
 
 
 def test_the_traceback_of_a_mistake_can_be_asked_for(
@@ -394,20 +416,26 @@ def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(
 
 @pytest.mark.parametrize(
     ("place", "told"),
-    [("", "FOLDER: cannot be written: "), ("/data/a.bin", "/data/a.bin: cannot be written: ")],
+    [
+        ("", "FOLDER: cannot be written: "),
+        ("/data/a.bin", "/data/a.bin: cannot be written: "),
+        (b"/data/a.bin", "/data/a.bin: cannot be written: "),  # as of TensorBoard
+    ],
 )
+@pytest.mark.parametrize("number", [errno.EDQUOT, errno.EROFS])
 def test_a_full_disk_is_told_in_one_line(
-    place: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture
+    place: str | bytes, told: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Wherever it is noticed, and with the error that came of it."""
     run = Run.__new__(Run)
     run.config, run.folder, run._show = OmegaConf.create({}), tmp_path, warnings.showwarning
     run.report = Report(run.config, {})
     run.report.started = True
-    of_disk = OSError(errno.EDQUOT, "Quota exceeded", *([place] if place else []))
+    of_disk = OSError(number, "Quota exceeded", *([place] if place else []))
     error = ValueError("write to closed file")
     error.__context__ = of_disk
     for thrown in (of_disk, error):
+        assert mistake(thrown, started=False) is None  # which knows no folder
         with pytest.raises(SystemExit, match="2"):
             run.__exit__(type(thrown), thrown, None)
         expected = told.replace("FOLDER", str(tmp_path))

@@ -53,16 +53,12 @@ class Rendezvous:
         self.refused: set[str] = set()
         self.loop = asyncio.new_event_loop()
         self._servers: list[asyncio.Server] = []
-        try:
-            for address in addresses:
-                server = self.loop.create_server(
-                    lambda: _Connection(self), address, self.port, backlog=1024
-                )  # a long backlog, as all ranks come at once
-                self._servers.append(self.loop.run_until_complete(server))
-                self.port = self._servers[0].sockets[0].getsockname()[1]
-        except OSError:
-            self._close()
-            raise
+        for address in addresses:
+            server = self.loop.create_server(
+                lambda: _Connection(self), address, self.port, backlog=1024
+            )  # a long backlog, as all ranks come at once
+            self._servers.append(self.loop.run_until_complete(server))
+            self.port = self._servers[0].sockets[0].getsockname()[1]
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
 
@@ -87,9 +83,6 @@ class Rendezvous:
     def close(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._close()
-
-    def _close(self) -> None:
         for server in self._servers:
             server.close()
         self.loop.run_until_complete(asyncio.sleep(0.01))  # connections that were being accepted

@@ -417,15 +417,33 @@ class TestRendezvous:
         try:
             path = f"/{server.secret}/:1/global/0"
             assert self.ask(server, "PUT", path, size=2 << 20)[0] == 413
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                connection.sendall(b"PUT /" + b"x" * (1 << 15))  # a request that does not end
+                assert connection.recv(100).startswith(b"HTTP/1.0 431 ")
+        finally:
+            server.close()
+
+    def test_who_says_nothing_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And who asks for what is not there and then leaves is forgotten."""
+        monkeypatch.setattr("cluster.rendezvous.QUIET_SECONDS", 0.2)
+        server = Rendezvous(["127.0.0.1"])
+        try:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                assert connection.recv(100) == b""
+            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+                connection.sendall(f"GET /{server.secret}/:1/global/0 HTTP/1.1\r\n\r\n".encode())
+                wait_until(lambda: server.waiting.get("global/0"), 10, "one that asks")
+            wait_until(lambda: not server.waiting["global/0"], 10, "its end")
         finally:
             server.close()
 
     def test_listens_where_it_is_told_to(self) -> None:
-        server = Rendezvous(["127.0.0.2"])
+        """By one port, as ranks are told one."""
+        server = Rendezvous(["127.0.0.2", "127.0.0.3"])
         try:
-            with socket.socket() as probe:
-                assert probe.connect_ex(("127.0.0.1", server.port)) != 0
-                assert probe.connect_ex(("127.0.0.2", server.port)) == 0
+            for address, there in ("127.0.0.1", False), ("127.0.0.2", True), ("127.0.0.3", True):
+                with socket.socket() as probe:
+                    assert (probe.connect_ex((address, server.port)) == 0) == there
         finally:
             server.close()
 

@@ -40,7 +40,10 @@ THREAD = COUNTS + "import threading, time; threading.Thread(target=time.sleep, a
 FORKS = (
     COUNTS
     + """\
-import os, time
+import os, subprocess, time
+left = subprocess.check_output("sleep .1 >&2 & echo $!", shell=True, text=True).strip()
+while os.path.exists(f"/proc/{left}"):
+    time.sleep(0.02)
 if os.fork() == 0:
     time.sleep(100)
     os._exit(0)
@@ -125,6 +128,8 @@ def test_a_rank_sees_what_it_would_see_alone(script: Path) -> None:
         assert [rank["rank"] for rank in ranks] == [0, 1, 2]
         for rank in ranks:
             assert rank["leads"] and rank["child"] == "__mp_main__"
+            (ignored,) = rank["ignored"]
+            assert not int(ignored.split()[1], 16) & 0b11  # SIGHUP and SIGINT, unlike the agent
             assert f"[{rank['rank']}]<stderr>:error of {rank['rank']}\n" in done.stdout
             for name in ("PRELOAD", *RENDEZVOUS):
                 del rank["environment"][name]
@@ -132,13 +137,17 @@ def test_a_rank_sees_what_it_would_see_alone(script: Path) -> None:
     assert seen[0] == seen[1]
 
 
-def test_a_relative_path_becomes_absolute_as_without(script: Path) -> None:
-    relative = os.path.relpath(script, ROOT)
+def test_a_relative_path_becomes_absolute_as_without(script: Path, tmp_path: Path) -> None:
+    """And modules are found beside a script, not beside a link to it."""
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "script.py").symlink_to(script)
+    relative = os.path.relpath(tmp_path / "links" / "script.py", ROOT)
     command = [relative if word == str(script) else word for word in launched(script)]
     seen = [told(run(command, PRELOAD=preload).stdout) for preload in ("1", "0")]
-    assert [len(ranks) for ranks in seen] == [3, 3]
+    assert [len(ranks) for ranks in seen] == [3, 3] and imports(script) == (1 + 3) + (3 + 3)
     for one, other in zip(*seen):
-        assert (one["file"], one["argv"]) == (other["file"], other["argv"])
+        for what in ("file", "argv", "path"):
+            assert one[what] == other[what]
         assert os.path.isabs(one["file"]) and not os.path.isabs(one["argv"][0])
 
 
@@ -173,7 +182,8 @@ def test_ranks_compute_with_openmp_after_an_import_that_did(script: Path) -> Non
 
 
 def test_what_an_import_forks_keeps_nobody_waiting(script: Path) -> None:
-    """It holds the pipes of the process that forks the ranks."""
+    """It holds the pipes of the process that forks the ranks. And what it left behind, which ends
+    as a child of the agent, is not that process."""
     script.with_name("planted.py").write_text(FORKS)
     script.write_text("import planted\n# preload: it\nprint('here', flush=True)\n")
     done = run(launched(script), timeout=60)  # before what was forked ends by itself
@@ -189,7 +199,8 @@ def test_the_head_is_run_in_its_order_and_with_the_hosts_variables(
     (tmp_path / "cluster" / "__init__.py").write_text("import os; SEEN = os.environ['SET']")
     for module in ("gpus", "probe", "agent"):
         (tmp_path / "cluster" / f"{module}.py").write_text(f"MINE = {module!r}")
-    (tmp_path / "planted.py").write_text("import os; COLOR = os.environ['COLOR']\n" + COUNTS)
+    prints = "import os, sys\nsys.stdout = open(1, 'w', closefd=False)\nprint('told once')\n"
+    (tmp_path / "planted.py").write_text(prints + "COLOR = os.environ['COLOR']\n" + COUNTS)
     script.write_text(
         "import os\nos.environ['SET'] = 'before'\nimport numpy, torch\nimport cluster, planted\n"
         "torch.ones(2**23).sum()\n# preload: all that\n"
@@ -204,6 +215,7 @@ def test_the_head_is_run_in_its_order_and_with_the_hosts_variables(
     assert imports(script) == 1
     assert done.stdout.count("['before', 'red', 8388608.0]") == 2, done.stdout
     assert done.stdout.count("agent gpus probe\n") == 2, done.stdout
+    assert done.stdout.count("told once\n") == 1, done.stdout  # not what is left in a buffer
     assert len({line.split(">:")[1] for line in done.stdout.splitlines() if "drawn" in line}) == 2
     assert "SystemError: planted" in done.stdout
     assert "preload.py" not in done.stdout and "runpy" not in done.stdout  # no frames of ours

@@ -29,6 +29,7 @@ from runs.refusal import Refusal
 # implementation.
 NO_SETTINGS = ("params", "lr", "initial_lr", "foreach", "fused", "capturable", "differentiable")
 SEARCHES = (callbacks.LearningRateFinder, callbacks.BatchSizeFinder)
+BEGIN_WITH_EPOCHS = (callbacks.GradientAccumulationScheduler, callbacks.StochasticWeightAveraging)
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
@@ -218,19 +219,25 @@ class EndsEpochsOnce(callbacks.Callback):
 
 
 class BeginsWithinEpochs(callbacks.Callback):
-    """In an epoch that is resumed within, as many batches are accumulated as before, and the
-    schedule of a StochasticWeightAveraging that has begun steps: Lightning's
-    GradientAccumulationScheduler says how many, and its averaging puts the schedule in, only as an
-    epoch begins."""
+    """In an epoch that is resumed within, as many batches are accumulated as before, and a
+    StochasticWeightAveraging goes on with its schedule, or with its pass that only measures means
+    of batch norm: Lightning has callbacks begin an epoch only where it starts."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not trainer.fit_loop.restarted_mid_epoch:
+            self._leave_out_batches()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
+    ) -> None:
+        # Only now: behind an epoch's last batch, Lightning has first to begin another epoch.
+        self._leave_out_batches()
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            begins = isinstance(callback, callbacks.GradientAccumulationScheduler)
-            if isinstance(callback, callbacks.StochasticWeightAveraging):
-                begun = callback._scheduler_state is not None
-                begins = begun and trainer.current_epoch <= callback.swa_end
-            if begins:
+            if isinstance(callback, BEGIN_WITH_EPOCHS):
                 callback.on_train_epoch_start(trainer, pl_module)
+
+    def _leave_out_batches(self) -> None:
+        self.__dict__["on_train_batch_start"] = None  # as runs/hooks.py does
 
 
 class KeepsUnfrozen(callbacks.Callback):
@@ -251,9 +258,8 @@ class KeepsUnfrozen(callbacks.Callback):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.state.fn != TrainerFn.FITTING or "frozen" not in checkpoint:
-            return
-        if _finetunes(trainer):  # without the callback, nothing was frozen in `setup`
+        # Without the callback, nothing was frozen in `setup`.
+        if "frozen" in checkpoint and _finetunes(trainer):
             for name, parameter in pl_module.named_parameters():
                 parameter.requires_grad = name not in checkpoint["frozen"]
             for name, layer in _norms(pl_module):

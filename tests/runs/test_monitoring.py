@@ -129,6 +129,43 @@ def test_a_resumed_average_is_that_of_a_run_that_was_never_interrupted(
     assert len(set(rates[0])) == 4 and weights[0] == pytest.approx(weights[1])
 
 
+class Normed(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(self.norm(batch.unsqueeze(1)), batch_idx)
+
+
+@pytest.mark.parametrize(
+    ("step", "at"), [(9, "batch"), (12, "batch"), (12, "epoch"), (14, "batch")]
+)
+def test_a_resume_measures_batch_norm_for_the_average(step: int, at: str, tmp_path: Path) -> None:
+    """In a pass behind the last epoch, which Lightning begins once; also from within that pass."""
+    averages = []
+    for path in (None, tmp_path / f"{at}-{step}.ckpt"):
+        ours = [resuming.EndsEpochsOnce(), resuming.BeginsWithinEpochs()]
+        trainer = Trainer(
+            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            callbacks=[*ours, StochasticWeightAveraging(swa_lrs=0.1), keeps := Callback()],
+            max_epochs=3, default_root_dir=tmp_path,
+        )  # fmt: skip
+
+        def keep(trainer: Trainer, *of: Any, path: Any = path) -> None:
+            if path is None:
+                seen = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+                trainer.save_checkpoint(tmp_path / f"{'batch' if of[1:] else 'epoch'}-{seen}.ckpt")
+
+        keeps.on_train_batch_end = keeps.on_train_epoch_end = keep  # type: ignore[method-assign]
+        model = Normed()
+        trainer.fit(model, DataLoader(torch.arange(8.0), batch_size=2), ckpt_path=path)
+        averages.append(torch.load(str(resuming.save_average(trainer)))["state_dict"])
+        assert (model.norm.momentum, trainer.accumulate_grad_batches) == (0.1, 1)
+    for name in ("weight", "norm.bias", *(["norm.running_mean"] if step < 14 else [])):
+        assert averages[0][name] == pytest.approx(averages[1][name])
+
+
 def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) -> None:
     """Else the average of SWA has no folder to go to, and the best is not tested."""
     for keeps in ([], [resuming.ModelCheckpoint(tmp_path)]):

@@ -273,6 +273,8 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
+    with pytest.warns(UserWarning, match="the best of before is gone"):  # nothing is left to train
+        assert train_to_the_best(tmp_path / "6", 3, 1, ckpt_path=last)[0] == Path()
 
 
 class NeedsBatches(Loses):
@@ -417,6 +419,9 @@ def test_a_resumed_run_searches_no_learning_rate(tmp_path: Path) -> None:
     kept: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     assert later in kept and search not in kept
     assert sum("LearningRateFinder left out" in str(each.message) for each in told) == 1
+    tests = Trainer(accelerator="cpu", logger=False, callbacks=[search])
+    resuming.LeavesOutSearches().setup(tests, model, "test")
+    assert search in tests.callbacks  # type: ignore[attr-defined]
 
 
 class Unfreezes(BaseFinetuning):
@@ -543,6 +548,12 @@ class EachSecond(OneCycle):
     every = 2
 
 
+class EachEpoch(OneCycle):
+    def configure_optimizers(self) -> Any:
+        optimizers, (schedule,) = super().configure_optimizers()
+        return optimizers, [schedule | {"interval": "epoch"}]
+
+
 def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> None:
     """Of a checkpoint after 2 of 3 epochs with half the batches."""
 
@@ -562,6 +573,7 @@ def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> N
     resume: Path | None = None
     fit(2)
     fit(2, model=EachSecond)
+    fit(2, model=EachEpoch)
     resume = tmp_path / "OneCycle" / "2" / "epoch=1.ckpt"
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "OneCycleLR has")
@@ -574,6 +586,8 @@ def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> N
         fit(2)
         resume = tmp_path / "EachSecond" / "2" / "epoch=1.ckpt"
         fit(2, model=EachSecond)
+        resume = tmp_path / "EachEpoch" / "2" / "epoch=1.ckpt"
+        fit(8, model=EachEpoch)  # more steps, and as many epochs
     resume = tmp_path / "OneCycle" / "2" / "epoch=1.ckpt"
     with (
         pytest.warns(UserWarning, match="OneCycleLR has 6 steps, .* or trainer.max_steps=6"),

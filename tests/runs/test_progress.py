@@ -68,7 +68,7 @@ def test_what_is_logged_of_steps_and_epochs_is_told_once() -> None:
 def test_within_an_epoch_a_line_comes_every_ten_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    now = 0.0
+    now = 100.0
     monkeypatch.setattr("runs.progress.time.monotonic", lambda: now)
     metrics = {"val/loss": torch.tensor(1.5), "train/loss": torch.tensor(0.5)}
     trainer: Any = SimpleNamespace(
@@ -77,11 +77,17 @@ def test_within_an_epoch_a_line_comes_every_ten_seconds(
     )  # fmt: skip
     progress, nobody = Progress(), Any
     progress.on_validation_end(trainer, nobody)  # whose val/loss is not this epoch's
+    progress.on_train_start(
+        trainer, nobody
+    )  # and no start of an epoch, as where one is resumed within
     for batch in range(8):
         now += 4
         progress.on_train_batch_end(trainer, nobody, None, None, batch)
     lines = capsys.readouterr().out.splitlines()
     assert lines == ["epoch 1  step 3/8  train/loss 0.5", "epoch 1  step 6/8  train/loss 0.5"]
+    progress.on_train_epoch_end(trainer, nobody)
+    progress.print_epoch(trainer)
+    assert capsys.readouterr().out == "epoch 1  32.0 s  train/loss 0.5\n"
     progress.disable()  # as on all ranks but 0
     now += 11
     progress.on_train_batch_end(trainer, nobody, None, None, 0)

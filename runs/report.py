@@ -218,8 +218,7 @@ class Report(pl.Callback):
         self._validated |= not trainer.sanity_checking
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._clock = time.monotonic()
+        self._clock = time.monotonic()  # anew, where training only begins after a sanity check
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._stop_clock()

@@ -362,6 +362,7 @@ def test_the_batch_that_is_told_is_the_loaders(launch: Callable) -> None:
     whole = "batch   8 a process x 2 ranks = 16 global"
     assert told == [(whole, 16), *[(divided, 8)] * 2, (short, 80)]
     assert others == [("", 16), ("", 8), ("", 8), ("", 80)]
+    assert not hints.divided_batches(8, 8, ranks=1)
 
 
 @pytest.mark.parametrize(
@@ -474,8 +475,9 @@ def test_the_mean_is_told_of_a_step_or_where_a_batch_is_none_of_a_batch(
     trainer.fit(model, DataLoader(torch.ones(6)))
     assert anatomy.found is not None
     anatomy.found["step_ms"] |= {"median": 20.0, "mean": 30.0}
+    anatomy.found["shares"] = {"data": 0.004, "forward": 0.8, "all_reduce": 0.196}
     report.finish(trainer, None)
-    assert f"\nstep    {told}" in capsys.readouterr().out
+    assert f"\nstep    {told}forward 80%, all-reduce 20%\n" in capsys.readouterr().out
 
 
 def test_a_resumed_run_tells_its_own_steps(

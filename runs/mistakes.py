@@ -287,7 +287,7 @@ def ended_by_another(error: BaseException) -> bool:
     text = str(error)
     if type(error).__name__ == "HorovodInternalError" and not OWN.match(text):
         return True
-    return isinstance(error, RuntimeError) and bool(PEER_ENDED.search(text))
+    return bool(PEER_ENDED.search(text))
 
 
 def no_metric(metric: str, logged: list[str], callbacks: Any) -> str:

@@ -39,7 +39,8 @@ from torch.utils.data import (
 )
 
 from runs.checkpoints import unreadable
-from runs.mistakes import batch_of, mistake, no_metric
+from runs.folders import ROOT, shown
+from runs.mistakes import batch_of, mistake, no_metric, of_constructor
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
@@ -386,6 +387,21 @@ def test_a_batch_of_any_kind_is_told_in_a_line(batch: Any, told: str | None) -> 
         strategy.training_step(batch, 0)
     found = batch_of(caught.value)
     assert found == told if told is None else re.fullmatch(told, str(found))
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("raise ValueError('few')", "few (models/gpt.py, line 1)"),
+        ("raise ValueError", "models/gpt.py, line 1: ValueError"),
+        ("raise TypeError('few')", "models/gpt.py, line 1: TypeError: few"),
+        ("shown(None)", None),  # not of the model, but of what it calls
+    ],
+)
+def test_an_error_of_a_constructor_is_told_with_its_place(line: str, told: str | None) -> None:
+    with pytest.raises(Exception) as caught:
+        exec(compile(line, ROOT / "models" / "gpt.py", "exec"), {"shown": shown})
+    assert of_constructor(caught.value) == (told or str(caught.value))
 
 
 def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(

@@ -199,8 +199,7 @@ class Anatomy(Callback):
         self._begin_anew()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if trainer.state.fn == "fit" and not trainer.sanity_checking:
-            self._begin_anew()
+        self._begin_anew()
 
     def on_train_batch_start(self, *_: Any) -> None:
         self._begin("forward")

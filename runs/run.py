@@ -311,10 +311,10 @@ class Run:
             sys.exit(128 + error.args[1])
         if not self.report.started:
             self._remove_folder()
+        self._tell_how_to_go_on()
         masking, error = error, unmasked(error)
         rank = f"rank {launched_rank()} on {os.uname().nodename}"
         if isinstance(error, SIGTERMException):  # a SystemExit, of status 0
-            self._tell_how_to_go_on()
             print(f"{rank}: ended by SIGTERM, without a checkpoint", file=sys.stderr, flush=True)
             sys.exit(128 + signal.SIGTERM)
         if os.environ.get("HYDRA_FULL_ERROR"):
@@ -325,13 +325,11 @@ class Run:
             where = os.fsdecode(full.filename or place_of(full) or self.folder or "a file")
             line = line or f"{where}: cannot be written: {full.strerror}"
         if line:
-            self._tell_how_to_go_on()
             refuse(line)
         if ended_by_another(error):  # that rank prints the cause
             if not self.report.started:  # by a mistake, in one line: no line of each other rank
                 let_rank_0_tell()
             reason = str(error).splitlines()[0].partition(". ")[0][:150]
-            self._tell_how_to_go_on()
             print(f"{rank}: another rank ended ({reason})", file=sys.stderr, flush=True)
             sys.exit(os.EX_TEMPFAIL)  # for the launcher: not the one to be blamed
         if isinstance(error, Exception):

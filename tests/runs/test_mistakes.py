@@ -389,6 +389,22 @@ def test_a_batch_of_any_kind_is_told_in_a_line(batch: Any, told: str | None) -> 
     assert found == told if told is None else re.fullmatch(told, str(found))
 
 
+def test_an_error_amid_a_training_says_how_to_go_on(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setattr("runs.run.last", lambda *_: Path("last.ckpt"))
+    monkeypatch.setattr("runs.run.to_go_on", str)
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), tmp_path, warnings.showwarning
+    run.report, run.choices = Report(run.config, {}), {}
+    run.report.started = True
+    for trained in (False, True):
+        run.report.trained = trained
+        for error in (RuntimeError("broken"), KeyboardInterrupt()):
+            run.__exit__(type(error), error, None)
+            assert capsys.readouterr().out == "to go on: last.ckpt\n" * trained
+
+
 @pytest.mark.parametrize(
     ("line", "told"),
     [

@@ -77,9 +77,7 @@ def test_within_an_epoch_a_line_comes_every_ten_seconds(
     )  # fmt: skip
     progress, nobody = Progress(), Any
     progress.on_validation_end(trainer, nobody)  # whose val/loss is not this epoch's
-    progress.on_train_start(
-        trainer, nobody
-    )  # and no start of an epoch, as where one is resumed within
+    progress.on_train_start(trainer, nobody)  # of no epoch, as where one is resumed within
     for batch in range(8):
         now += 4
         progress.on_train_batch_end(trainer, nobody, None, None, batch)

@@ -317,8 +317,11 @@ def test_all_slots_of_a_node_have_its_gpus(
 def start_again_soon(host: testbed.Node, environment: dict, number: str) -> None:
     """A requeued job: Slurm lets it wait two minutes, and nodes refuse it in the second in which it
     was revoked."""
+    show = host.command("scontrol", "show", "job", number)
+    waits = lambda: "JobState=PENDING" in run(show, **environment).stdout  # noqa: E731
+    wait_until(waits, 120, "the requeued job", 1)  # before, Slurm forgets what it is told of it
     soon = host.command("scontrol", "update", f"jobid={number}", "starttime=now+5seconds")
-    wait_until(lambda: run(soon, **environment).returncode == 0, 60, "the requeued job", 1)
+    assert run(soon, **environment).returncode == 0
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ callbacks.best_checkpoint, whose path is in summary.json.
 from __future__ import annotations
 
 import json
-import pickle
 import re
 import zipfile
 from collections.abc import Mapping
@@ -19,7 +18,6 @@ from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 
 from runs.folders import whole
 
-UNREADABLE = (OSError, RuntimeError, EOFError, pickle.UnpicklingError, zipfile.BadZipFile)
 OBJECT = r"Unsupported global: GLOBAL (\S+)"  # torch says so of what could run code
 HELD = (
     "it holds a {}, which torch does not load: keep it out of the hyperparameters "

@@ -38,9 +38,7 @@ from torch import Tensor
 from torch.export import Dim, ExportedProgram
 from torch.utils._pytree import tree_leaves
 
-from runs.checkpoints import UNREADABLE
 from runs.folders import whole
-from runs.mistakes import MISTAKES
 from runs.refusal import Refusal, refuse
 from runs.targets import make
 
@@ -76,7 +74,7 @@ def load(checkpoint: Path) -> tuple[LightningModule, Inputs]:
             hint = "; with self.example_input_array in the model no data are needed"
             data = make(config.data)
             batch = _batch_to_validate(data)
-    except (*MISTAKES, *UNREADABLE, LookupError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # of a file, or of the code of a model or of data, it may be any
         raise Refusal(f"{checkpoint}: cannot be loaded: {str(error)[:200]}{hint}") from error
     example = _example_of(model) if data is None else (_first_tensor(batch, data, model),)
     return model.eval(), example

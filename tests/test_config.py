@@ -199,19 +199,6 @@ def test_a_structured_config_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> Non
         check(["data=mine"])
 
 
-def test_a_choice_with_its_suffix_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    text = (tmp_path / "conf" / "config.yaml").read_text()
-    assert "callbacks: default\n" in text
-    with_suffix = text.replace("callbacks: default\n", "callbacks: default.yaml\n")
-    (tmp_path / "conf" / "config.yaml").write_text(with_suffix)
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
-    with pytest.raises(Refusal, match="conf/: callbacks: default.yaml: name the file without"):
-        check([])
-
-
 def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(config.CONF, tmp_path / "conf")
     (tmp_path / "conf" / "model" / "mine").mkdir()

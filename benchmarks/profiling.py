@@ -13,7 +13,6 @@ the steps were spent on. Validation is cut to one batch at the end of an epoch.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import shlex
@@ -152,16 +151,14 @@ def main() -> int:
         files = [folder.parent / "trace.json.gz", folder.parent / "trace.png"]
         traces.write(traces.merge(rank_traces, horovod), files[0])
         phases.draw(rank_traces, horovod, files[1])
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # lest Python fails at exit
-        raise Refusal("who reads this went away: the job was ended") from None
+    except BrokenPipeError:  # an OSError too, but not of a file
+        raise
     except OSError as error:
         raise Refusal(f"{folder or 'make profile'}: {error.strerror}") from None
     note = f" ({fetched} fetched)" if fetched else ""
-    with contextlib.suppress(BrokenPipeError):  # make profile | head
-        print(f"\n{phases.table(rank_traces, horovod)}")
-        print(f"trace   {files[0]}{note}: open it in https://ui.perfetto.dev")
-        print(f"picture {files[1]}", flush=True)
+    print(f"\n{phases.table(rank_traces, horovod)}")
+    print(f"trace   {files[0]}{note}: open it in https://ui.perfetto.dev")
+    print(f"picture {files[1]}")
     return 0
 
 

@@ -116,11 +116,8 @@ class Cifar10(LightningDataModule):
                 InMemory([self.folder / name for name in files]) for files in (TRAIN, TEST)
             )
             kept = len(train) - len(train) // 10
-            self.splits = [
-                Subset(train, range(kept)),
-                Subset(train, range(kept, len(train))),
-                Subset(test, range(len(test))),
-            ]
+            held_out = Subset(train, range(kept, len(train)))
+            self.splits = [Subset(train, range(kept)), held_out, test]
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         """Make bytes, which are on the device now, into what the model sees."""

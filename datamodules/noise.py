@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -72,6 +73,7 @@ class Noise(LightningDataModule):
         if count < 1 or size < 1 or sigma < 0:
             raise ValueError(f"count={count}, size={size} must be at least 1, sigma={sigma} 0")
         self.save_hyperparameters()
+        self.counts = [count, max(8, count // 8), max(8, count // 8)]  # of each split
         self.file = Path(data_dir) / f"{self.things}_{count}x{size}x{size}_seed{seed}.npy"
         self.splits: list[Subset] = []
 
@@ -90,16 +92,14 @@ class Noise(LightningDataModule):
 
     def draw(self) -> np.ndarray:
         """The clean images to train, to validate and to test: uint8, (number, size, size)."""
-        train, held_out = self._counts()
         rng = np.random.default_rng(self.hparams["seed"])
         size = self.hparams["size"]
-        return np.stack([draw_shapes(size, rng) for _ in range(train + 2 * held_out)])
+        return np.stack([draw_shapes(size, rng) for _ in range(sum(self.counts))])
 
     def setup(self, stage: str) -> None:
         pairs = NoisyPairs(self.file, self.hparams["sigma"], self.hparams["seed"])
-        train, held_out = self._counts()
-        ends = [train, train + held_out, train + 2 * held_out]
-        self.splits = [Subset(pairs, range(a, b)) for a, b in zip([0, *ends], ends)]
+        ends = [0, *accumulate(self.counts)]
+        self.splits = [Subset(pairs, range(a, b)) for a, b in pairwise(ends)]
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(0, shuffle=True)
@@ -109,10 +109,6 @@ class Noise(LightningDataModule):
 
     def test_dataloader(self) -> DataLoader:
         return self._loader(2)
-
-    def _counts(self) -> tuple[int, int]:
-        count = self.hparams["count"]
-        return count, max(8, count // 8)
 
     def _loader(self, split: int, shuffle: bool = False) -> DataLoader:
         workers = self.hparams["num_workers"]

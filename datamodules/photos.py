@@ -22,14 +22,13 @@ class Photos(Noise):
     things = "photos"
 
     def draw(self) -> np.ndarray:
-        train, held_out = self._counts()
         size, rng = self.hparams["size"], np.random.default_rng(self.hparams["seed"])
         if size > (most := COLUMNS[2] - COLUMNS[1]):
             raise ValueError(f"data.size={size}: parts to validate with are of at most {most}")
         colours = load_sample_images().images  # uint8, each of shape (427, 640, 3)
         photos = [photo.mean(axis=2).round().astype(np.uint8) for photo in colours]
         parts = []
-        for count, begin, end in zip((train, held_out, held_out), COLUMNS, COLUMNS[1:]):
+        for count, begin, end in zip(self.counts, COLUMNS, COLUMNS[1:]):
             for number in range(count):
                 photo = photos[number % len(photos)]
                 row = rng.integers(0, len(photo) - size + 1)

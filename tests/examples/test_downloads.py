@@ -160,9 +160,9 @@ class TestCifar10:
         write_cifar10(tmp_path / "cifar-10-batches-py", each=12)
         data: Any = Cifar10(str(tmp_path), batch_size=6)
         data.setup("fit")
-        assert [list(split.indices) for split in data.splits] == [
-            list(range(54)), list(range(54, 60)), list(range(12)),
-        ]  # fmt: skip
+        train, val, test = data.splits
+        assert (list(train.indices), list(val.indices)) == ([*range(54)], [*range(54, 60)])
+        assert len(test) == 12
         batch = next(iter(data.test_dataloader()))
         assert batch[0].dtype == torch.uint8 and batch[0].shape == (6, 3, 32, 32)
         sample = InMemory([tmp_path / "cifar-10-batches-py" / "test_batch"])[5]

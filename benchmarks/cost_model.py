@@ -24,9 +24,8 @@ where 1 / beta' is the bus bandwidth inside a host. Its barriers are in what dep
 nor m. Every 8 MiB take the latencies anew. Where a host has fewer ranks it is the ring.
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
-warm that is one tiny all-reduce. Over Gloo it is a ring again in Horovod's own builds, which is
-what limits it on many ranks; in ours (cluster/patches.py) ranks of a host agree in memory, and then
-h hosts take
+warm that is one tiny all-reduce. Over Gloo ranks of a host agree in memory in our builds
+(cluster/patches.py; others are not modelled), and then h hosts take
 
     dissemination    log2(h) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
@@ -73,7 +72,7 @@ class Network:
         fixed: seconds of a round that depend on neither ranks nor bytes.
         algorithms: "ring", "tree", "shared"; the faster of those given is used.
         controller: how ranks agree, by "dissemination" (Gloo; "dissemination of ranks" where those
-            of a host share no memory), "ring" (Gloo in builds that are not ours) or "tree" (MPI).
+            of a host share no memory) or "tree" (MPI).
         agreement_latency: the least that a hop of an agreement takes: it is over TCP even where
             NCCL moves the gradients.
         asynchronous: whether a round is agreed on while another is on the wire (NCCL).

@@ -266,16 +266,10 @@ def algorithms(operations: str, shared: bool = True) -> tuple[str, ...]:
     return ("shared",) if shared else ("ring",)
 
 
-def controller_of(operations: str, shared: bool = True, ours: bool = True) -> str:
-    """How ranks agree: see `Network`.
-
-    Args:
-        ours: whether Horovod was built by `make install`.
-    """
+def controller_of(operations: str, shared: bool = True) -> str:
+    """How ranks agree: see `Network`."""
     if operations == "mpi":
         return "tree"
-    if not ours:
-        return "ring"
     return "dissemination" if shared else "dissemination of ranks"
 
 
@@ -296,21 +290,21 @@ def measurements_of(
         inside: what joins the ranks of its hosts, if it is known; None: as between hosts.
 
     Raises:
-        ValueError: for a Horovod of ours that summed and agreed otherwise than now.
+        ValueError: for a Horovod that summed and agreed otherwise than that of `make install` now.
     """
     count, hosts = len(result["ranks"]), len(result["hosts"])
-    operations, patches = result["operations"].lower(), patches_of(result)
-    if 0 < patches < SINCE:
+    operations = result["operations"].lower()
+    if patches_of(result) < SINCE:
         raise ValueError(
-            f"the Horovod of then (wheel p{patches}) summed or agreed in other ways than since "
-            f"p{SINCE}: make bench-allreduce again"
+            f"its Horovod summed or agreed in other ways than since wheel p{SINCE}: make "
+            "bench-allreduce again"
         )
     alike = len({*Counter(result["ranks"]).values()}) == 1
     off = result.get("environment", {}).get("HOROVOD_SHARED_MEMORY") == "0"
-    shared = patches > 0 and alike and not off
+    shared = alike and not off
     ways = algorithms(operations, shared)
     transfer = min(hops(count, hosts, algorithm) for algorithm in ways)
-    agreed = hops(count, hosts, controller_of(operations, shared, ours=patches > 0))
+    agreed = hops(count, hosts, controller_of(operations, shared))
     shared = "shared" in ways and hosts > 1
     measurements = []
     for row in result["sizes"]:

@@ -113,8 +113,6 @@ def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
         ("Gloo", "0.28.1+torch2.11.0.cpu.p94", "1", "dissemination"),
         ("Gloo", "0.28.1+torch2.11.0.cpu.p94", "0", "dissemination of ranks"),
         ("NCCL", "0.28.1+torch2.11.0.cu130.nccl2.28.9.p94.sm90", "1", "dissemination"),
-        ("Gloo", "0.28.1", "1", "ring"),
-        ("NCCL", "0.28.1", "1", "ring"),
         ("MPI", "0.28.1+torch2.11.0.cpu.p94.mpi", "1", "tree"),
     ],
 )
@@ -184,10 +182,10 @@ def test_what_takes_no_hops_has_a_fixed_time() -> None:
 
 def test_no_latency_inside_hosts_is_known_too() -> None:
     """As a fit says of times that grow faster than bytes: hops inside are not taken for others."""
-    truth = Network(5e-5, 3e9, 4, 0.0, 1e10, controller="ring")
+    truth = Network(5e-5, 3e9, 4, 0.0, 1e10, controller="dissemination of ranks")
     rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
     result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
-    result["versions"] = {"horovod": "0.28.1"}
+    result |= {**OURS, "environment": {"HOROVOD_SHARED_MEMORY": "0"}}
     fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=Link(0.0, 1e10)))
     assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
 
@@ -492,8 +490,8 @@ def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
     return {
         "hosts": [{"name": name, "slots": ranks // hosts} for name in names],
         "ranks": sorted(names * (ranks // hosts)), "operations": "Gloo", "date": "2026-11-21",
-        # On several hosts by a ring of all ranks, as with Horovod's own builds.
-        **(OURS if hosts == 1 else {"versions": {"horovod": "0.28.1"}}),
+        # On several hosts by a ring of all ranks.
+        **OURS, "environment": {"HOROVOD_SHARED_MEMORY": "1" if hosts == 1 else "0"},
         "sizes": allreduce.bandwidths(SIZES, seconds, ranks),
     }  # fmt: skip
 

@@ -24,6 +24,13 @@ from runs.targets import misfit, takes
 from tests.conftest import run
 
 
+@pytest.fixture
+def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of conf/, which is checked in its place."""
+    monkeypatch.setattr(config, "CONF", shutil.copytree(config.CONF, tmp_path / "conf"))
+    return config.CONF
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [
@@ -144,43 +151,29 @@ def test_a_rank_that_another_launcher_left_is_none(module: str) -> None:
     assert done.returncode == 2 and "no key 'modl'" in done.stdout and "rank 1" not in done.stdout
 
 
-def test_a_file_that_is_no_yaml_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text("lr: 1\n  depth: 2\n")
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+def test_a_file_that_is_no_yaml_is_named(conf: Path) -> None:
+    (conf / "model" / "mine.yaml").write_text("lr: 1\n  depth: 2\n")
     with pytest.raises(Refusal, match=r"mine.yaml.*line 2"):
         check(["model=mine"])
 
 
-def test_a_file_in_another_encoding_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    (tmp_path / "conf" / "model" / "mine.yaml").write_bytes("# café\nlr: 1\n".encode("latin-1"))
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+def test_a_file_in_another_encoding_is_named(conf: Path) -> None:
+    (conf / "model" / "mine.yaml").write_bytes("# café\nlr: 1\n".encode("latin-1"))
     with pytest.raises(Refusal, match="^conf/model/mine.yaml: save it as UTF-8; invalid cont"):
         check(["model=mine"])
 
 
-def test_a_value_that_has_to_be_given_can_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
+def test_a_value_that_has_to_be_given_can_be(conf: Path) -> None:
     text = f"_target_: {__name__}.Sized\nlr: ???\nwidth: ???\nname:\n  a: ???\n"
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    (conf / "model" / "mine.yaml").write_text(text)
     check(["model=mine", "model.lr=0.1", "model.width=3", "model.name={a: true}"])
     with pytest.raises(Refusal, match="^model.width=wide: .*Sized takes no str for it"):
         check(["model=mine", "model.width=wide"])
 
 
-def test_a_number_is_of_any_kind_where_no_hint_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
+def test_a_number_is_of_any_kind_where_no_hint_says_which(conf: Path) -> None:
     text = f"_target_: {__name__}.Hinted\nbare: 0\neither: 3\n"
-    (tmp_path / "conf" / "model" / "mine.yaml").write_text(text)
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+    (conf / "model" / "mine.yaml").write_text(text)
     check(["model=mine", "model.bare=1e-4"])
     for refused in ("model.either=0.5", "model.bare=few", "seed=1e3"):
         with pytest.raises(Refusal, match="a whole number is expected"):
@@ -199,22 +192,16 @@ def test_a_structured_config_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> Non
         check(["data=mine"])
 
 
-def test_a_file_in_a_folder_of_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    (tmp_path / "conf" / "model" / "mine").mkdir()
-    (tmp_path / "conf" / "model" / "mine" / "small.yaml").write_text("lr: 1\n")
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+def test_a_file_in_a_folder_of_its_group(conf: Path) -> None:
+    (conf / "model" / "mine").mkdir()
+    (conf / "model" / "mine" / "small.yaml").write_text("lr: 1\n")
     check(["model=mine/small"])
     with pytest.raises(Refusal, match=r"no conf/model/smal.yaml; .*mine/small"):
         check(["model=smal"])
 
 
-def test_callbacks_of_ones_own_say_what_is_better(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
-    file = tmp_path / "conf" / "callbacks" / "mine.yaml"
+def test_callbacks_of_ones_own_say_what_is_better(conf: Path) -> None:
+    file = conf / "callbacks" / "mine.yaml"
     file.write_text("defaults: [default]\nbest_checkpoint: {monitor: val/acc}\n")
     with pytest.raises(
         Refusal, match="^conf/callbacks/mine.yaml: .*best_checkpoint.monitor=val/acc: also say"
@@ -262,12 +249,8 @@ HEAD = "# @package _global_\n"
         ),
     ],
 )
-def test_an_experiment_with_a_mistake_is_named(
-    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(text)
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+def test_an_experiment_with_a_mistake_is_named(text: str, message: str, conf: Path) -> None:
+    (conf / "experiment" / "mine.yaml").write_text(text)
     with pytest.raises(Refusal, match=f"^conf/experiment/mine.yaml: .*{message}"):
         check(["experiment=mine"])
 
@@ -287,24 +270,16 @@ def test_an_experiment_with_a_mistake_is_named(
         "",
     ],
 )
-def test_what_an_experiment_may_say(
-    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    (tmp_path / "conf" / "experiment" / "mine.yaml").write_text(HEAD + text)
-    (tmp_path / "conf" / "mine").mkdir()
-    (tmp_path / "conf" / "mine" / "a.yaml").write_text("b: 1\n0: 1\n")
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+def test_what_an_experiment_may_say(text: str, conf: Path) -> None:
+    (conf / "experiment" / "mine.yaml").write_text(HEAD + text)
+    (conf / "mine").mkdir()
+    (conf / "mine" / "a.yaml").write_text("b: 1\n0: 1\n")
     check(["experiment=mine", "debug=overfit"])
     if "/mine: a" not in text:
         check(["experiment=mine", "+mine=a"])
 
 
-def test_an_experiment_may_choose_within_a_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(config.CONF, tmp_path / "conf")
-    monkeypatch.setattr(config, "CONF", tmp_path / "conf")
+def test_an_experiment_may_choose_within_a_group(conf: Path) -> None:
     files = {
         "model/mine": f"defaults: [optimizer: adam]\n_target_: {__name__}.TakesAny\n",
         "model/optimizer/adam": "_target_: torch.optim.Adam\nlr: 1\n",
@@ -314,7 +289,7 @@ def test_an_experiment_may_choose_within_a_group(
         "\nmodel: {optimizer: {momentum: 0.9}}\n",
     }
     for name, text in files.items():
-        file = tmp_path / "conf" / f"{name}.yaml"
+        file = conf / f"{name}.yaml"
         file.parent.mkdir(exist_ok=True)
         file.write_text(text)
     check(["experiment=mine"])

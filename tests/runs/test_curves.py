@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
-from pytorch_lightning import Trainer
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
@@ -17,19 +15,13 @@ from torch.utils.data import DataLoader
 
 from runs.anatomy import Anatomy
 from runs.curves import Curves
-from runs.report import Report
-from tests.runs.trainings import Times, TimesTwo, train
+from tests.runs.trainings import Times, TimesTwo, quiet_trainer, report_of, train
 
 
 def test_curves_of_two_optimizers_stand_beside_the_losses(tmp_path: Path) -> None:
-    config = OmegaConf.create(
-        {"data": {"batch_size": 2}, "ckpt_path": None, "run_dir": "x", "train": True}
-    )
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=5, max_epochs=2,
-        callbacks=[Curves(), Anatomy(warmup=0), report], enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False,
+    trainer = quiet_trainer(
+        Curves(), Anatomy(warmup=0), report_of(), logger=CSVLogger(tmp_path, "", ""),
+        log_every_n_steps=5, max_epochs=2,
     )  # fmt: skip
     trainer.fit(TimesTwo(), DataLoader(torch.ones(20, 1), batch_size=2))
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
@@ -76,15 +68,11 @@ class RateOfItsOwn(torch.optim.SGD):
 def test_an_optimizer_that_finds_its_own_rate(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
     model = Times()
     model.configure_optimizers = lambda: RateOfItsOwn(model.parameters())
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
-        callbacks=[Curves(), report], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        Curves(), report_of(), logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1
+    )
     trainer.fit(model, DataLoader(torch.ones(2)))
     assert "lr none" in capsys.readouterr().out
     assert "grad_norm" in (tmp_path / "metrics.csv").read_text()
@@ -103,11 +91,9 @@ class Looks(Times):
 
 
 def test_rows_of_gradients_have_no_norm_in_the_curves(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
-        callbacks=[Curves()], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        Curves(), logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1
+    )
     trainer.fit(Looks(), DataLoader(torch.tensor([1, 1, 2])))
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
     assert [row["lr"] for row in rows] == ["0.1"] * 3 and "grad_norm" not in rows[0]
@@ -116,11 +102,9 @@ def test_rows_of_gradients_have_no_norm_in_the_curves(tmp_path: Path) -> None:
 def test_curves_of_a_model_with_a_part_that_gets_no_gradient(tmp_path: Path) -> None:
     model = Times()
     model.unused = torch.nn.Parameter(torch.ones(()))
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
-        callbacks=[Curves()], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        Curves(), logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1
+    )
     trainer.fit(model, DataLoader(torch.ones(1)))
     (row,) = csv.DictReader((tmp_path / "metrics.csv").open())
     assert float(row["grad_norm"]) == 1
@@ -175,13 +159,9 @@ class ReturnsNothing(Times):
 def test_a_training_without_steps(
     what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1,
-        callbacks=[Curves(), report], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        Curves(), report_of(), logger=CSVLogger(tmp_path, "", ""), log_every_n_steps=1, max_epochs=1
+    )
     model = {"optimizer": NoSteps, "batch": Times, "loss": ReturnsNothing}[what]()
     collate = (lambda batch: None) if what == "batch" else None
     ones: Any = torch.ones(2)

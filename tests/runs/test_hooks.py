@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Callback, Trainer
+from pytorch_lightning import Callback
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.profilers import Profiler
 from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runs.hooks import LeavesOutEmptyHooks
-from tests.runs.trainings import IsValidated
+from tests.runs.trainings import IsValidated, quiet_trainer
 
 
 class Called(Profiler):
@@ -66,11 +66,7 @@ def test_only_hooks_with_code_are_called(left_out: bool) -> None:
     called, given, own, own_too = Called(), list[str](), Begins(), BeginsToo()
     lambdas = LambdaCallback(on_before_backward=lambda *_: given.append("backward"))
     callbacks = [Idle(), own, own_too, lambdas, *([LeavesOutEmptyHooks()] if left_out else [])]
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False,
-        enable_model_summary=False, max_epochs=1, num_sanity_val_steps=1, profiler=called,
-        callbacks=callbacks,
-    )  # fmt: skip
+    trainer = quiet_trainer(*callbacks, max_epochs=1, num_sanity_val_steps=1, profiler=called)
     one: Any = DataLoader(torch.ones(1))
     for _ in range(2):
         trainer.fit(WithTest(), one, one)

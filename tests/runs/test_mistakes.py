@@ -45,12 +45,7 @@ from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
 from runs.run import Run, shortly_if_full
-from tests.runs.trainings import IsValidated
-
-QUIET: dict[str, Any] = {
-    "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
-    "enable_checkpointing": False, "enable_model_summary": False,
-}  # fmt: skip
+from tests.runs.trainings import IsValidated, quiet_trainer
 
 
 @pytest.mark.parametrize("started", [False, True])
@@ -63,10 +58,7 @@ def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
 
 
 def test_an_interval_longer_than_a_ranks_epoch_is_told() -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_checkpointing=False, val_check_interval=50,
-        enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-    )  # fmt: skip
+    trainer = quiet_trainer(val_check_interval=50, num_sanity_val_steps=0)
     ones: Any = DataLoader(torch.ones(13))
     with pytest.raises(ValueError, match="val_check_interval") as caught:
         trainer.fit(IsValidated(), ones, ones)
@@ -212,7 +204,7 @@ class KeepsAPart(BoringModel):
 def test_a_checkpoint_of_a_part_of_the_weights_is_told_also_after_the_training(
     tmp_path: Path,
 ) -> None:
-    trainer, model = Trainer(**QUIET, fast_dev_run=True, default_root_dir=tmp_path), KeepsAPart()
+    trainer, model = quiet_trainer(fast_dev_run=True, default_root_dir=tmp_path), KeepsAPart()
     trainer.fit(model)
     trainer.save_checkpoint(tmp_path / "part.ckpt")
     with pytest.raises(RuntimeError) as caught:
@@ -249,7 +241,7 @@ class OtherNames(BoringModel):
 def test_weights_of_other_names_are_no_part_that_may_be_left_untrained(
     made: type[BoringModel], advice: str | None, tmp_path: Path
 ) -> None:
-    trainer = Trainer(**QUIET, fast_dev_run=True, default_root_dir=tmp_path)
+    trainer = quiet_trainer(fast_dev_run=True, default_root_dir=tmp_path)
     trainer.strategy.connect(BoringModel())
     trainer.save_checkpoint(tmp_path / "plain.ckpt")
     with pytest.raises(RuntimeError) as caught:
@@ -346,10 +338,7 @@ def test_the_traceback_ends_with_the_batch_that_a_step_got(tmp_path: Path) -> No
     """Most often it is of another kind than the model takes."""
     names = [[str(number)] * 3 for number in range(8)]
     batch = {"image": torch.ones(3, 2), "of": [(torch.tensor(1), b""), *names], 1: None}
-    trainer = Trainer(
-        accelerator="cpu", logger=False, max_steps=1, limit_val_batches=0,
-        enable_progress_bar=False, enable_checkpointing=False, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(max_steps=1, limit_val_batches=0, default_root_dir=tmp_path)
     with pytest.raises(ValueError, match="too many") as caught:
         trainer.fit(TakesPairs(), DataLoader([batch], batch_size=None))
     strings = "[str, str, str]"
@@ -534,7 +523,7 @@ class Unreadable(IterableDataset):
 def test_an_error_of_a_loaders_beginning_is_not_hidden_by_the_end_of_one_that_never_began(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
-    trainer = Trainer(**QUIET, default_root_dir=tmp_path, max_epochs=1)
+    trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=1)
     with pytest.raises(RuntimeError, match="iter\\(combined_loader\\)") as caught:
         trainer.fit(BoringModel(), DataLoader(Unreadable(), batch_size=None))
     run = Run.__new__(Run)

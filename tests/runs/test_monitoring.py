@@ -28,7 +28,7 @@ from runs.mistakes import mistake
 from runs.progress import Progress
 from runs.run import Run
 from runs.stopping import StopOnSignal
-from tests.runs.trainings import Loses, Times, train
+from tests.runs.trainings import Loses, Times, quiet_trainer, train
 
 
 class TimesIsTested(Times):
@@ -37,10 +37,9 @@ class TimesIsTested(Times):
 
 
 def test_averaged_weights_are_tested(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[EMAWeightAveraging(decay=0.5), resuming.EvaluatesAverages()], max_epochs=1,
-        default_root_dir=tmp_path,
+    trainer = quiet_trainer(
+        EMAWeightAveraging(decay=0.5), resuming.EvaluatesAverages(), max_epochs=1,
+        default_root_dir=tmp_path, enable_checkpointing=True,
     )  # fmt: skip
     ones, model = DataLoader(torch.ones(2)), TimesIsTested()
     trainer.fit(model, ones)  # steps to 0.9, where averaging begins, and to 0.8
@@ -63,10 +62,9 @@ def test_averaged_weights_are_tested(tmp_path: Path) -> None:
 def test_the_average_of_swa_is_tested_once_it_is_made(
     length: dict[str, int], last: int | None, tested: str | None, tmp_path: Path
 ) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)],
-        default_root_dir=tmp_path, **length,
+    trainer = quiet_trainer(
+        StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1), default_root_dir=tmp_path,
+        enable_checkpointing=True, **length,
     )  # fmt: skip
     ones, model = DataLoader(torch.ones(2)), TimesIsTested()
     model.on_train_epoch_end = lambda: setattr(
@@ -83,10 +81,9 @@ def test_the_average_of_swa_is_tested_once_it_is_made(
 
 
 def test_a_run_tests_the_average_rather_than_the_best(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)], max_epochs=4,
-        default_root_dir=tmp_path,
+    trainer = quiet_trainer(
+        StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1), max_epochs=4,
+        default_root_dir=tmp_path, enable_checkpointing=True,
     )  # fmt: skip
     trainer.fit(TimesIsTested(), DataLoader(torch.ones(2)))
     run = Run.__new__(Run)
@@ -118,10 +115,7 @@ def test_a_resumed_average_is_that_of_a_run_that_was_never_interrupted(
             ModelCheckpoint(tmp_path, "epoch-{step}", every_n_epochs=1, **always),
         ]
         ours = [resuming.EndsEpochsOnce(), resuming.BeginsWithinEpochs()]
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[*ours, swa, seen := Rates(), *keep], max_epochs=5,
-        )  # fmt: skip
+        trainer = quiet_trainer(*ours, swa, seen := Rates(), *keep, max_epochs=5)
         trainer.fit(Times(), DataLoader(torch.ones(4)), ckpt_path=path)
         rates.append(seen.rates)
         weights.append(torch.load(str(resuming.save_average(trainer)))["state_dict"]["weight"])
@@ -146,10 +140,9 @@ def test_a_resume_measures_batch_norm_for_the_average(step: int, at: str, tmp_pa
     averages = []
     for path in (None, tmp_path / f"{at}-{step}.ckpt"):
         ours = [resuming.EndsEpochsOnce(), resuming.BeginsWithinEpochs()]
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            callbacks=[*ours, StochasticWeightAveraging(swa_lrs=0.1), keeps := Callback()],
-            max_epochs=3, default_root_dir=tmp_path,
+        trainer = quiet_trainer(
+            *ours, StochasticWeightAveraging(swa_lrs=0.1), keeps := Callback(), max_epochs=3,
+            default_root_dir=tmp_path, enable_checkpointing=True,
         )  # fmt: skip
 
         def keep(trainer: Trainer, *of: Any, path: Any = path) -> None:
@@ -170,10 +163,7 @@ def test_who_keeps_checkpoints_is_not_who_only_has_their_turn(tmp_path: Path) ->
     """Else the average of SWA has no folder to go to, and the best is not tested."""
     for keeps in ([], [resuming.ModelCheckpoint(tmp_path)]):
         swa = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_model_summary=False, max_epochs=4,
-            callbacks=[StopOnSignal("stopped.ckpt"), Progress(), swa, *keeps],
-        )  # fmt: skip
+        trainer = quiet_trainer(StopOnSignal("stopped.ckpt"), Progress(), swa, *keeps, max_epochs=4)
         trainer.fit(Times(), DataLoader(torch.ones(2)))
         assert trainer.checkpoint_callback is not None
         assert resuming.keeping(trainer) is (keeps[0] if keeps else None)
@@ -195,10 +185,7 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
     """Else each would end a run of its own, an epoch later."""
     stop = EarlyStopping("val/los", check_on_train_epoch_end=False)
     best = resuming.ModelCheckpoint(tmp_path, monitor="val/los")
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[stop, best] if first == "early_stopping" else [best], max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(*([stop, best] if first == "early_stopping" else [best]), max_epochs=1)
     ones = DataLoader(torch.ones(2))
     with pytest.raises((RuntimeError, MisconfigurationException)) as error:
         trainer.fit(Loses(3), ones, ones)
@@ -213,10 +200,9 @@ def test_all_that_watch_a_metric_that_is_not_logged_are_told_at_once(
 @pytest.mark.filterwarnings("error:nothing is validated")
 def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path) -> None:
     stop = EarlyStopping("val/loss", check_on_train_epoch_end=False)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, enable_checkpointing=False, max_epochs=2,
-        callbacks=[stop, resuming.KeepsPatience()], check_val_every_n_epoch=2,
+    trainer = quiet_trainer(
+        stop, resuming.KeepsPatience(), num_sanity_val_steps=0, max_epochs=2,
+        check_val_every_n_epoch=2,
     )  # fmt: skip
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(2, 1), ones, ones)

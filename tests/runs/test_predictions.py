@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from pytorch_lightning import LightningDataModule, LightningModule, Trainer
+from pytorch_lightning import LightningDataModule, LightningModule
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from torch import Tensor
@@ -31,6 +31,7 @@ from tests.runs.trainings import (
     Sums,
     TrainsAndPredicts,
     TrainsAndTests,
+    quiet_trainer,
 )
 
 
@@ -80,10 +81,7 @@ class NamesOnce(LightningModule):
 
 def predict(model: LightningModule, data: LightningDataModule, folder: Path) -> Predictions:
     predictions = Predictions()
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=folder, callbacks=[predictions],
-        enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(predictions, default_root_dir=folder)
     trainer.predict(model, data, return_predictions=False)
     return predictions
 
@@ -139,11 +137,7 @@ def test_predictions_that_cannot_be_written_are_not_told_of(
 
 
 def predicted_by(model: LightningModule, folder: str) -> Any:
-    trainer = Trainer(
-        accelerator="cpu", strategy=HorovodStrategy(), logger=False, default_root_dir=folder,
-        callbacks=[Predictions()], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    trainer = quiet_trainer(Predictions(), strategy=HorovodStrategy(), default_root_dir=folder)
     trainer.predict(model, Numbers(), return_predictions=False)
     trainer.strategy.barrier()
     return torch.load(Path(folder) / "predictions.pt")
@@ -387,10 +381,7 @@ def test_predictions_of_a_loader_that_lightning_cannot_make_are_refused_before_t
 
 
 def test_predictions_of_the_test_set_after_a_training_without_a_test(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
-        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(Predictions(), default_root_dir=tmp_path, max_epochs=1)
     model, data = TrainsAndPredicts(), TrainsAndTests()
     trainer.fit(model, data)
     trainer.predict(model, data, return_predictions=False)
@@ -410,10 +401,7 @@ def test_a_loader_that_lightning_cannot_make_anew_is_told(tmp_path: Path) -> Non
 
 
 def test_a_look_at_what_will_be_predicted_leaves_the_training_set(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
-        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(Predictions(), default_root_dir=tmp_path, max_epochs=1)
     trainer.fit(TrainsAndPredicts(), OneAtATime())
     assert trainer.global_step == 4
 
@@ -431,10 +419,7 @@ class PreparesForEach(TrainsAndTests):
 
 
 def test_what_is_predicted_is_looked_at_when_it_is_set_up(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=tmp_path, callbacks=[Predictions()],
-        enable_progress_bar=False, enable_checkpointing=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(Predictions(), default_root_dir=tmp_path, max_epochs=1)
     model, data = TrainsAndPredicts(), PreparesForEach()
     trainer.fit(model, data)
     trainer.predict(model, data, return_predictions=False)

@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from pytorch_lightning import Trainer
 from torch.utils.data import DataLoader
 from torchmetrics.classification import MulticlassAccuracy
 
 from runs.progress import Progress
-from tests.runs.trainings import Loses, Stream, Times, TimesTwo
+from tests.runs.trainings import Loses, Stream, Times, TimesTwo, quiet_trainer
 
 
 def test_an_epochs_line_has_no_validation_of_another(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=5, check_val_every_n_epoch=2,
-    )  # fmt: skip
+    trainer = quiet_trainer(Progress(), max_epochs=5, check_val_every_n_epoch=2)
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(5, 4, 3, 2, 1), ones, ones)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("epoch ")]
@@ -49,10 +45,7 @@ def test_what_a_module_prints_has_a_line_of_its_own(
 ) -> None:
     progress = Progress()
     progress._moving = moving
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[progress], enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(progress, max_epochs=1)
     trainer.fit(Prints(), DataLoader(torch.ones(2)))
     printed = capsys.readouterr().out
     assert ("\r\x1b[Kbatch|1\n" if moving else "batch|0\nbatch|1\n") in printed
@@ -141,11 +134,9 @@ def test_a_step_is_told_with_the_epochs_last(
 ) -> None:  # fmt: skip
     progress = Progress()
     progress._moving = True
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[progress], enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=epochs, max_steps=steps,
-        accumulate_grad_batches=windows,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        progress, max_epochs=epochs, max_steps=steps, accumulate_grad_batches=windows
+    )
     data: Any = Stream() if batches is None else torch.ones(batches)
     with pytest.MonkeyPatch.context() as patch:
         clock = itertools.count()
@@ -173,10 +164,7 @@ def test_a_moving_line_fits_and_is_gone_when_training_fails(
     monkeypatch.setattr("runs.progress.time.monotonic", lambda: next(clock))
     progress = Progress()
     progress._moving = True
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[progress], enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(progress, max_epochs=1)
     with pytest.raises(ValueError, match="no more"):
         trainer.fit(Fails(), DataLoader(torch.ones(4)))
     lines = capsys.readouterr().out.split("\r")
@@ -185,10 +173,7 @@ def test_a_moving_line_fits_and_is_gone_when_training_fails(
 
 
 def test_an_epochs_line_has_metrics_of_one_number(capsys: pytest.CaptureFixture[str]) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=1,
-    )  # fmt: skip
+    trainer = quiet_trainer(Progress(), max_epochs=1)
     ones = DataLoader(torch.ones(2))
     trainer.fit(LogsClasses(), ones, ones)
     assert re.search(r"epoch 1/1  [\d.]+ s  val/loss 2\n", capsys.readouterr().out)
@@ -213,10 +198,7 @@ class LogsAtTheEnd(Times):
 def test_an_epochs_line_has_what_the_module_logs_at_its_end(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[Progress()], enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=2,
-    )  # fmt: skip
+    trainer = quiet_trainer(Progress(), max_epochs=2)
     trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))
     trainer.fit_loop.max_epochs = 3
     trainer.fit(LogsAtTheEnd(), DataLoader(torch.ones(2)))

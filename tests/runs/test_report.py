@@ -46,7 +46,17 @@ from runs.report import Report, _look, _lr, _places
 from runs.versions import commit
 from tests.matrix import trainings as matrix
 from tests.matrix.trainings import RANK
-from tests.runs.trainings import Fails, IsValidated, Stream, Times, TimesTwo, TrainsAndTests, train
+from tests.runs.trainings import (
+    Fails,
+    IsValidated,
+    Stream,
+    Times,
+    TimesTwo,
+    TrainsAndTests,
+    quiet_trainer,
+    report_of,
+    train,
+)
 
 
 def test_a_run_elsewhere_is_looked_at_there(tmp_path: Path) -> None:
@@ -76,14 +86,8 @@ def test_what_was_done_before_a_failure_is_told(
     stage: str, trains: bool, tests: bool, told: bool, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    config = OmegaConf.create(
-        {"data": {}, "ckpt_path": None, "train": trains, "test": tests, "run_dir": str(tmp_path)}
-    )
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=False, default_root_dir=tmp_path, max_epochs=1,
-        callbacks=[report, Predictions()], enable_progress_bar=False, enable_checkpointing=False,
-    )  # fmt: skip
+    report = report_of(tmp_path, train=trains, test=tests)
+    trainer = quiet_trainer(report, Predictions(), default_root_dir=tmp_path, max_epochs=1)
     model, data = Fails(stage), TrainsAndTests()
     data.val_dataloader = data.train_dataloader
     with pytest.raises(Refusal, match=stage):
@@ -109,8 +113,7 @@ def test_a_summary_that_cannot_be_written_is_told_behind_the_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").touch()
-    config = {"data": {}, "ckpt_path": None, "train": True, "run_dir": str(tmp_path / "file")}
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    report = report_of(tmp_path / "file")
     report.metrics = {"test/loss": 3.0}
     with pytest.raises(Refusal, match=r"file/summary.json: cannot be written: File exists"):
         report.finish(Trainer(accelerator="cpu", logger=False, default_root_dir=tmp_path), None)
@@ -251,12 +254,8 @@ def test_samples_to_train_are_those_that_are_drawn(
     data: type[LightningDataModule], told: str, trained: int, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    config = {"data": {}, "ckpt_path": None, "train": True, "test": False, "run_dir": str(tmp_path)}
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=False, max_epochs=1, callbacks=[report],
-        enable_progress_bar=False, enable_checkpointing=False, enable_model_summary=False,
-    )  # fmt: skip
+    report = report_of(tmp_path)
+    trainer = quiet_trainer(report, max_epochs=1)
     trainer.fit(Times(), data())
     assert report.train_samples == (trained if told else None) and report.samples == trained
     assert report.drop_last == (data is WholeBatches)
@@ -390,14 +389,9 @@ class Sized(LightningDataModule):
 def test_a_batch_size_that_was_searched_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"data": {"batch_size": 1}, "ckpt_path": None, "run_dir": "x", "train": True}
-    config["test"] = False
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    report = report_of(data={"batch_size": 1})
     search = BatchSizeFinder(steps_per_trial=1, max_trials=2)
-    Trainer(
-        accelerator="cpu", logger=False, callbacks=[search, report], max_epochs=1,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(Times(), Sized())  # fmt: skip
+    quiet_trainer(search, report, max_epochs=1, default_root_dir=tmp_path).fit(Times(), Sized())
     assert search.optimal_batch_size == 4
     assert "batch   4 a process x 1 rank = 4 global" in capsys.readouterr().out
 
@@ -416,13 +410,8 @@ class Counts(TrainsAndTests):
 
 
 def test_data_are_asked_for_their_loaders_as_often_as_by_lightning(tmp_path: Path) -> None:
-    config = {"data": {}, "ckpt_path": None, "run_dir": "x", "train": True, "test": False}
     data, model = Counts(), IsValidated()
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
-    Trainer(
-        accelerator="cpu", logger=False, callbacks=[report], max_epochs=1,
-        default_root_dir=tmp_path, enable_progress_bar=False, enable_model_summary=False,
-    ).fit(model, data)  # fmt: skip
+    quiet_trainer(report_of(), max_epochs=1, default_root_dir=tmp_path).fit(model, data)
     assert data.asked == 2
 
 
@@ -444,13 +433,10 @@ def test_speed_is_of_training_alone_also_beside_validations_within_an_epoch(
 ) -> None:
     model, ones = TakesTime(), DataLoader(torch.ones(5))
     monkeypatch.setattr("runs.report.time", SimpleNamespace(monotonic=lambda: model.now))
-    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=CSVLogger(tmp_path, "", ""), val_check_interval=2, max_epochs=2,
-        callbacks=[report], enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False,
-    )  # fmt: skip
+    report = report_of()
+    trainer = quiet_trainer(
+        report, logger=CSVLogger(tmp_path, "", ""), val_check_interval=2, max_epochs=2
+    )
     trainer.fit(model, ones, ones)
     assert (report.samples, report.seconds) == (10, 10)
 
@@ -463,14 +449,9 @@ def test_the_mean_is_told_of_a_step_or_where_a_batch_is_none_of_a_batch(
     optimizers: int, accumulate: int, told: str, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    config = {"data": {}, "ckpt_path": None, "run_dir": str(tmp_path), "train": True}
-    report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+    report = report_of(tmp_path)
     anatomy = Anatomy(warmup=0)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[report, anatomy], enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, max_epochs=2,
-        accumulate_grad_batches=accumulate,
-    )  # fmt: skip
+    trainer = quiet_trainer(report, anatomy, max_epochs=2, accumulate_grad_batches=accumulate)
     model = Times() if optimizers == 1 else TimesTwo()
     trainer.fit(model, DataLoader(torch.ones(6)))
     assert anatomy.found is not None
@@ -483,14 +464,10 @@ def test_the_mean_is_told_of_a_step_or_where_a_batch_is_none_of_a_batch(
 def test_a_resumed_run_tells_its_own_steps(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = {"data": {}, "ckpt_path": None, "run_dir": str(tmp_path), "train": True}
     for epochs, ckpt_path in ((1, None), (3, tmp_path / "last.ckpt")):
-        report = Report(OmegaConf.create(config), {"model": "m", "data": "d", "strategy": "single"})
+        report = report_of(tmp_path)
         anatomy = Anatomy(warmup=0)
-        trainer = Trainer(
-            accelerator="cpu", logger=False, callbacks=[report, anatomy], max_epochs=epochs,
-            enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False,
-        )  # fmt: skip
+        trainer = quiet_trainer(report, anatomy, max_epochs=epochs)
         trainer.fit(Times(), DataLoader(torch.ones(6)), ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
     assert anatomy.found is not None
@@ -597,12 +574,7 @@ class TenBatches(IterableDataset):
 def test_a_validation_that_never_came_is_told(
     options: dict[str, Any], told: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
-    trainer = Trainer(
-        accelerator="cpu", logger=False, callbacks=[report], enable_progress_bar=False,
-        enable_model_summary=False, enable_checkpointing=False, **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(report_of(), **options)
     batches = DataLoader(TenBatches(), batch_size=None)
     trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)))
     line = "nothing was validated: no epoch has as many batches as trainer.val_check_interval=13;"
@@ -618,15 +590,11 @@ def test_a_resumed_run_counts_its_own_epochs_without_a_validation(
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """It has to train as many batches as an interval has itself, and come to an epoch's turn."""
-    config = OmegaConf.create({"data": {}, "ckpt_path": None, "run_dir": "x", "train": True})
     for end, ckpt_path in ((epochs, None), (more, tmp_path / "last.ckpt")):
         capsys.readouterr()
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=end,
-            callbacks=[Report(config, {"model": "m", "data": "d", "strategy": "single"})],
-            enable_model_summary=False, enable_checkpointing=False, val_check_interval=13,
-            check_val_every_n_epoch=every,
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            report_of(), max_epochs=end, val_check_interval=13, check_val_every_n_epoch=every
+        )
         batches = DataLoader(TenBatches(), batch_size=None)
         trainer.fit(IsValidated(), batches, DataLoader(torch.ones(1)), ckpt_path=ckpt_path)
         trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -650,10 +618,7 @@ def test_what_several_loaders_log_is_known_before_training(
     config = OmegaConf.create({"callbacks": {"best": {"monitor": monitor}}})
     hook = Callback()
     hook.on_sanity_check_end = Report(config, {}).on_sanity_check_end
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, max_epochs=1, callbacks=hook,
-    )  # fmt: skip
+    trainer = quiet_trainer(hook, max_epochs=1)
     ones = DataLoader(torch.ones(2))
     trainer.fit(OfTwoLoaders(), ones, [ones, ones])
     output = capsys.readouterr().out

@@ -28,7 +28,7 @@ from runs.config import CONF
 from runs.mistakes import mistake
 from runs.refusal import Refusal
 from runs.resuming import KeepsUnfrozen
-from tests.runs.trainings import Loses, Stream, Times
+from tests.runs.trainings import Loses, Stream, Times, quiet_trainer
 
 
 class Logs(Times):
@@ -57,10 +57,7 @@ class Logs(Times):
 
 def events(folder: Path, ckpt_path: str | None = None, **options: Any) -> list[Any]:
     model, saved = Logs(), ModelCheckpoint(folder, "last", save_on_train_epoch_end=True)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, callbacks=[saved, resuming.EndsEpochsOnce()], **options,
-    )  # fmt: skip
+    trainer = quiet_trainer(saved, resuming.EndsEpochsOnce(), num_sanity_val_steps=0, **options)
     batches: Any = DataLoader(torch.arange(8.0), 2)
     held_out: Any = DataLoader(torch.ones(1))
     trainer.fit(model, batches, held_out, ckpt_path=ckpt_path)
@@ -95,11 +92,9 @@ def test_an_epoch_that_is_resumed_within_accumulates_as_before(tmp_path: Path) -
         model, within = Counts(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1)
         within.save_top_k = -1
         schedule = GradientAccumulationScheduler({0: 4, 1: 2})
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=2,
-            enable_model_summary=False, **options,
-            callbacks=[within, schedule, resuming.BeginsWithinEpochs()],
-        )  # fmt: skip
+        trainer = quiet_trainer(
+            within, schedule, resuming.BeginsWithinEpochs(), max_epochs=2, **options
+        )
         trainer.fit(model, DataLoader(torch.ones(8)), ckpt_path=ckpt_path)
         return model.steps
 
@@ -174,14 +169,9 @@ def rates(
         folder, "validated-{step}", "val/loss", save_top_k=-1, save_on_train_epoch_end=False
     )
     within = ModelCheckpoint(folder, "step={step}", every_n_train_steps=6, save_top_k=-1)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False,
-        callbacks=[
-            end, validated, within, Looks(), resuming.EndsEpochsOnce(),
-            resuming.StepsPlateausFirst(),
-        ],
-        **options,
+    trainer = quiet_trainer(
+        end, validated, within, Looks(), resuming.EndsEpochsOnce(), resuming.StepsPlateausFirst(),
+        num_sanity_val_steps=0, **options,
     )  # fmt: skip
     ones: Any = DataLoader(torch.ones(4))
     trainer.fit(model(), ones, ones, ckpt_path=ckpt_path)
@@ -217,9 +207,8 @@ def test_a_trainer_without_callbacks_keeps_lightnings_checkpoint(
     wanted: bool, tmp_path: Path
 ) -> None:
     """What steps plateaus adds none of the kind that keeps them, which would be found first."""
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[resuming.StepsPlateausFirst()], default_root_dir=tmp_path, max_epochs=1,
+    trainer = quiet_trainer(
+        resuming.StepsPlateausFirst(), default_root_dir=tmp_path, max_epochs=1,
         enable_checkpointing=wanted,
     )  # fmt: skip
     ones: Any = DataLoader(torch.ones(4))
@@ -241,11 +230,9 @@ def train_to_the_best(
     """The file of the best, and how many epochs there were; leaves last.ckpt."""
     best = resuming.ModelCheckpoint(folder, name, monitor="val/loss", save_top_k=top)
     stop = EarlyStopping("val/loss", patience=patience)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, callbacks=[stop, best, resuming.KeepsPatience()],
-        max_epochs=len(losses),
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        stop, best, resuming.KeepsPatience(), num_sanity_val_steps=0, max_epochs=len(losses)
+    )
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(*losses), ones, ones, ckpt_path=ckpt_path)
     trainer.save_checkpoint(folder / "last.ckpt")
@@ -266,10 +253,8 @@ def test_a_resumed_run_knows_the_best_of_before(tmp_path: Path) -> None:
     worse.unlink()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False,
-            callbacks=resuming.ModelCheckpoint(tmp_path / "5", "{epoch}", monitor="val/loss"),
-        ).validate(Loses(3, 1), DataLoader(torch.ones(2)), ckpt_path=last)  # fmt: skip
+        best = resuming.ModelCheckpoint(tmp_path / "5", "{epoch}", monitor="val/loss")
+        quiet_trainer(best).validate(Loses(3, 1), DataLoader(torch.ones(2)), ckpt_path=last)
     assert not any("best" in str(each.message) for each in told)  # no epochs follow
     with pytest.warns(UserWarning, match="the best of before is gone .*epoch=1.ckpt"):
         assert train_to_the_best(tmp_path / "4", 3, 1, 2, ckpt_path=last)[0].name == "epoch=2.ckpt"
@@ -303,9 +288,8 @@ def test_a_checkpoint_of_a_step_knows_the_validation_of_its_batch(
         return [best, resuming.ModelCheckpoint(tmp_path, "every_{step}", **every)]  # type: ignore[arg-type]
 
     def trained(epochs: int, path: Path | None = None) -> tuple[Trainer, Any]:
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-            enable_model_summary=False, callbacks=(both := keeping()), max_epochs=epochs,
+        trainer = quiet_trainer(
+            *(both := keeping()), num_sanity_val_steps=0, max_epochs=epochs,
             val_check_interval=interval,
         )  # fmt: skip
         ones = DataLoader(torch.ones(8)), DataLoader(torch.ones(1))
@@ -328,10 +312,7 @@ def test_where_nothing_can_be_validated_a_checkpoint_is_written_all_the_same(
     tmp_path: Path,
 ) -> None:
     every = resuming.ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[every], max_epochs=1, val_check_interval=2,
-    )  # fmt: skip
+    trainer = quiet_trainer(every, max_epochs=1, val_check_interval=2)
     trainer.fit(Loses(1), DataLoader(torch.ones(4)), [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step=2.ckpt", "step=4.ckpt"]
 
@@ -375,10 +356,9 @@ def test_a_modules_own_callbacks_replace_those_of_conf(tmp_path: Path) -> None:
     conf.run_dir = str(tmp_path)
     names = ("early_stopping", "best_checkpoint", "last_checkpoint")
     of_conf = [instantiate(conf[name]) for name in names]
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, num_sanity_val_steps=0,
-        enable_model_summary=False, callbacks=of_conf, max_epochs=8, default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(
+        *of_conf, num_sanity_val_steps=0, max_epochs=8, default_root_dir=tmp_path
+    )
     ones = DataLoader(torch.ones(2))
     trainer.fit(HasCallbacks(*range(8)), ones, ones)
     assert [stop.patience for stop in trainer.early_stopping_callbacks] == [50]
@@ -406,10 +386,7 @@ def test_a_resumed_run_searches_no_learning_rate(tmp_path: Path) -> None:
     search, later = LearningRateFinder(num_training_steps=5), SearchesLater()
     checkpoint = tmp_path / "a.ckpt"
     for epochs, more in ((1, []), (2, [search, later, resuming.LeavesOutSearches()])):
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=epochs,
-            enable_model_summary=False, default_root_dir=tmp_path, callbacks=[*more],
-        )  # fmt: skip
+        trainer = quiet_trainer(*more, max_epochs=epochs, default_root_dir=tmp_path)
         model, path = Searched(), checkpoint if more else None
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
@@ -453,19 +430,13 @@ def test_what_was_unfrozen_is_trained_after_a_resume(tmp_path: Path) -> None:
         torch.manual_seed(0)
         keep = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=6, save_top_k=-1)
         model = HasABackbone()
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
-            enable_model_summary=False, callbacks=[keep, Unfreezes(), KeepsUnfrozen()],
-        )  # fmt: skip
+        trainer = quiet_trainer(keep, Unfreezes(), KeepsUnfrozen(), max_epochs=3)
         file = tmp_path / "step=6.ckpt" if resumed else None
         trainer.fit(model, alike, ckpt_path=file)
         weights.append([value.clone() for value in model.state_dict().values()])
     assert weights[0] == weights[1] and model.backbone[0].weight.requires_grad
     model = HasABackbone()  # which another run trains whole
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
-        enable_model_summary=False, enable_checkpointing=False, callbacks=[KeepsUnfrozen()],
-    )  # fmt: skip
+    trainer = quiet_trainer(KeepsUnfrozen(), max_epochs=3)
     file = tmp_path / "frozen.ckpt"
     content = torch.load(tmp_path / "step=6.ckpt", weights_only=True)
     torch.save(content | {"frozen": ["backbone.0.weight"], "untracked": ["backbone.1"]}, file)
@@ -505,10 +476,7 @@ def test_settings_that_a_checkpoint_brings_are_told(tmp_path: Path) -> None:
     ones = DataLoader(torch.ones(2))
 
     def fit(model: Settings, ckpt_path: Path | None) -> Settings:
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=False, max_epochs=1 if ckpt_path is None else 2,
-        )  # fmt: skip
+        trainer = quiet_trainer(max_epochs=1 if ckpt_path is None else 2)
         trainer.fit(model, ones, ckpt_path=ckpt_path)
         if ckpt_path is None:
             trainer.save_checkpoint(tmp_path / "last.ckpt")
@@ -563,10 +531,7 @@ def test_a_schedule_of_too_few_steps_is_told_before_it_ends(tmp_path: Path) -> N
         folder = tmp_path / model.__name__ / str(batches)
         keep = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
         within = ModelCheckpoint(folder, "{step}", every_n_train_steps=3, save_top_k=-1)
-        trainer = Trainer(
-            accelerator="cpu", logger=False, enable_progress_bar=False, max_epochs=3,
-            enable_model_summary=False, callbacks=[keep, within], **options,
-        )  # fmt: skip
+        trainer = quiet_trainer(keep, within, max_epochs=3, **options)
         data: Any = Stream() if stream else torch.ones(batches)
         trainer.fit(model(), DataLoader(data), ckpt_path=resume)
 
@@ -625,10 +590,7 @@ class Divided(LightningDataModule):
 
 
 def test_a_split_by_another_seed_than_the_checkpoints_is_told(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        max_epochs=1, callbacks=[resuming.TellsOfAnotherSplit(), ModelCheckpoint(tmp_path)],
-    )  # fmt: skip
+    trainer = quiet_trainer(resuming.TellsOfAnotherSplit(), ModelCheckpoint(tmp_path), max_epochs=1)
     model = Times()
     model.test_step = lambda batch: None
     trainer.fit(model, Divided(0))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from runs.stopping import SIGNAL, StopOnSignal, Stopped, end_workers
-from tests.runs.trainings import Times, train
+from tests.runs.trainings import Times, quiet_trainer, train
 
 
 class StopsAt(Times):
@@ -53,11 +53,9 @@ def test_a_stop_waits_for_the_step_and_for_the_epochs_validation(
     ones, one = DataLoader(torch.ones(10)), DataLoader(torch.ones(1))
 
     def trainer(*callbacks: Callback) -> Trainer:
-        return Trainer(
-            accelerator="cpu", logger=False, enable_checkpointing=bool(callbacks), max_epochs=2,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-            accumulate_grad_batches=accumulate, callbacks=list(callbacks),
-        )  # fmt: skip
+        return quiet_trainer(
+            *callbacks, max_epochs=2, num_sanity_val_steps=0, accumulate_grad_batches=accumulate
+        )
 
     stopped, resumed = StopsAt(asked), StopsAt(-1)
     with pytest.raises(Stopped):
@@ -80,11 +78,9 @@ def test_a_stop_waits_for_a_validation_within_the_epoch(
     validations = []
     for batch, path in ((4, None), (-1, tmp_path / "s.ckpt")):
         model = StopsAt(batch)
-        trainer = Trainer(
-            accelerator="cpu", logger=False, max_epochs=1, val_check_interval=5,
-            enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0,
-            enable_checkpointing=True, callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
-            default_root_dir=tmp_path,
+        trainer = quiet_trainer(
+            StopOnSignal(str(tmp_path / "s.ckpt")), max_epochs=1, val_check_interval=5,
+            num_sanity_val_steps=0, default_root_dir=tmp_path,
         )  # fmt: skip
         with pytest.raises(Stopped) if path is None else contextlib.nullcontext():
             trainer.fit(model, ones, one, ckpt_path=path)
@@ -103,11 +99,10 @@ def test_a_stop_comes_where_a_validation_follows_each_step(
     counts = []
     for batch, path in ((4, None), (-1, tmp_path / "s.ckpt")):
         model = StopsAt(batch)
-        trainer = Trainer(
-            accelerator="cpu", logger=False, max_epochs=1, val_check_interval=every,
-            accumulate_grad_batches=4, enable_progress_bar=False, enable_model_summary=False,
-            enable_checkpointing=True, callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
-            default_root_dir=tmp_path, num_sanity_val_steps=1 if path is None else 0,
+        trainer = quiet_trainer(
+            StopOnSignal(str(tmp_path / "s.ckpt")), max_epochs=1, val_check_interval=every,
+            accumulate_grad_batches=4, default_root_dir=tmp_path,
+            num_sanity_val_steps=1 if path is None else 0,
         )  # fmt: skip
         with pytest.raises(Stopped) if path is None else contextlib.nullcontext():
             trainer.fit(model, ones, one, ckpt_path=path)
@@ -122,10 +117,7 @@ def test_a_stop_in_the_last_batch_ends_the_epoch_where_nothing_is_validated(
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
     model, ended = StopsAt(3), []
     model.on_train_epoch_end = lambda: ended.append(model.batches)
-    trainer = Trainer(
-        accelerator="cpu", logger=False, max_epochs=2, enable_progress_bar=False,
-        enable_model_summary=False, callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
-    )  # fmt: skip
+    trainer = quiet_trainer(StopOnSignal(str(tmp_path / "s.ckpt")), max_epochs=2)
     with pytest.raises(Stopped):
         trainer.fit(model, DataLoader(torch.ones(4)))
     assert ended == [4]
@@ -144,10 +136,7 @@ class PredictsForLong(Times):
 @pytest.mark.usefixtures("handlers")
 def test_sigterm_ends_a_prediction(tmp_path: Path) -> None:
     model = PredictsForLong()
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=True,
-        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))], default_root_dir=tmp_path,
-    )  # fmt: skip
+    trainer = quiet_trainer(StopOnSignal(str(tmp_path / "s.ckpt")), default_root_dir=tmp_path)
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(SIGTERMException):
         trainer.predict(model, DataLoader(torch.ones(4)))
@@ -262,10 +251,7 @@ def test_a_stop_before_the_first_batch_has_a_checkpoint_too(tmp_path: Path) -> N
     """A rank that is not as far as another has one, and does not end by the signal."""
     missed: list[int] = []
     signal.signal(SIGNAL, lambda number, _: missed.append(number))
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        callbacks=[SignalsEarly(), StopOnSignal(str(tmp_path / "s.ckpt"))], max_epochs=2,
-    )  # fmt: skip
+    trainer = quiet_trainer(SignalsEarly(), StopOnSignal(str(tmp_path / "s.ckpt")), max_epochs=2)
     with pytest.raises(Stopped):
         trainer.fit(Times(), DataLoader(torch.ones(3)))
     assert not missed and torch.load(tmp_path / "s.ckpt")["global_step"] == 1
@@ -291,11 +277,9 @@ def test_a_stop_in_a_validation_keeps_the_epochs_checkpoint(
     monkeypatch.setattr("runs.stopping.SECONDS", 0.0)
     ones = DataLoader(torch.ones(4))
     best = ModelCheckpoint(tmp_path, "best", monitor=monitor)
-    run = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
-        max_epochs=3, num_sanity_val_steps=0,
-        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt")), best],
-    )  # fmt: skip
+    run = quiet_trainer(
+        StopOnSignal(str(tmp_path / "s.ckpt")), best, max_epochs=3, num_sanity_val_steps=0
+    )
     with pytest.raises(Stopped):
         run.fit(StopsInTheFirst(), ones, ones)
     assert best.best_model_path == str(tmp_path / "best.ckpt") and run.current_epoch == 0
@@ -320,11 +304,7 @@ class StopsInEvaluation(Times):
 
 @pytest.mark.usefixtures("handlers")
 def test_a_stop_in_the_last_evaluation_leaves_a_checkpoint(tmp_path: Path) -> None:
-    trainer = Trainer(
-        accelerator="cpu", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, max_epochs=1,
-        callbacks=[StopOnSignal(str(tmp_path / "s.ckpt"))],
-    )  # fmt: skip
+    trainer = quiet_trainer(StopOnSignal(str(tmp_path / "s.ckpt")), max_epochs=1)
     ones = DataLoader(torch.ones(4))
     with pytest.raises(Stopped):
         trainer.fit(StopsInEvaluation(), ones, ones)

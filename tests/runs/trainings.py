@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, LightningDataModule, LightningModule, Trainer
+from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -116,15 +117,29 @@ class Fails(TrainsAndPredicts):
             raise Refusal("no test today")
 
 
+def quiet_trainer(*callbacks: Callback, **arguments: Any) -> Trainer:
+    """On the CPU, without what a test has not asked for."""
+    options = {
+        "accelerator": "cpu", "logger": False, "enable_model_summary": False,
+        "enable_checkpointing": any(isinstance(each, Checkpoint) for each in callbacks),
+        "enable_progress_bar": any(isinstance(each, ProgressBar) for each in callbacks),
+    }  # fmt: skip
+    return Trainer(callbacks=[*callbacks], **{**options, **arguments})
+
+
+def report_of(run_dir: Path = Path("x"), **config: Any) -> Report:
+    """Of a run of one process, with as much of the configuration as it reads."""
+    all_ = {"data": {}, "ckpt_path": None, "run_dir": str(run_dir), "train": True, "test": False}
+    choices = {"model": "m", "data": "d", "strategy": "single"}
+    return Report(OmegaConf.create({**all_, **config}), choices)
+
+
 def train(
     folder: Path, *callbacks: Callback, ckpt_path: str | None = None, max_epochs: int = 1,
     log_every_n_steps: int = 1, fast_dev_run: bool = False, model: type[Times] = Times,
     loader: DataLoader | None = None,
 ) -> Report:  # fmt: skip
-    config = OmegaConf.create(
-        {"data": {"batch_size": 2}, "ckpt_path": ckpt_path, "run_dir": "x", "train": True}
-    )
-    report = Report(config, {"model": "m", "data": "d", "strategy": "single"})
+    report = report_of(data={"batch_size": 2}, ckpt_path=ckpt_path)
     trainer = Trainer(
         accelerator="cpu", logger=CSVLogger(folder, name="", version=""),
         log_every_n_steps=log_every_n_steps, callbacks=[report, Progress(), *callbacks],

@@ -48,6 +48,15 @@ from runs.run import Run, shortly_if_full
 from tests.runs.trainings import IsValidated, quiet_trainer
 
 
+def ending(folder: Path | None = None, started: bool = False, **choices: str) -> Run:
+    """A run with what its end looks at."""
+    run = Run.__new__(Run)
+    run.config, run.folder, run._show = OmegaConf.create({}), folder, warnings.showwarning
+    run.report, run.choices = Report(run.config, {}), choices
+    run.report.started = started
+    return run
+
+
 @pytest.mark.parametrize("started", [False, True])
 def test_a_file_that_cannot_be_read_is_told_in_one_line(started: bool) -> None:
     text = "my images/003.png cannot be read: cannot identify image file"
@@ -313,9 +322,7 @@ def test_a_killed_worker_is_told_in_one_line() -> None:
 def test_the_traceback_of_a_mistake_can_be_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = Run.__new__(Run)
-    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
-    run.report = Report(run.config, {})
+    run = ending()
     mistake = Refusal("no such thing")
     with pytest.raises(SystemExit, match="2"):
         run.__exit__(Refusal, mistake, None)
@@ -345,10 +352,7 @@ def test_the_traceback_ends_with_the_batch_that_a_step_got(tmp_path: Path) -> No
     members = ", ".join(["[int64[], bytes]", *[strings] * 5, "..."])
     expected = f"training_step got {{'image': float32[3, 2], 'of': [{members}], 1: NoneType}}"
     assert batch_of(caught.value) == expected
-    run = Run.__new__(Run)
-    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
-    run.report, run.choices = Report(run.config, {}), {"data": "mine"}
-    run.report.started = True
+    run = ending(started=True, data="mine")
     run.__exit__(ValueError, caught.value, None)
     if sys.version_info >= (3, 11):
         assert caught.value.__notes__ == [f"{expected}; from data=mine"]
@@ -383,10 +387,7 @@ def test_an_error_amid_a_training_says_how_to_go_on(
 ) -> None:
     monkeypatch.setattr("runs.run.last", lambda *_: Path("last.ckpt"))
     monkeypatch.setattr("runs.run.to_go_on", str)
-    run = Run.__new__(Run)
-    run.config, run.folder, run._show = OmegaConf.create({}), tmp_path, warnings.showwarning
-    run.report, run.choices = Report(run.config, {}), {}
-    run.report.started = True
+    run = ending(tmp_path, started=True)
     for trained in (False, True):
         run.report.trained = trained
         for error in (RuntimeError("broken"), KeyboardInterrupt()):
@@ -412,9 +413,7 @@ def test_an_error_of_a_constructor_is_told_with_its_place(line: str, told: str |
 def test_a_rank_that_anothers_end_has_ended_is_not_to_be_blamed(
     capsys: pytest.CaptureFixture,
 ) -> None:
-    run = Run.__new__(Run)
-    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
-    run.report = Report(run.config, {})
+    run = ending()
     gloo = "[third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [::1]:43750"
     for error, status in (
         (HorovodInternalError("peer closed"), os.EX_TEMPFAIL),
@@ -448,10 +447,7 @@ def test_a_full_disk_is_told_in_one_line(
     place: str | bytes, told: str, number: int, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
     """Wherever it is noticed, and with the error that came of it."""
-    run = Run.__new__(Run)
-    run.config, run.folder, run._show = OmegaConf.create({}), tmp_path, warnings.showwarning
-    run.report = Report(run.config, {})
-    run.report.started = True
+    run = ending(tmp_path, started=True)
     of_disk = OSError(number, "Quota exceeded", *([place] if place else []))
     error = ValueError("write to closed file")
     error.__context__ = of_disk
@@ -526,9 +522,7 @@ def test_an_error_of_a_loaders_beginning_is_not_hidden_by_the_end_of_one_that_ne
     trainer = quiet_trainer(default_root_dir=tmp_path, max_epochs=1)
     with pytest.raises(RuntimeError, match="iter\\(combined_loader\\)") as caught:
         trainer.fit(BoringModel(), DataLoader(Unreadable(), batch_size=None))
-    run = Run.__new__(Run)
-    run.config, run.folder, run._show = OmegaConf.create({}), None, warnings.showwarning
-    run.report = Report(run.config, {})
+    run = ending()
     with pytest.raises(SystemExit):
         run.__exit__(RuntimeError, caught.value, None)
     assert capsys.readouterr().err.startswith("error: no such shard (")

@@ -12,7 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,25 @@ def job(
     """
     command = [*TEMPLATE, f"log_dir={logs}", *overrides]
     return run(launcher(ranks, *command) if ranks else command, cwd=cwd, **environment)
+
+
+@contextlib.contextmanager
+def training(
+    command: list[str], output: Path, **environment: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process of a command that has trained for an epoch; it ends with the block."""
+    with output.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
+            env={**os.environ, **environment},
+        )  # fmt: skip
+    try:
+        wait_for_words(process, output, "epoch 2/", 120)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def folders(logs: Path) -> list[Path]:
@@ -234,18 +253,9 @@ class TestOtherRuns:
         long += ["data.num_workers=1", FAULTY + "AsksForSteps"]
         command = [*TEMPLATE, f"log_dir={tmp_path}", *long]
         output = tmp_path / "output"
-        with open(output, "w") as file:
-            process = subprocess.Popen(
-                command, cwd=ROOT, stdout=file, stderr=file, start_new_session=True
-            )
-        try:
-            wait_for_words(process, output, "epoch 2/", 120)
+        with training(command, output) as process:
             os.killpg(process.pid, number)  # as a terminal does, and `timeout`: workers get it too
             assert process.wait(60) == 128 + number, output.read_text()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         text = output.read_text()
         checkpoint = folders(tmp_path)[0] / "checkpoints" / "stopped.ckpt"
         assert text.count("Ctrl-C again ends at once") == (number == signal.SIGINT)
@@ -257,22 +267,13 @@ class TestOtherRuns:
         """Slurm sends SIGTERM to all of its processes, also when another job comes first."""
         changes = ["trainer.max_epochs=100000", "~callbacks.early_stopping", "data.num_workers=1"]
         output = tmp_path / "output"
-        with output.open("w") as file:
-            launcher = subprocess.Popen(
-                make_train(2, *TEMPLATE, f"log_dir={tmp_path}", *changes), cwd=ROOT, stdout=file,
-                stderr=file, start_new_session=True, env={**os.environ, "SLURM_JOB_ID": "1"},
-            )  # fmt: skip
-        try:
-            wait_for_words(launcher, output, "epoch 2/", 120)
+        command = make_train(2, *TEMPLATE, f"log_dir={tmp_path}", *changes)
+        with training(command, output, SLURM_JOB_ID="1") as launcher:
             for process in reversed(psutil.Process(launcher.pid).children(recursive=True)):
                 with contextlib.suppress(psutil.NoSuchProcess):  # a worker of the epoch before
                     process.terminate()
             launcher.terminate()
             assert launcher.wait(60) == 128 + signal.SIGTERM, output.read_text()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
         text = output.read_text()
         assert text.count("stopped; to go on: ") == 1 and "Traceback" not in text, text
         assert text.endswith("horovodrun: stopped by SIGTERM\n"), text  # and no rank without one
@@ -282,19 +283,10 @@ class TestOtherRuns:
         """All processes get SIGTERM; torch raises an error where a worker ends by it."""
         changes = ["trainer.max_epochs=100000", "~callbacks.early_stopping", "data.num_workers=1"]
         output = tmp_path / "output"
-        with output.open("w") as file:
-            launcher = subprocess.Popen(
-                make_train(1, *TEMPLATE, f"log_dir={tmp_path}", *changes), cwd=ROOT, stdout=file,
-                stderr=file, start_new_session=True,
-            )  # fmt: skip
-        try:
-            wait_for_words(launcher, output, "epoch 2/", 120)
+        command = make_train(1, *TEMPLATE, f"log_dir={tmp_path}", *changes)
+        with training(command, output) as launcher:
             launcher.send_signal(signal.SIGUSR2)  # as make stop KILL=1, or a second Ctrl-C
             assert launcher.wait(60) == 128 + signal.SIGUSR2, output.read_text()
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(launcher.pid, signal.SIGKILL)
-            launcher.wait()
         assert "Traceback" not in output.read_text()
 
     def test_bf16_limits_and_accumulation(self, tmp_path: Path) -> None:
@@ -560,19 +552,9 @@ class TestMistakes:
         changes = "~callbacks.early_stopping trainer.max_epochs=100000"
         command = ["make", "train", "INSTALL=true", f"PYTHON={sys.executable}"]
         output = tmp_path / "output"
-        with output.open("w") as file:
-            process = subprocess.Popen(
-                [*command, f"ARGS={changes} log_dir='{tmp_path}'"],
-                cwd=ROOT, stdout=file, stderr=file, start_new_session=True,
-            )  # fmt: skip
-        try:
-            wait_for_words(process, output, "epoch 2/", 120)
+        with training([*command, f"ARGS={changes} log_dir='{tmp_path}'"], output) as process:
             os.kill(process.pid, signal.SIGTERM)
             assert process.wait(60) != 0
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
         text = output.read_text()
         first = text.splitlines()[0]
         assert first.endswith(f" template.py {changes} log_dir='{tmp_path}'")  # what can be typed

@@ -839,6 +839,7 @@ def test_files_of_another_form_are_told_in_a_line(
         (good, {"operations": 3}),
         (good, {"sizes": []}),
         (good, {"sizes": [{"bytes": 4096}]}),
+        (good, {"versions": {"horovod": "0.28.1"}}),  # whose ranks agree in other ways
     ):
         files["run"].write_text(run_text)
         other = files["run"].with_name("other.json")

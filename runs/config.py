@@ -98,25 +98,32 @@ def _check(arguments: list[str]) -> None:
         choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
         with open_dict(config):
             del config["hydra"]
-        changed: list[tuple[str, Any]] = []  # where callbacks are set, and what is set there
+        changed = _changed_callbacks(overrides, choices)
         for override in overrides:
             if not _is_group(override):
                 _check_change(override, config)
             changed += _check_recipe(override, choices)
-            match override.key_or_group.split("."):
-                case ["callbacks", name, key]:
-                    changed.append(("", {name: {key: override.value()}}))
-                case ["callbacks", name]:
-                    changed.append(("", {name: override.value()}))
-        for choice in _listed(choices.get("callbacks")):
-            file = CONF / "callbacks" / f"{choice}.yaml"
-            if file.is_file():  # or it is a structured config
-                members = OmegaConf.to_container(OmegaConf.load(file))
-                changed.append((f"conf/callbacks/{choice}.yaml: ", members))
         _check_monitors(changed, config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
         _check_loggers(overrides, config)
+
+
+def _changed_callbacks(overrides: list[Override], choices: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Where callbacks are set, on the command line or in a file of conf/, and what is set there."""
+    changed: list[tuple[str, Any]] = []
+    for override in overrides:
+        match override.key_or_group.split("."):
+            case ["callbacks", name, key]:
+                changed.append(("", {name: {key: override.value()}}))
+            case ["callbacks", name]:
+                changed.append(("", {name: override.value()}))
+    for choice in _listed(choices.get("callbacks")):
+        file = CONF / "callbacks" / f"{choice}.yaml"
+        if file.is_file():  # or it is a structured config
+            members = OmegaConf.to_container(OmegaConf.load(file))
+            changed.append((f"conf/callbacks/{choice}.yaml: ", members))
+    return changed
 
 
 def _undecodable() -> str:

@@ -5,10 +5,12 @@ Functions return what to print; most of them an empty text if all is well.
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytorch_lightning as pl
 from omegaconf import DictConfig
+from pytorch_lightning.callbacks import Timer
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.trainer.connectors.logger_connector.result import _Metadata
 from torch.utils._pytree import tree_leaves
@@ -141,7 +143,8 @@ def not_trained(trainer: pl.Trainer, resumed: bool) -> str:
 
 
 def stopped_early(trainer: pl.Trainer) -> list[str]:
-    """For each EarlyStopping that ended the training: its metric, and what became of it."""
+    """For each EarlyStopping that ended the training: its metric, and what became of it; for each
+    Timer (trainer.max_time): its limit."""
     reasons = []
     for callback in trainer.early_stopping_callbacks if trainer.should_stop else []:
         if callback.stopping_reason == EarlyStoppingReason.PATIENCE_EXHAUSTED:
@@ -154,6 +157,10 @@ def stopped_early(trainer: pl.Trainer) -> list[str]:
         else:
             continue
         reasons.append(f"{callback.monitor} {told}")
+    for callback in trainer.callbacks if trainer.should_stop else []:  # type: ignore[attr-defined]
+        limit = callback._duration if isinstance(callback, Timer) else None
+        if limit is not None and callback.time_elapsed() >= limit:
+            reasons.append(f"its time limit of {timedelta(seconds=limit)} is reached")
     return reasons
 
 

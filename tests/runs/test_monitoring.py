@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from pytorch_lightning.callbacks import (
     EMAWeightAveraging,
     ModelCheckpoint,
     StochasticWeightAveraging,
+    Timer,
 )
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
@@ -216,9 +218,15 @@ def test_why_training_stopped_early() -> None:
     bound.stopping_reason = EarlyStoppingReason.STOPPING_THRESHOLD
     bound.stopping_reason_message = "c = 1 < 2"
     watching = [patient, never, bound]
-    trainer = SimpleNamespace(should_stop=True, early_stopping_callbacks=watching)
+    short, long, endless = Timer(timedelta(hours=2)), Timer("01:00:00:00"), Timer()
+    for timer in (short, long, endless):
+        timer._offset = 7200  # seconds, as of a training that was resumed
+    trainer = SimpleNamespace(
+        should_stop=True, early_stopping_callbacks=watching, callbacks=[short, long, endless, bound]
+    )
     assert stopped_early(trainer) == [
         "a has not improved for 2 validations (best 0.1235)",
         "c has reached its end: c = 1 < 2",
+        "its time limit of 2:00:00 is reached",
     ]
     assert not stopped_early(SimpleNamespace(**{**vars(trainer), "should_stop": False}))

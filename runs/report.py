@@ -124,7 +124,10 @@ class Report(pl.Callback):
         self.batch_size = found or self.batch_size or asked
         if not trainer.is_global_zero:
             return
-        parameters = sum(parameter.numel() for parameter in pl_module.parameters())
+        sizes: Counter[bool] = Counter()  # of what is trained and what is not
+        for parameter in pl_module.parameters():
+            sizes[parameter.requires_grad] += parameter.numel()
+        trained = f" ({sizes[True]:,} trained)" if trainer.optimizers and sizes[False] else ""
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
         operations = getattr(trainer.strategy, "operations", None)
         over = f" over {operations}" if operations and ranks > 1 else ""
@@ -134,7 +137,7 @@ class Report(pl.Callback):
         gpu = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else ""
         _tell(
             {
-                "model": f"{self.choices['model']}, {parameters:,} parameters{lr}",
+                "model": f"{self.choices['model']}, {sizes.total():,} parameters{trained}{lr}",
                 "data": f"{self.choices['data']}{self._samples_to_train()}",
                 "ranks": f"{ranks}: {_places(self.hosts)}; strategy {strategy}{over}",
                 "device": f"{gpu or device}, precision {trainer.precision}",

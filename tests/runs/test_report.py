@@ -109,6 +109,26 @@ def test_what_was_done_before_a_failure_is_told(
         assert summary["metrics"] == ({"test/loss": 3} if tested else {})
 
 
+class TimesPartlyFrozen(Times):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def test_step(self, batch: Tensor, batch_idx: int) -> None:
+        pass
+
+
+def test_parameters_that_are_trained_are_told_where_others_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = train(tmp_path, model=TimesPartlyFrozen)
+    assert "model   m, 4 parameters (1 trained), lr 0.1\n" in capsys.readouterr().out
+    report.hosts = {}  # as in a run of its own
+    trainer = Trainer(accelerator="cpu", logger=False, callbacks=[report])
+    trainer.test(TimesPartlyFrozen(), DataLoader(torch.ones(1)), verbose=False)
+    assert "model   m, 4 parameters\n" in capsys.readouterr().out
+
+
 def test_a_summary_that_cannot_be_written_is_told_behind_the_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

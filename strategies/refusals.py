@@ -199,6 +199,7 @@ def refuse_unequal(batches: float, optimizers: Sequence[Optimizer], world: World
             raise MisconfigurationException(
                 f"rank {rank} on {host} has {few} training batches an epoch, others have more: "
                 "they would wait for it forever; give all ranks equally many"
+                f"{f', as by limit_train_batches={few}' if few else ''}"
             )
         if theirs != ranks[0][1]:
             raise MisconfigurationException(

@@ -434,10 +434,12 @@ def test_mistakes_are_told_on_all_ranks(launch: Callable) -> None:
         assert texts["samples"].startswith(f"rank 1 on {host} has 72 samples, rank 0 has 80, of")
         assert texts["samples to validate"].startswith(f"rank 1 on {host} has 68 samples, rank 0")
         assert texts["endless"].startswith(f"rank 1 on {host} has 4 training batches an epoch")
+        assert texts["endless"].endswith(" equally many, as by limit_train_batches=4")
         assert texts["endless words"] == texts["endless"]
         assert texts["empty"].startswith(
             f"rank 1 on {host} has 0 training batches an epoch, others"
         )
+        assert texts["empty"].endswith(" equally many")
         assert texts["few"].startswith("1 samples to validate on 2 ranks")
         assert texts["ragged"].startswith(
             "all_gather takes one shape, and ranks have (2, 3), (3, 3):"

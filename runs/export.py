@@ -215,6 +215,8 @@ def as_onnx(program: ExportedProgram) -> tuple[bytes, Callable[..., Any]]:
     )
 
 
+# A compiled model takes minutes to compile, for each size, and what it gives here is used once.
+@torch.compiler.set_stance("force_eager")
 def export(checkpoint: Path, kind: str) -> str:
     """Write the file beside the checkpoint, and return what to print of it."""
     lacking = [name for name in FORMATS[kind] if importlib.util.find_spec(name) is None]

@@ -100,6 +100,23 @@ def test_the_file_computes_what_the_model_does(tmp_path: Path) -> None:
         torch.testing.assert_close(exported(images), model(images))
 
 
+def compiles(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable:
+    raise RuntimeError("this takes minutes")
+
+
+class Compiled(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = torch.compile(self.network, backend=compiles)
+
+
+def test_a_compiled_model_is_exported_without_compiling_it(tmp_path: Path) -> None:
+    checkpoint, _ = trained(tmp_path)
+    taking(tmp_path, model="Compiled")
+    torch.save({"state_dict": Compiled().state_dict()}, checkpoint)  # of other names
+    assert "any batch" in export.export(checkpoint, "pt2")
+
+
 def test_a_checkpoint_may_lie_in_a_folder_of_checkpoints(tmp_path: Path) -> None:
     """As with filename={epoch}-{val/loss:.2f}."""
     checkpoint, _ = trained(tmp_path)

@@ -93,9 +93,9 @@ def sync(host: Host, mark: str, dry_run: bool, env: bool) -> list[str]:
 
 
 def synced() -> set[str] | None:
-    """The files that are copied; None where rsync is missing."""
+    """What is copied, as `_listed` names it; None where rsync is missing."""
     try:
-        return {name for name in _listed(*rules()) if not name.endswith("/")}
+        return _listed(*rules())
     except FileNotFoundError:
         return None
 
@@ -152,7 +152,7 @@ def _patterns() -> list[Path]:
 def _known_to_git(*which: str) -> set[str]:
     """Files that git tracks (--cached), or would add (--others)."""
     names = _git("ls-files", "-z", *which, "--exclude-standard").split("\0")
-    return {name for name in names if name and (ROOT / name).is_file()}
+    return {name for name in names if name}
 
 
 def _git(*words: str) -> str:
@@ -213,7 +213,6 @@ def _rsync(
     host: Host, folder: Path, options: list[str], dry_run: bool, filters: str = ""
 ) -> dict[str, list[str]]:
     """Run rsync; the files that changed, by the keys of KINDS. A missing folder is made."""
-    target = f"{host.user}@{host.name}" if host.user else host.name
     ssh = shlex.join(host.ssh_options())
     path = shlex.quote(str(folder))
     remote_rsync = "rsync" if dry_run else f"mkdir -p {path} && rsync"
@@ -222,7 +221,7 @@ def _rsync(
     output = _run([
         "rsync", "-azs", "-O", "--delete", f"--timeout={SILENT_SECONDS}", "--out-format=%i %n",
         f"--rsync-path={remote_rsync}", "-e", ssh, *options, *(["--dry-run"] if dry_run else []),
-        f"{folder}/", f"{target}:{folder}/",
+        f"{folder}/", f"{host.name}:{folder}/",
     ], host, stdin=filters)  # fmt: skip
     changes: dict[str, list[str]] = {"+": [], "*": [], "-": []}
     for line in output.splitlines():

@@ -163,7 +163,9 @@ def test_a_job_for_later_waits_and_can_be_stopped(
 ) -> None:
     line = ["-H", "node1:1", "true"]
     run_id = launched(on, hosts[0], project, "--at", "2999-01-01 02:00", *line)
-    assert state_of(on, hosts[0], project, run_id)["state"] == "waiting"
+    state = state_of(on, hosts[0], project, run_id)
+    assert state["state"] == "waiting"
+    assert os.getsid(state["pid"]) == state["pid"]  # not of our terminal's
     stopped = on(hosts[0], "cluster.jobs", "stop", cwd=project)
     assert stopped.returncode == 0
     state = state_of(on, hosts[0], project, run_id)

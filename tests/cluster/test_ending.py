@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from cluster import testbed
-from cluster.agent import SILENCE_SECONDS, descendants
+from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, Agent, descendants
 from cluster.horovodrun import GLOO_SECONDS, Job
 from cluster.hosts import Host
 from cluster.record import birth
@@ -114,6 +114,23 @@ def test_a_launcher_that_falls_silent_is_told_of() -> None:
     assert said[0] == {"error": "the launcher was not heard for 0.5 s: all has ended here"}
 
 
+def test_a_launcher_is_silent_from_its_last_sign_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its pauses do not add up."""
+    agent, said = Agent(), list[dict[str, Any]]()
+    monkeypatch.setattr(agent, "_say", lambda **what: said.append(what))
+    hears, reads = iter([False, True] * 3), iter([b"{}\n", b"{}\n", b""])
+    waits = SimpleNamespace(register=lambda *_: None, select=lambda timeout: next(hears))
+    patched = {
+        "selectors": SimpleNamespace(DefaultSelector=lambda: waits, EVENT_READ=1),
+        "os": SimpleNamespace(read=lambda *_: next(reads), _exit=lambda _: None),
+        "descendants": list,
+    }
+    for name, value in patched.items():
+        monkeypatch.setattr(f"cluster.agent.{name}", value)
+    agent._listen(2 * LIFE_SECONDS)
+    assert not said and next(reads, None) is None
+
+
 def test_a_launcher_that_a_host_does_not_reach_is_told_of() -> None:
     """As behind a firewall that lets ssh through alone; its ranks would wait, and say nothing."""
     with socket.create_server(("127.0.0.1", 0)) as rendezvous:
@@ -164,6 +181,15 @@ def test_a_rank_that_others_wait_for_at_the_start_is_named() -> None:
         "horovodrun: rank 1 on localhost did not come to hvd.init(), and rank 0 on localhost "
         "gave up"
     )
+
+
+def test_the_first_of_equal_causes_is_told() -> None:
+    job = Job([SimpleNamespace(rank=rank) for rank in range(2)], [], None, stop_seconds=8)
+    for weight, cause, code in ((0, "ended as another did", 75), (1, "failed", 3), (1, "too", 4)):
+        job._fail(weight, cause, code)
+    assert (job._cause, job._status) == ((1, "failed"), 3)
+    job._fail(2, "killed", -signal.SIGKILL)
+    assert (job._cause, job._status) == ((2, "killed"), 128 + signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ import pytest
 from cluster import record, testbed
 from cluster.agent import Agent
 from cluster.horovodrun import AT_ONCE, Job
+from cluster.signals import interrupt_at_signals
 from tests.cluster.conftest import PYTHON
 from tests.cluster.launching import SLEEP, horovodrun, nothing_left, started  # noqa: F401
 from tests.conftest import ROOT, run, wait_until
@@ -153,6 +154,28 @@ def test_a_signal_within_the_handler_of_another(
     job._on_signal(signal.SIGTERM, None)
     job._step(wait=0)
     assert "kill" in job._deadlines  # it is in its end, not at its checkpoint
+
+
+def test_nohup_and_ctrl_z_end_no_job(tmp_path: Path) -> None:
+    """A stopped launcher would give no signs of life, and its hosts would end their ranks."""
+    command = ["nohup", *horovodrun("-H", "localhost:1", PYTHON, "-c", SLEEP)]
+    process = started(command, tmp_path / "log", 1)
+    of_process = Path(f"/proc/{process.pid}/status").read_text()
+    ignored = int(of_process.partition("SigIgn:")[2].split()[0], 16)
+    assert ignored >> (signal.SIGTSTP - 1) & 1
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+    assert process.wait(timeout=30) == 143, (tmp_path / "log").read_text()
+
+
+def test_nohup_is_for_what_is_interrupted_too(handlers: None) -> None:
+    """As make sync and make install are, by whatever else would end them."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for hangup in (signal.default_int_handler, signal.SIG_IGN):
+        interrupt_at_signals()
+        after = signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM)
+        assert after == (hangup, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def test_a_signal_after_the_end_leaves_the_status() -> None:

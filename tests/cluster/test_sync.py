@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -187,6 +188,42 @@ def test_a_repository_that_git_cannot_read(tmp_path: Path, monkeypatch: pytest.M
         sync._known_to_git("--cached")
 
 
+def test_neither_git_nor_rsync_is_needed_where_nothing_is_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    sync.rules.cache_clear()
+    assert sync.synced() is None
+    assert sync._known_to_git("--cached") == set()
+
+
+def test_what_a_user_ignores_everywhere_stays_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sync, "ROOT", tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CONFIG_HOME", raising=False)
+    default, own = tmp_path / ".config/git/ignore", tmp_path / "own"
+    for file in (default, tmp_path / "xdg/git/ignore", own):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    assert sync._patterns() == [default]
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "xdg"))
+    assert sync._patterns() == [tmp_path / "xdg/git/ignore"]
+    (tmp_path / ".gitconfig").write_text("[core]\nexcludesFile = ~/own\n")
+    assert sync._patterns() == [own]
+
+
+def test_an_environment_elsewhere_is_not_copied_over_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is not here would be deleted there, as in a conda of all projects."""
+    monkeypatch.setattr(sync, "environment_folder", lambda: Path("/opt/conda"))
+    monkeypatch.setattr(sync, "_rsync", lambda *_: pytest.fail("it is copied"))
+    with pytest.raises(Refusal, match=f"h1: the environment /opt/conda is outside of {ROOT}: "):
+        sync._environment(Host("h1", 1), dry_run=False)
+
+
 def test_a_git_of_another_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says is looked at."""
     told = "[ $LC_ALL = C ] && echo 'fatal: not a git repository' || echo 'Schwerwiegend: Kein'"
@@ -213,6 +250,7 @@ def test_what_git_tracks_is_copied_whatever_is_ignored(
     theirs = tmp_path / "theirs" / "project"
     copied = {name for name in files(theirs) if name.startswith(("conf/local", "outputs", "tr"))}
     assert copied == {"conf/local/mine.yaml", "outputs/kept [1]*.csv"}
+    assert (theirs / "conf" / "config.yaml").exists()
     for name in ("conf/local/own", "outputs/own"):
         (theirs / name).write_text("there")
     done = on(apart[0], "cluster.sync", "-H", "node2", cwd=project)
@@ -263,8 +301,26 @@ def test_why_it_failed_is_told_where_rsync_does_not(
     (tmp_path / "rsync").write_text("#!/bin/sh\nexit 11\n")
     (tmp_path / "rsync").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(Refusal, match="h1: cannot write there, as where a disk is full: ssh h1 df"):
+    told = "h1: cannot write there, as where a disk is full: ssh h1 df"
+    with pytest.raises(Refusal, match=told) as error:
         sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
+    assert not isinstance(error.value, sync.Disturbed)
+    for status in (23, 24):  # where files come and go
+        (tmp_path / "rsync").write_text(f"#!/bin/sh\nexit {status}\n")
+        with pytest.raises(sync.Disturbed, match=f"h1: ended with {status}"):
+            sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
+
+
+def test_a_copy_goes_by_the_way_of_the_host_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ssh(tmp_path, f'echo "$*" >{tmp_path}/asked; exit 255')
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    host = Host("h1", 1, user="ada", port=2222, ssh=("ProxyJump=login",))
+    with pytest.raises(Refusal, match="h1: ended with 12"):
+        sync._rsync(host, ROOT, [], dry_run=True)
+    asked = (tmp_path / "asked").read_text()
+    assert asked.startswith(f"{shlex.join(host.ssh_options()[1:])} h1 rsync"), asked
 
 
 def test_a_greeting_that_disturbs_rsync_is_told(

@@ -257,7 +257,7 @@ def stop(arguments: argparse.Namespace) -> int:
             raise Refusal(f"run {state['id']} is another user's: they can stop it") from None
         except ProcessLookupError:
             pass  # it has ended since then
-        if arguments.kill and state["state"] != "waiting":
+        if arguments.kill:
             time.sleep(0.2)  # two signals sent at once may arrive in the other order
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, AT_ONCE)

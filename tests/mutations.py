@@ -669,6 +669,67 @@ MUTATIONS = [
         "cluster/test_stopping", "cluster",
     ),
     Mutation(
+        "Ctrl-C cuts other hosts off before they are asked for a checkpoint", "connection.py",
+        "host.command(script), start_new_session=True,", "host.command(script),",
+        "launcher_is_stopped", "cluster/test_stopping", "cluster",
+    ),
+    Mutation(
+        "make stop does not wait for a checkpoint", "jobs.py",
+        'state["stop_seconds"] + END_SECONDS', "END_SECONDS",
+        "does_not_end_is_killed", "cluster/test_record", "cluster",
+    ),
+    Mutation(
+        "a closed terminal ends a job under nohup", "horovodrun.py",
+        "            if signal.getsignal(number) != signal.SIG_IGN:\n"
+        "                signal.signal(number, self._on_signal)",
+        "            signal.signal(number, self._on_signal)",
+        "nohup_and_ctrl_z", "cluster/test_stopping", "cluster",
+    ),
+    Mutation(
+        "all pauses of a launcher together are its silence", "agent.py",
+        "                waited = 0\n", "", "last_sign_on", "cluster/test_ending", "cluster",
+    ),
+    Mutation(
+        "an agent that nobody reads stays with its ranks", "agent.py",
+        "telling.join(timeout=1)", "telling.join()",
+        "nobody_reads_ends", "cluster/test_ending", "cluster",
+    ),
+    Mutation(
+        "a rank that was killed explains no more than those that miss it", "horovodrun.py",
+        "2 if code in KILLED else 0", "1 if code in KILLED else 0",
+        "explains_most", "cluster/test_ending", "cluster",
+    ),
+    Mutation(
+        "who has read nothing keeps a job that has ended, whatever is typed", "horovodrun.py",
+        "signal.signal(number, self._hurry)", "pass",
+        "ctrl_c_ends", "cluster/test_printing", "cluster",
+    ),
+    Mutation(
+        "an all-reduce that hangs keeps the doctor", "doctor.py",
+        "        process.terminate()\n", "",
+        "all_reduce_that_hangs", "cluster/test_doctor", "cluster",
+    ),
+    Mutation(
+        "make launch forgets the host file", "hosts.py",
+        'line + (["--hostfile", arguments.hostfile] if arguments.hostfile else [])', "line",
+        "until_its_time", "cluster/test_record", "cluster",
+    ),
+    Mutation(
+        "what a user ignores everywhere is deleted on other hosts", "sync.py",
+        'user or f"{config}/git/ignore"', 'user or "/nowhere"',
+        "ignores_everywhere", "cluster/test_sync", "cluster",
+    ),
+    Mutation(
+        "code beside a file that is ignored and tracked is not copied", "sync.py",
+        "sorted(folders - copied)", "sorted(folders)",
+        "git_tracks", "cluster/test_sync", "cluster",
+    ),
+    Mutation(
+        "an environment elsewhere is copied over another", "sync.py",
+        "if ROOT not in folder.parents:", "if False:",
+        "environment_elsewhere", "cluster/test_sync", "cluster",
+    ),
+    Mutation(
         "a reader who pauses keeps ranks from their checkpoint", "horovodrun.py",
         "self.record.hurries = self._ends()", "pass",
         "reader_who_pauses", "cluster/test_printing", "cluster",

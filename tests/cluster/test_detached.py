@@ -182,14 +182,16 @@ def test_a_job_for_later_waits_and_can_be_stopped(
 def test_a_job_for_later_starts_at_its_time(
     on: On, hosts: list[testbed.Node], project: Path
 ) -> None:
-    """logs FOLLOW=1 waits for it, and shows what it prints."""
+    """logs FOLLOW=1 waits for it, and shows what it prints and how it ends."""
     start = datetime.datetime.now().replace(microsecond=0) + datetime.timedelta(seconds=12)
-    says = ["sh", "-c", "date +%s; sleep 1; date +%s"]
+    says = ["sh", "-c", "date +%s; sleep 1; date +%s; exit 3"]
     run_id = launched(on, hosts[0], project, "--at", str(start), "-H", "node1:1", *says)
     followed = on(hosts[0], "cluster.jobs", "logs", run_id, "--follow", cwd=project).stdout
     first, second = re.findall(r"^\d+$", followed, re.MULTILINE)
     assert start.timestamp() <= int(first) < int(second), followed
-    assert state_of(on, hosts[0], project, run_id)["state"] == "done"
+    told = "failed: rank 0 on node1 ended with exit code 3"
+    assert followed.splitlines()[-1] == told, followed
+    assert state_of(on, hosts[0], project, run_id)["state"] == "failed"
 
 
 def test_one_that_waits_notes_itself_that_it_was_stopped(

@@ -23,7 +23,7 @@ import horovod
 import pytest
 
 from cluster import doctor, findings, probe, testbed
-from cluster.hosts import Host, Refusal, typed
+from cluster.hosts import Host, Refusal, read, typed
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT, run, wait_until
 
@@ -171,6 +171,31 @@ def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     monkeypatch.setattr(doctor, "ROOT", tmp_path)
     found = doctor._exchange(pair)
     assert (found.level, found.fix) == ("FAIL", "") and "logs is a link to" in found.text
+
+
+def test_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It is ended; its ranks are as the host file says of them."""
+    script = f"cd {tmp_path}; cat >hosts.yaml; sleep 20 <&- >&- 2>&- & wait; touch waited"
+    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(doctor, "PAIR_SECONDS", 1)
+    way = {"nic": "eth1", "user": "ada", "port": 2222, "ssh": ("ProxyJump=login",)}
+    group = Host("node1", 1, gpus=(3,), **way, env={"A": "b"}), Host("node2", 1)
+    found = doctor._exchange(group)
+    assert (found.level, found.text) == ("FAIL", "no end within 1 s")
+    assert not (tmp_path / "waited").exists()
+    assert read(tmp_path / "hosts.yaml") == [*group]
+
+
+def test_a_host_that_falls_silent_reaches_nobody() -> None:
+    contact = object.__new__(doctor.Contact)
+    pipe = subprocess.PIPE
+    contact.process = subprocess.Popen(
+        ["true"], text=True, stdin=pipe, stdout=pipe, start_new_session=True
+    )
+    assert contact.reaches([("node2", "10.0.0.2", 1)]) == {"node2": "no answer"}
+    contact.close()
 
 
 def test_other_code_and_packages_are_named(on: On, project: Path, tmp_path: Path) -> None:
@@ -341,6 +366,13 @@ def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert contact.facts, contact.trouble
         monkeypatch.setenv("PATH", path)
     assert contact.facts["versions"] == "No such file or directory"
+
+
+def test_a_host_without_python3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh(tmp_path, "echo '{}'; echo 'sh: 1: exec: python3: not found' >&2; exit 127")
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
+    assert contact.trouble and contact.trouble.text == "there is no python3", contact.trouble
 
 
 @pytest.mark.parametrize("none", ["", "-1"])
@@ -593,13 +625,16 @@ def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
         assert not left
 
 
+@pytest.mark.parametrize(("said", "login_seconds"), [("", -1), ("echo '{}'; ", 60)])
 def test_what_hangs_with_an_ssh_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    said: str, login_seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A ProxyCommand has the same stderr, and may not notice that its ssh is gone."""
-    fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) & wait")
+    """In the login or behind it. A ProxyCommand has the same stderr, and may not notice that its
+    ssh is gone."""
+    fake_ssh(tmp_path, f"{said}(sleep 20; touch {tmp_path}/waited) & wait")
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-    monkeypatch.setattr(doctor, "SSH_SECONDS", -1)
+    monkeypatch.setattr(doctor, "SSH_SECONDS", login_seconds)
+    monkeypatch.setattr(doctor, "QUICK_SECONDS", 1)
     contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
     assert contact.trouble and "no answer within 1 s" in contact.trouble.text, contact.trouble
     assert not (tmp_path / "waited").exists()
@@ -624,6 +659,10 @@ def test_a_host_that_cannot_look_at_itself(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(doctor, "PROBE", "import time; time.sleep(20); print('{\"code\": {}}')")
     monkeypatch.setattr(doctor, "QUICK_SECONDS", 1)
     with pytest.raises(Refusal, match="this host says nothing of itself for 1 s"):
+        doctor._here(quick=True)
+    monkeypatch.setattr(doctor, "QUICK_SECONDS", 60)
+    monkeypatch.setattr(doctor, "PROBE", "raise OSError('no disk')")
+    with pytest.raises(Refusal, match="this host cannot be looked at: OSError: no disk"):
         doctor._here(quick=True)
 
 

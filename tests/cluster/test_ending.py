@@ -81,7 +81,8 @@ def test_a_host_is_cut_off(tmp_path: Path) -> None:
         down = ["ip", "-n", hosts[1].namespace, "link", "set", "eth0", "down"]
         subprocess.run(down, check=True)
         assert process.wait(timeout=60) == 1
-        assert "node2 has not been heard for" in (tmp_path / "log").read_text()
+        told = (tmp_path / "log").read_text()
+        assert "node2 has not been heard for" in told and "does not answer" not in told
         wait_until(lambda: not sleepers(), 60, "the end of the rank on node2, by its own agent")
 
 
@@ -141,18 +142,35 @@ def test_a_launcher_that_a_host_does_not_reach_is_told_of() -> None:
     assert "let it through the firewall here" in told["error"]
 
 
-def agent_says(port: int) -> tuple[int, list[dict[str, Any]]]:
-    """The end, and the lines, of an agent whose launcher has this port and then says nothing."""
-    job = {"run": "x", "command": ["sleep", "60"], "ranks": {"0": {}}, "nic": "lo",
+def test_an_agent_that_nobody_reads_ends_too() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as rendezvous:
+        agent = agent_of(rendezvous.getsockname()[1], "yes")
+        try:
+            assert agent.wait(timeout=30) == 1
+        finally:
+            agent.kill()
+            agent.communicate()
+
+
+def agent_of(port: int, *command: str) -> subprocess.Popen[str]:
+    """An agent whose launcher has this port, and says nothing but what to run."""
+    job = {"run": "x", "command": command, "ranks": {"0": {}}, "nic": "lo",
            "environment": {"HOROVOD_GLOO_RENDEZVOUS_PORT": str(port)}, "launcher": "127.0.0.1",
            "gpus": [], "preload": False, "silence": 0.5}  # fmt: skip
     agent = subprocess.Popen(
         [PYTHON, "-m", "cluster.agent"], cwd=ROOT, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
-    assert agent.stdin is not None and agent.stdout is not None
+    assert agent.stdin is not None
     agent.stdin.write(json.dumps(job) + "\n")
     agent.stdin.flush()
+    return agent
+
+
+def agent_says(port: int) -> tuple[int, list[dict[str, Any]]]:
+    """How it ends, and its lines."""
+    agent = agent_of(port, "sleep", "60")
+    assert agent.stdout is not None
     said = [json.loads(line) for line in agent.stdout if line.startswith("{")]
     return agent.wait(timeout=10), [what for what in said if what]
 
@@ -183,13 +201,19 @@ def test_a_rank_that_others_wait_for_at_the_start_is_named() -> None:
     )
 
 
-def test_the_first_of_equal_causes_is_told() -> None:
-    job = Job([SimpleNamespace(rank=rank) for rank in range(2)], [], None, stop_seconds=8)
-    for weight, cause, code in ((0, "ended as another did", 75), (1, "failed", 3), (1, "too", 4)):
-        job._fail(weight, cause, code)
-    assert (job._cause, job._status) == ((1, "failed"), 3)
-    job._fail(2, "killed", -signal.SIGKILL)
-    assert (job._cause, job._status) == ((2, "killed"), 128 + signal.SIGKILL)
+def test_the_end_that_explains_most_is_told() -> None:
+    """Of equal ones the first: what is killed may end last, as those that miss it fail at once."""
+    job = Job([SimpleNamespace(rank=rank) for rank in range(4)], [], None, stop_seconds=8)
+    node, told = SimpleNamespace(host=Host("node1", 4)), []
+    for rank, code in enumerate((os.EX_TEMPFAIL, 3, 4, -signal.SIGKILL)):
+        job._take(node, {"rank": rank, "exit": code})
+        assert job._cause is not None
+        told.append((job._status, job._cause[1]))
+    assert told == [
+        (os.EX_TEMPFAIL, "rank 0 on node1 ended as another rank did"),
+        *[(3, "rank 1 on node1 ended with exit code 3")] * 2,
+        (128 + 9, "rank 3 on node1 was killed by SIGKILL (out of memory? dmesg tells)"),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from cluster.hosts import (
     parse,
     ranks,
     read,
+    refuse_one_twice,
     typed,
     used,
 )
@@ -84,6 +85,8 @@ class TestFile:
         assert first == Host("node1", 2, gpus=(1, 7), nic="enp2s0f1")
         assert second.ssh_options()[-4:] == ["-l", "ada", "-p", "2222"]
         assert "-oProxyJump=login" in second.ssh_options()
+        # It asks nothing, and waits for nobody.
+        assert {"-oBatchMode=yes", "-oConnectTimeout=10"} <= {*second.ssh_options()}
         places = [member.environment(3) for member in ranks([first, second])]
         assert [place.get("CUDA_VISIBLE_DEVICES") for place in places] == ["1", "7", None]
         assert [place.get("A") for place in places] == [None, None, "1"]
@@ -514,6 +517,7 @@ def test_one_host_under_two_names_is_refused() -> None:
     """Before it is asked anything."""
     with pytest.raises(Refusal, match="127.0.0.1 is localhost: name it once, as localhost:3"):
         refuse_unfit([Host("localhost", 1), Host("127.0.0.1", 2)])
+    refuse_one_twice([Host("10.77.0.9", 1, port=port) for port in (2201, 2202)])  # of tunnels
 
 
 def test_a_gpu_is_locked_by_whatever_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

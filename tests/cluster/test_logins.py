@@ -86,7 +86,7 @@ def test_no_host_is_connected_to_once_it_ends(tmp_path: Path) -> None:
 def test_a_login_shell_that_says_something(tmp_path: Path) -> None:
     fake_ssh(tmp_path, GREETING + ' eval "$last"')
     path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(horovodrun("-H", "h1", "echo", "here"), PATH=path)
+    done = run(horovodrun("-H", "h1", "--", "echo", "here"), PATH=path)
     assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n")
 
 

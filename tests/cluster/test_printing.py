@@ -95,6 +95,18 @@ def test_a_reader_who_pauses(ends: str, tmp_path: Path) -> None:
         process.wait()
 
 
+def test_ctrl_c_ends_the_wait_for_who_reads_what_has_ended() -> None:
+    command = horovodrun("-H", "localhost:1", PYTHON, "-c", "print('x' * 200_000)")
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        launcher = psutil.Process(process.pid)
+        wait_until(launcher.children, 30, "the agent")
+        wait_until(lambda: not launcher.children(), 30, "its end")
+        time.sleep(1)
+        assert process.poll() is None  # a pipe holds less
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 0
+
+
 def test_a_reader_who_is_slow_misses_nothing() -> None:
     """Also of a job that fails; its end is told behind what it printed, in order."""
     prints = "import sys; [print(number, 'x' * 500) for number in range(10000)]; sys.exit(3)"

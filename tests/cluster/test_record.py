@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,7 +139,10 @@ def test_what_a_run_notes_in_its_last_moment_stays(
         write(tmp_path / "x", state | {"state": "done"})
 
     monkeypatch.setattr(jobs, "FOLDER", tmp_path)
-    assert [run["state"] for run in jobs.runs()] == ["lost"]  # its id is another process's
+    os.utime(tmp_path / "x" / "run.json", (10**9, 10**9))
+    (lost,) = jobs.runs()  # its id is another process's
+    assert lost["state"] == "lost"
+    assert datetime.datetime.fromisoformat(lost["ended"]).timestamp() == 10**9
     write(tmp_path / "x", state)
     monkeypatch.setattr(jobs, "birth", ends)
     assert [run["state"] for run in jobs.runs()] == ["done"]
@@ -173,11 +177,13 @@ def test_a_launcher_that_does_not_end_is_killed(
     with subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE) as launcher:
         assert launcher.stdout is not None and launcher.stdout.readline()
         state = {"id": "x", "launcher": place(), "pid": launcher.pid, "birth": birth(launcher.pid),
-                 "state": "running", "stop_seconds": 0.1, "detached": detached,
+                 "state": "running", "stop_seconds": 1, "detached": detached,
                  "began": "2026-01-01T00:00:00"}  # fmt: skip
         (tmp_path / "x").mkdir()
         write(tmp_path / "x", state)
+        began = time.monotonic()
         assert jobs.stop(argparse.Namespace(run=None, kill=False)) == 0
+        assert time.monotonic() - began > 1  # not before the time for its checkpoint is over
     assert launcher.returncode == -signal.SIGKILL
     assert [run["state"] for run in jobs.runs()] == ["stopped"] * detached
     assert (tmp_path / "x").exists() == detached
@@ -268,6 +274,8 @@ def test_code_that_changes_until_its_time_is_refused(
     asked |= {"at": "", "np": 1}  # just looked at
     jobs.run(argparse.Namespace(**asked))
     assert became[0][-5:] == ["-np", "1", "-H", "node1,node2", "true"]
+    jobs.run(argparse.Namespace(**asked | {"hosts": "", "hostfile": "h.yaml"}))
+    assert became[1][-5:] == ["-np", "1", "--hostfile", "h.yaml", "true"]
 
 
 def test_a_run_that_cannot_be_noted_is_none(
@@ -310,7 +318,7 @@ def test_what_is_noted_of_a_run_before_its_launcher_runs(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(jobs, "refuse_unfit", lambda _: None)
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: SimpleNamespace(pid=os.getpid()))
-    monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:2,node2:1", "true"])
+    monkeypatch.setattr(sys, "argv", ["jobs", "launch", "-H", "node1:2,node2:1", "--", "true"])
     assert jobs.main() == 0
     (file,) = tmp_path.glob("logs/launches/*/run.json")
     launched = json.loads(file.read_text())

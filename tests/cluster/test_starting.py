@@ -146,7 +146,7 @@ def test_as_many_files_as_may_be_open(hosts: list[testbed.Node]) -> None:
     resource.prlimit(sshd, files, (18, limits[1]))
     try:
         command = horovodrun("-H", "node1:1,node2:3", PYTHON, "-c", code)
-        done = run(hosts[0].command("prlimit", "--nofile=18:", *command))
+        done = run(hosts[0].command("prlimit", "--nofile=12:", *command))
     finally:
         resource.prlimit(sshd, files, limits)
     assert done.returncode == 0, done.stdout
@@ -281,6 +281,7 @@ def test_what_the_launcher_says_of_horovod_goes_to_all_hosts(
     job = Job(ranks(hosts), ["true"], SimpleNamespace(id="x"), 1.0)
     environments = [job._environment(host) for host in hosts]
     assert [each["HOROVOD_CONTROLLER"] for each in environments] == ["gloo", "gloo"]
+    assert environments[0]["PYTHONUNBUFFERED"] == "1"  # what ranks print is seen at once
     assert environments[1]["NCCL_DEBUG"] == "INFO"  # the agent here inherits it
 
 

@@ -62,11 +62,14 @@ def test_a_signal_while_ranks_are_forked_reaches_them() -> None:
 def test_the_launcher_is_stopped(
     hosts: list[testbed.Node], number: signal.Signals, tmp_path: Path
 ) -> None:
-    command = hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SLEEP))
+    """And all ranks are asked for a checkpoint: of Ctrl-C no agent and no ssh hears by itself."""
+    asked = "trap 'echo asked; exit' USR1; echo ready; while :; do sleep .1; done"
+    command = hosts[0].command(*horovodrun("-H", "node1:2,node2:2", "sh", "-c", asked))
     process = started(command, tmp_path / "log", 4)
     os.killpg(process.pid, number)  # as a terminal does
     assert process.wait(timeout=15) == 128 + number
-    assert f"stopped by {number.name}" in (tmp_path / "log").read_text()
+    told = (tmp_path / "log").read_text()
+    assert f"stopped by {number.name}" in told and told.count(">:asked\n") == 4, told
 
 
 def test_nobody_reads_any_more(hosts: list[testbed.Node], tmp_path: Path) -> None:

@@ -730,6 +730,14 @@ MUTATIONS = [
         "environment_elsewhere", "cluster/test_sync", "cluster",
     ),
     Mutation(
+        "any source of Horovod is compiled and run", "wheel.py",
+        " --hash=sha256:{SOURCE_SHA256}", "", "known_source", "test_install", "cluster",
+    ),
+    Mutation(
+        "a Horovod without NCCL is taken for one with it", "install.py",
+        '["NCCL"] * bool(info["cuda"])', "[]", "without_nccl_is_not", "test_install", "cluster",
+    ),
+    Mutation(
         "a reader who pauses keeps ranks from their checkpoint", "horovodrun.py",
         "self.record.hurries = self._ends()", "pass",
         "reader_who_pauses", "cluster/test_printing", "cluster",

@@ -61,7 +61,7 @@ class TestWheel:
     ("needed", "defined"), [("C++17", "__cplusplus 201703L"), ("C++20", "__cplusplus 202002L")]
 )
 def test_the_compiler_is_given_the_standard_of_torchs_headers(
-    tmp_path: Path, needed: str, defined: str
+    tmp_path: Path, needed: str, defined: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever Horovod's own files ask for."""
     site, build = tmp_path / "site", tmp_path / "build"
@@ -69,9 +69,57 @@ def test_the_compiler_is_given_the_standard_of_torchs_headers(
     header.parent.mkdir(parents=True)
     header.write_text(f"#error {needed} or later compatible compiler is required to use PyTorch.")
     build.mkdir()
+    monkeypatch.setenv("HOROVOD_WITH_MPI", "1")  # of who builds Horovod by other ways
     settings = wheel.build_settings(build, site, info(site=str(site), cuda=None), False, 1)
+    assert "HOROVOD_WITH_MPI" not in settings and settings["HOROVOD_WITHOUT_MPI"] == "1"
     command = [settings["CXX"], "-std=c++14", "-x", "c++", "-dM", "-E", "/dev/null"]
     assert defined in subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def test_what_is_built_is_the_known_source_and_built_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    ran: list[list[str]] = []
+
+    def run_logged(_: str | None, command: list[str], environment: object = None) -> None:
+        ran.append(command)
+        if "download" in command:
+            pinned = Path(command[-1]).read_text()
+            assert pinned == f"horovod==0.28.1 --hash=sha256:{wheel.SOURCE_SHA256}\n"
+        if "--wheel-dir" in command:
+            (Path(command[-2]) / wheel.wheel_name(info(), "0.28.1", mpi=False)).touch()
+
+    fakes = {
+        "WHEELS": tmp_path, "run_logged": run_logged, "check_build": lambda *_: None,
+        "build_jobs": lambda: 1, "build_settings": lambda *_: {}, "has_headers": lambda _: True,
+        "inspect": lambda _: {"site": str(tmp_path)}, "patch": lambda _: None,
+    }  # fmt: skip
+    for name, fake in fakes.items():
+        monkeypatch.setattr(wheel, name, fake)
+    monkeypatch.setattr(wheel.shutil, "unpack_archive", lambda *_: None)
+    built = wheel.build_wheel("python", info(), "0.28.1", mpi=False)
+    assert built.is_file() and any("download" in command for command in ran)
+    ran.clear()
+    assert wheel.build_wheel("python", info(), "0.28.1", mpi=False) == built and not ran
+
+
+def test_compilers_fit_into_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wheel, "usable_cores", lambda: 4)
+    for mib, jobs in ((100_000, 4), (4_000, 2), (1_500, 1)):
+        monkeypatch.setattr(wheel, "memory", lambda mib=mib: mib)
+        assert wheel.build_jobs() == jobs
+    monkeypatch.setattr(wheel, "memory", lambda: 1_400)
+    with pytest.raises(InstallError, match="1.5 GB needed to compile Horovod"):
+        wheel.build_jobs()
+
+
+def test_a_horovod_without_nccl_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    report = "[X] PyTorch\n[X] Gloo\n[ ] NCCL\n[ ] MPI\n"
+    monkeypatch.setattr(install, "run_logged", lambda *_: report)
+    install.verify("python", info(cuda=None), mpi=False)
+    for asked, mpi, missing in ((info(), False, "NCCL"), (info(cuda=None), True, "MPI")):
+        with pytest.raises(InstallError, match=f"--check-build shows no {missing}"):
+            install.verify("python", asked, mpi)
 
 
 class TestUnmet:
@@ -134,6 +182,28 @@ class TestUnmet:
         install.install_packages("python", environment, pins, [Path("r.txt")], False)
         pip = ["python", "-m", "pip", "install", "-r", "r.txt"]
         assert steps == ([pip] if built_for == "2.11.0" else [[*pip, "/horovod.whl"], "verified"])
+
+    def test_what_the_build_lacks_is_told_before_torch_is_downloaded(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Unless there is a wheel; and Horovod is for the torch that has come."""
+        steps: list[Any] = []
+        monkeypatch.setattr(install, "WHEELS", tmp_path)
+        for name in ("check_disk", "check_compilers"):
+            monkeypatch.setattr(install, name, lambda *_, name=name: steps.append(name))
+        monkeypatch.setattr(install, "run_logged", lambda _, command: steps.append(command[-1]))
+        monkeypatch.setattr(install, "inspect", lambda _: info())
+        monkeypatch.setattr(install, "find_wheel", lambda *of: steps.append(of[0]) or Path("w.whl"))
+        monkeypatch.setattr(install, "verify", lambda *_: None)
+        for checked in (["check_compilers"], []):
+            steps.clear()
+            install.install_packages("python", info(packages={}), self.PINS, [], mpi=False)
+            assert steps == ["check_disk", *checked, "torch==2.11.0", info(), "w.whl"]
+            (tmp_path / "torch2.11.0+cu130").mkdir(exist_ok=True)
+            (tmp_path / "torch2.11.0+cu130" / "horovod-0.28.1+x-cp312-cp312-y.whl").touch()
+        monkeypatch.setattr(install, "inspect", lambda _: info(packages={}))
+        with pytest.raises(InstallError, match="has half of a torch: remove that folder"):
+            install.install_packages("python", info(packages={}), self.PINS, [], mpi=False)
 
     def test_torch_and_horovod_need_a_version(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -81,9 +81,16 @@ class TestHosts:
         bed = testbed.Testbed(2, rate="500mbit")
         with bed as made:
             assert left(bed.prefix)
+            for space, device in ((made[1].namespace, "eth0"), (bed.switch, "to-node2")):
+                shown = run(["tc", "-n", space, "qdisc", "show", "dev", device]).stdout
+                assert "tbf" in shown and "rate 500Mbit" in shown, shown  # in both directions
             servers = [host.sshd for host in made]
         assert not left(bed.prefix)
         assert all(server.poll() is not None for server in servers)
+
+    def test_tell_how_the_command_has_ended(self) -> None:
+        command = [PYTHON, str(ROOT / "cluster" / "testbed.py"), "--hosts", "1", "--"]
+        assert run([*command, "sh", "-c", "exit $(ssh node1 echo 7)"]).returncode == 7
 
     def test_that_do_not_answer_are_named(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Also where a login neither ends nor fails."""

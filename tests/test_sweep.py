@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import fcntl
 import importlib.util
 import json
@@ -139,6 +140,11 @@ class TestWhatIsTried:
             (["model.lr=0.1,0.2,fast"], None, "model.lr=fast: a number is expected"),
             (["seed=1,2", "model.lrr=1"], None, "model has no key 'lrr'.*did you mean lr"),
             (["model=classifier,denoisr"], None, "no conf/model/denoisr.yaml"),
+            (
+                ["model=denoiser,classifier", "model.features=8"],
+                None,
+                "model has no key 'features'",
+            ),
             (["data.batch_size=int(interval(0,9))"], 2, "at least 1 is needed there"),
             (["model.lr=interval(0.1,1)"], None, "model.lr.*how many trials to draw, TRIALS=20"),
             (["model.lr=tag(log,interval(0,1))"], 2, "model.lr: a logarithmic interval begins"),
@@ -325,6 +331,20 @@ class TestWhatIsKept:
         (begun.folder / "sweep.json").write_text(text if ":" not in text else kept[:-20])
         with pytest.raises(Refusal, match=r"sweep.json is not a sweep: fix it or delete it"):
             sweep(tmp_path)
+
+    def test_what_a_full_disk_does_not_take_leaves_what_was_kept(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        begun = sweep(tmp_path)
+        kept = (begun.folder / "sweep.json").read_text()
+
+        def full(*_: object, **__: object) -> str:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        monkeypatch.setattr(json, "dumps", full)
+        with pytest.raises(Refusal, match=r"sweep.json: cannot be written: No space left"):
+            begun.run(Fake())
+        assert (begun.folder / "sweep.json").read_text() == kept
 
     def test_its_lock_is_a_file_that_may_be_written(self, tmp_path: Path) -> None:
         """NFS locks no folder, and alone nothing that is only read."""

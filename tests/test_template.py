@@ -303,7 +303,7 @@ class TestOtherRuns:
         assert "logging interval" not in done.stdout
         trained = summary(tmp_path)
         assert (trained["steps"], trained["global_batch_size"]) == (6, 128)
-        done = job(0, tmp_path, "train=false", "ckpt_path=best")
+        done = job(0, tmp_path, "train=false", "ckpt_path=best", "~callbacks")
         assert done.returncode == 0, done.stdout
         assert f"from    {trained['checkpoint']}\n" in done.stdout
         assert "look  " not in done.stdout
@@ -313,6 +313,7 @@ class TestOtherRuns:
         done = job(0, tmp_path, "trainer.max_steps=3", "logger=none")
         assert done.returncode == 0, done.stdout
         assert "look  " not in done.stdout and "of training on 1 rank\n" in done.stdout
+        assert not list(tmp_path.rglob("lightning_logs"))  # of a logger that Lightning chose
         assert "batch   32 a process x 1 rank = 32 global\n" in done.stdout
         assert summary(tmp_path)["steps"] == 3 and "test/acc" in summary(tmp_path)["metrics"]
 

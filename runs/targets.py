@@ -113,7 +113,10 @@ def with_advice(error: str, config: DictConfig) -> str:
             advice = OTHER_LIGHTNING
         close = guess(match[2], (path.name for path in ROOT.iterdir()))
         return f"{match[1]} cannot be loaded: no module named {match[2]!r}{close}; {advice}"
-    return f"{error}{_advice(error, config)}"
+    advice = _advice(error, config)
+    if advice.startswith("; it takes:"):  # with a guess, which Python makes since 3.13, too
+        error = re.sub(r"\. Did you mean '\w+'\?", "", error)
+    return error + advice
 
 
 def _advice(error: str, config: DictConfig) -> str:

@@ -187,7 +187,9 @@ def test_experiment_runs_on_two_ranks(experiment: str, tmp_path: Path) -> None:
     if experiment in OURS:
         assert "test/" in done.stdout
         lr = config.model.lr * (2 if config.lr_scaling == "linear" else 1)
-        assert f"parameters, lr {lr:g}\n" in done.stdout  # also where it warms up
+        told = rf"parameters( \([\d,]+ trained\))?, lr {lr:g}\n"  # also where it warms up
+        assert re.search(told, done.stdout)
+        assert (" trained), lr" in done.stdout) == (experiment == "dcgan"), done.stdout  # its judge
 
 
 @pytest.mark.parametrize(

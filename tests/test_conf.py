@@ -392,6 +392,16 @@ def test_what_cannot_be_made_is_told_with_advice(
         job(*overrides, **{group: "mine"}).instantiate(group, **arguments)
 
 
+def test_one_guess_of_an_argument_is_told() -> None:
+    """Python makes one, too, since 3.13; it stays where ours does not know."""
+    config = OmegaConf.create({"_target_": "models.classifier.Classifier", "widht": 8})
+    error = "__init__() got an unexpected keyword argument '{}'. Did you mean '{}'?"
+    told = with_advice(error.format("widht", "width"), config)
+    assert "argument 'widht'; it takes: " in told and told.endswith(" (did you mean width?)")
+    of_a_part = error.format("depht", "depth")
+    assert with_advice(of_a_part, config) == of_a_part
+
+
 @pytest.mark.parametrize(
     ("imported", "message"),
     [

@@ -96,6 +96,9 @@ def _check(arguments: list[str]) -> None:
         config = compose("config", lines, return_hydra_config=True)
         lists = {o.key_or_group: o.value() for o in groups if isinstance(o.value(), list)}
         choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
+        for group, choice in choices.items():
+            if str(choice).endswith(".yaml"):  # Hydra takes it, for another name of the same
+                raise Refusal(f"conf/: {group}: {choice}: name the file without .yaml")
         with open_dict(config):
             del config["hydra"]
         changed = _changed_callbacks(overrides, choices)

@@ -192,6 +192,15 @@ def test_a_structured_config_is_a_choice(monkeypatch: pytest.MonkeyPatch) -> Non
         check(["data=mine"])
 
 
+def test_a_choice_with_its_suffix_is_refused(conf: Path) -> None:
+    text = (conf / "config.yaml").read_text()
+    assert "callbacks: default\n" in text
+    with_suffix = text.replace("callbacks: default\n", "callbacks: default.yaml\n")
+    (conf / "config.yaml").write_text(with_suffix)
+    with pytest.raises(Refusal, match="conf/: callbacks: default.yaml: name the file without"):
+        check([])
+
+
 def test_a_file_in_a_folder_of_its_group(conf: Path) -> None:
     (conf / "model" / "mine").mkdir()
     (conf / "model" / "mine" / "small.yaml").write_text("lr: 1\n")

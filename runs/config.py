@@ -12,8 +12,12 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
+import signal
 import sys
 from typing import Any
+
+if __name__ == "__main__":  # a Ctrl-C while the packages below load ends it without a traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import yaml
 from hydra import compose, initialize_config_dir

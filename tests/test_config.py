@@ -6,6 +6,7 @@ import importlib.machinery
 import importlib.util
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from copy import deepcopy
@@ -439,3 +440,11 @@ def test_what_is_registered_in_models_is_there_for_all_commands() -> None:
     """Resolvers and structured configs; without torch, whose import takes seconds."""
     code = "import sys, runs.config; assert 'models' in sys.modules and 'torch' not in sys.modules"
     assert run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_interrupted_import_prints_no_traceback(tmp_path: Path) -> None:
+    """Ctrl-C as packages load, in the first second of `make train`."""
+    fake = "import os, signal, time; os.kill(os.getpid(), signal.SIGINT); time.sleep(60)"
+    (tmp_path / "hydra.py").write_text(fake)
+    result = run([sys.executable, "-m", "runs.config"], PYTHONPATH=str(tmp_path))
+    assert (result.returncode, result.stdout) == (-signal.SIGINT, "")

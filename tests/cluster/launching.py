@@ -59,6 +59,13 @@ def horovodrun(*arguments: str) -> list[str]:
     return [PYTHON, "-m", "cluster.horovodrun", *arguments]
 
 
+def script(folder: Path, code: str) -> list[str]:
+    """The command that runs it on each rank; imports above its line `# preload:` are shared."""
+    file = folder / "job.py"
+    file.write_text(code)
+    return [PYTHON, str(file)]
+
+
 def told(output: str) -> list[dict[str, Any]]:
     """The line of JSON that each rank prints, by rank."""
     lines = [line.partition(">:")[2] for line in output.splitlines() if ">:{" in line]

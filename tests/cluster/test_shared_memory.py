@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from cluster import testbed
-from tests.cluster.conftest import PYTHON
-from tests.cluster.launching import horovodrun, told
+from tests.cluster.launching import horovodrun, script, told
 from tests.conftest import run
 
 MIB = 2**20
@@ -22,6 +22,7 @@ SUM = """
 import json, sys
 from pathlib import Path
 import torch, horovod.torch as hvd
+# preload:
 
 def maps():
     return sum("memfd:horovod" in line for line in open("/proc/self/maps"))
@@ -73,14 +74,16 @@ def summed(done: subprocess.CompletedProcess[str], ranks: int) -> list[dict[str,
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_on_one_host(ranks: int) -> None:
-    rows = summed(run(horovodrun("-np", str(ranks), PYTHON, "-c", SUM)), ranks)
+def test_on_one_host(tmp_path: Path, ranks: int) -> None:
+    rows = summed(run(horovodrun("-np", str(ranks), *script(tmp_path, SUM))), ranks)
     assert rows[0]["there"] == 1
 
 
-def test_a_host_sends_the_buffer_once_whatever_its_ranks(hosts: list[testbed.Node]) -> None:
+def test_a_host_sends_the_buffer_once_whatever_its_ranks(
+    hosts: list[testbed.Node], tmp_path: Path
+) -> None:
     """A ring of 4 ranks on 2 hosts would send it 1.5 times, one of 8 ranks 1.75 times."""
-    command = horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SUM)
+    command = horovodrun("-H", "node1:2,node2:2", *script(tmp_path, SUM))
     rows = summed(run(hosts[0].command(*command)), 4)
     assert rows[0]["there"] == 1
     assert all(8 * MIB < row["link"] < 9.5 * MIB for row in rows), rows
@@ -105,15 +108,18 @@ UNWILLING = """if [ $HOROVOD_RANK = 1 ]; then export HOROVOD_SHARED_MEMORY=0; fi
     ],
     ids=["uneven hosts", "a rank a host", "a container a rank", "switched off on one rank"],
 )
-def test_without_it_ranks_sum_as_ever(hosts: list[testbed.Node], where: str, first: str) -> None:
+def test_without_it_ranks_sum_as_ever(
+    hosts: list[testbed.Node], tmp_path: Path, where: str, first: str
+) -> None:
     job = ["sh", "-c", first, "sh"] if first else []
-    command = horovodrun("-H", where, *job, PYTHON, "-c", SUM, "few")
+    command = horovodrun("-H", where, *job, *script(tmp_path, SUM), "few")
     rows = summed(run(hosts[0].command(*command)), sum(int(each[-1]) for each in where.split(",")))
     assert rows[0]["there"] == 0
 
 
 SETS = """
 import json, torch, horovod.torch as hvd
+# preload:
 sets = [hvd.ProcessSet(ranks) for ranks in ([0, 1], [0, 2], [1, 2, 3])]
 hvd.init(process_sets=sets)
 rank, sums = hvd.rank(), []
@@ -127,10 +133,11 @@ print(json.dumps({"rank": rank, "size": hvd.size(), "sums": sums, "there": there
 """
 
 
-def test_of_a_set_of_ranks(hosts: list[testbed.Node]) -> None:
+def test_of_a_set_of_ranks(hosts: list[testbed.Node], tmp_path: Path) -> None:
     """All ranks have such memory, and a set of those of one host; a set with a rank on each host
     needs none, and one with more ranks on a host than on another has none."""
-    done = run(hosts[0].command(*horovodrun("-H", "node1:2,node2:2", PYTHON, "-c", SETS)))
+    command = horovodrun("-H", "node1:2,node2:2", *script(tmp_path, SETS))
+    done = run(hosts[0].command(*command))
     assert done.returncode == 0, done.stdout
     rows = told(done.stdout)
     assert [(row["size"], row["sums"], row["there"]) for row in rows] == [
@@ -144,8 +151,9 @@ def test_of_a_set_of_ranks(hosts: list[testbed.Node]) -> None:
 AGREE = """
 import contextlib, json, os, random, socket, time
 from pathlib import Path
-os.environ["HOROVOD_CACHE_CAPACITY"] = "5000"
+os.environ["HOROVOD_CACHE_CAPACITY"] = "2000"
 import torch, horovod.torch as hvd
+# preload:
 
 def frames():
     folders = Path("/sys/class/net").glob("*/statistics/tx_packets")
@@ -160,12 +168,12 @@ def buffers():
 
 hvd.init()
 ranks, rank, right = hvd.size(), hvd.rank(), True
-order = list(range(4500))
+order = list(range(1000))
 for turn, size in enumerate((1, 1, 2, 1)):
     random.Random(f"{rank} {turn}").shuffle(order)
     handles = {}
     for place, number in enumerate(order):
-        if place in (50, 3000) and rank == turn % ranks:
+        if place in (50, 700) and rank == turn % ranks:
             time.sleep(0.2)
         tensor = torch.full((size if number % 100 == 0 else 1,), number + rank)
         handles[number] = hvd.allreduce_async(tensor, op=hvd.Sum, name=f"tensor.{number}")
@@ -193,11 +201,11 @@ print(json.dumps({**row, "buffer": min(buffers(), default=-1)}), flush=True)
     ids=["one host", "without it", "two hosts", "uneven hosts"],
 )
 def test_ranks_agree(
-    hosts: list[testbed.Node], where: str, shared: str, least: int, most: float
+    hosts: list[testbed.Node], tmp_path: Path, where: str, shared: str, least: int, most: float
 ) -> None:
     """On one host without a word to each other; of two, a rank with its like of the other."""
     ranks = sum(int(each[-1]) for each in where.split(","))
-    command = horovodrun("-H", where, PYTHON, "-c", AGREE)
+    command = horovodrun("-H", where, *script(tmp_path, AGREE))
     done = run(hosts[0].command(*command), HOROVOD_SHARED_MEMORY=shared, timeout=100)
     assert done.returncode == 0, done.stdout
     rows = told(done.stdout)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from cluster import testbed
-from tests.cluster.conftest import PYTHON
-from tests.cluster.launching import horovodrun, told
-from tests.conftest import run
+from tests.cluster.launching import horovodrun, script, told
+from tests.conftest import ROOT, run
 
 MIB = 2**20
 # Prints whether sums are what torch makes of the same numbers, cut where they leave a host, and
@@ -19,6 +20,7 @@ import torch, horovod.torch as hvd
 from strategies.collectives import wait_until
 from strategies.environment import initialize
 from strategies.reductions import COMPRESSIONS, InFlight
+# preload:
 
 def sent():
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
@@ -66,10 +68,11 @@ print(json.dumps({"rank": rank, "ranks": ranks, "wrong": wrong, "link": sent() -
     ],
 )  # fmt: skip
 def test_what_leaves_a_host_is_cut(
-    hosts: list[testbed.Node], where: str, ranks: int, sent: float
+    hosts: list[testbed.Node], tmp_path: Path, where: str, ranks: int, sent: float
 ) -> None:
     """`sent` MiB, and the headers of frames, of a buffer of 8."""
-    done = run(hosts[0].command(*horovodrun("-H", where, PYTHON, "-c", SUM)))
+    command = horovodrun("-H", where, *script(tmp_path, SUM))
+    done = run(hosts[0].command(*command), PYTHONPATH=str(ROOT))
     assert done.returncode == 0, done.stdout
     rows = told(done.stdout)
     assert [(row["rank"], row["ranks"]) for row in rows] == [(n, ranks) for n in range(ranks)]

@@ -71,25 +71,25 @@ class Share(IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         info = get_worker_info()
         place, workers = (info.id, info.num_workers) if info else (0, 1)
-        # The loader takes a batch from each worker in turn, beginning with worker 0, so that worker
-        # w has batches w, w + workers, ... When t batches are left out, worker 0 has to begin with
-        # batch t: it takes the part of worker t % workers.
-        left_out = min(self.trained, self.steps)
-        worker = (place + left_out) % workers
-        # In the row of samples a worker's batches lie together, behind those of the ones before it.
-        first = sum(len(range(other, self.steps, workers)) for other in range(worker))
-        count = len(range(worker, self.steps, workers))
-        edges = [self._edge(batch) for batch in range(first, first + count + 1)]
+        # The loader takes a batch from each worker in turn, so that part w of the work is batches
+        # w, w + workers, ... It begins with worker 0, which therefore, after t trained batches,
+        # takes the part that batch t is in.
+        trained = min(self.trained, self.steps)
+        part = (place + trained) % workers
+        # In the row of samples the batches of a part lie together, behind those of earlier parts.
+        counts = [len(range(each, self.steps, workers)) for each in range(workers)]
+        first = sum(counts[:part])
+        edges = [self._edge(first + batch) for batch in range(counts[part] + 1)]
         rows = self._read(edges[0], edges[-1])
         if self.buffer:
-            order = random.Random(f"{self.seed} {self.epoch} {self.rank} {worker}")
+            order = random.Random(f"{self.seed} {self.epoch} {self.rank} {part}")
             rows = shuffle(self.buffer, initial=self.buffer, rng=order)(rows)
-        edges = edges[len(range(worker, left_out, workers)) :]
-        samples = map(self._decode, islice(rows, edges[0] - self._edge(first), None))
+        rest = edges[len(range(part, trained, workers)) :]
+        samples = map(self._decode, islice(rows, rest[0] - edges[0], None))
         if self.buffer:
             yield from samples
         else:
-            for begin, end in pairwise(edges):
+            for begin, end in pairwise(rest):
                 yield default_collate(list(islice(samples, end - begin)))
 
     def _edge(self, batch: int) -> int:

@@ -33,15 +33,18 @@ BEGIN_WITH_EPOCHS = (callbacks.GradientAccumulationScheduler, callbacks.Stochast
 
 
 class ModelCheckpoint(callbacks.ModelCheckpoint):
-    """Remembers what was best before the resume. Lightning's forgets it in another folder, and
+    """Lightning's, but for two things that a resume needs.
+
+    It remembers what was best before the resume. Lightning's forgets it in another folder, and
     takes the best of the epochs since then, which may be worse.
 
-    Without a monitor, every_n_train_steps writes behind a validation that comes next, or the end of
-    an epoch: a resume passes over the validation of the batch at which a checkpoint was written,
-    and may end that epoch again, with nothing trained.
+    With every_n_train_steps, Lightning's writes as soon as a batch is trained. A resume from there
+    passes over the validation that follows this batch, and may end the epoch again if it was the
+    last one. So without a monitor, this one writes when that validation is done or, after an
+    epoch's last batch, when the epoch has ended.
     """
 
-    _late = False  # the turn of a batch was put off
+    _put_off = False  # whether on_train_batch_end of the last batch is still to come
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
@@ -55,31 +58,29 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *batch: Any
     ) -> None:
-        loop = trainer.fit_loop
-        assert loop._data_fetcher is not None
-        self._late = self.monitor is None and loop.epoch_loop._should_check_val_fx(
-            loop._data_fetcher
-        )
-        if not self._late:
+        loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+        assert fetcher is not None
+        self._put_off = self.monitor is None and loop._should_check_val_fx(fetcher)
+        if not self._put_off:
             super().on_train_batch_end(trainer, pl_module, *batch)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_validation_end(trainer, pl_module)
         if not trainer.fit_loop.epoch_loop._num_ready_batches_reached():
-            self._take_turn(trainer, pl_module)
+            self._do_what_was_put_off(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
-        self._take_turn(trainer, pl_module)
+        self._do_what_was_put_off(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
-        self._take_turn(trainer, pl_module)  # there was nothing to validate
+        self._do_what_was_put_off(trainer, pl_module)  # there was nothing to validate
 
-    def _take_turn(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._late:
-            self._late = False
+    def _do_what_was_put_off(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._put_off:
+            self._put_off = False
             super().on_train_batch_end(trainer, pl_module, None, None, 0)
 
     def on_load_checkpoint(
@@ -188,11 +189,13 @@ class EvaluatesAverages(callbacks.Callback):
             trainer.strategy.load_model_state_dict(checkpoint, strict=strict)
 
 
-class EndsEpochsOnce(callbacks.Callback):
-    """A run resumed from an epoch's end begins with the next epoch. With max_steps Lightning comes
-    to that end again (`FitLoop.restarting`): schedules step twice, or a batch too many is trained.
+class GoesOnInItsEpoch(callbacks.Callback):
+    """A resume begins where the run before ended, by the checkpoint's counts of epochs and batches.
 
-    One that max_steps, max_time or a callback ended within an epoch goes on within it, where
+    After the end of an epoch that is the next epoch. With max_steps Lightning comes to that end
+    again (`FitLoop.restarting`): schedules step twice, or a batch too many is trained.
+
+    Within an epoch that max_steps, max_time or a callback has cut short, that is its next batch.
     Lightning takes the last checkpoint for that of a whole epoch, and leaves out what is left.
     """
 
@@ -205,17 +208,16 @@ class EndsEpochsOnce(callbacks.Callback):
             return  # it says nothing of epochs
         epochs, batches = loop["epoch_progress"], loop["epoch_loop.batch_progress"]
         if epochs["current"]["processed"] != epochs["current"]["started"]:
-            return  # within an epoch
-        if batches["current"]["ready"] and not batches["is_last_batch"]:
+            return  # written within an epoch, where Lightning goes on
+        cut_short = batches["current"]["ready"] and not batches["is_last_batch"]
+        if cut_short:
             for counts in (epochs["total"], epochs["current"]):
                 counts["processed"] -= 1
-            return
-        if trainer.max_steps == -1:
-            return
-        for counts in (epochs["total"], epochs["current"]):
-            counts["completed"] = counts["processed"]
-        batches["current"] = dict.fromkeys(batches["current"], 0)
-        batches["is_last_batch"] = False
+        elif trainer.max_steps != -1:
+            for counts in (epochs["total"], epochs["current"]):
+                counts["completed"] = counts["processed"]
+            batches["current"] = dict.fromkeys(batches["current"], 0)
+            batches["is_last_batch"] = False
 
 
 class BeginsWithinEpochs(callbacks.Callback):
@@ -223,21 +225,20 @@ class BeginsWithinEpochs(callbacks.Callback):
     StochasticWeightAveraging goes on with its schedule, or with its pass that only measures means
     of batch norm: Lightning has callbacks begin an epoch only where it starts."""
 
+    _resumed_within = False  # and no batch has begun yet
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not trainer.fit_loop.restarted_mid_epoch:
-            self._leave_out_batches()
+        self._resumed_within = trainer.fit_loop.restarted_mid_epoch
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         # Only now: behind an epoch's last batch, Lightning has first to begin another epoch.
-        self._leave_out_batches()
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, BEGIN_WITH_EPOCHS):
-                callback.on_train_epoch_start(trainer, pl_module)
-
-    def _leave_out_batches(self) -> None:
-        self.__dict__["on_train_batch_start"] = None  # as runs/hooks.py does
+        if self._resumed_within:
+            self._resumed_within = False
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                if isinstance(callback, BEGIN_WITH_EPOCHS):
+                    callback.on_train_epoch_start(trainer, pl_module)
 
 
 class KeepsUnfrozen(callbacks.Callback):
@@ -307,7 +308,7 @@ def _step_plateaus(then: Callable, trainer: pl.Trainer, pl_module: pl.LightningM
 
 
 OF_EACH_RUN = (
-    TellsOfAnotherSplit, EvaluatesAverages, BeginsWithinEpochs, EndsEpochsOnce, KeepsPatience,
+    TellsOfAnotherSplit, EvaluatesAverages, BeginsWithinEpochs, GoesOnInItsEpoch, KeepsPatience,
     KeepsUnfrozen, StepsPlateausFirst,
 )  # fmt: skip
 

@@ -878,7 +878,7 @@ MUTATIONS = [
     ),
     Mutation(
         "what is left of an epoch in which a run ended is left out", "resuming.py",
-        'if batches["current"]["ready"] and not batches["is_last_batch"]:', "if False:",
+        "        if cut_short:", "        if False:",
         "goes_on_within_it", "runs/test_resuming", "runs",
     ),
     Mutation(
@@ -912,7 +912,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint of a step is written before its validation", "resuming.py",
-        "        if not self._late:", "        if True:",
+        "        if not self._put_off:", "        if True:",
         "knows_the_validation", "runs/test_resuming", "runs",
     ),
     Mutation(

@@ -116,7 +116,7 @@ def test_a_resumed_average_is_that_of_a_run_that_was_never_interrupted(
             ModelCheckpoint(tmp_path, "batch-{step}", every_n_train_steps=2, **always),
             ModelCheckpoint(tmp_path, "epoch-{step}", every_n_epochs=1, **always),
         ]
-        ours = [resuming.EndsEpochsOnce(), resuming.BeginsWithinEpochs()]
+        ours = [resuming.GoesOnInItsEpoch(), resuming.BeginsWithinEpochs()]
         trainer = quiet_trainer(*ours, swa, seen := Rates(), *keep, max_epochs=5)
         trainer.fit(Times(), DataLoader(torch.ones(4)), ckpt_path=path)
         rates.append(seen.rates)
@@ -141,7 +141,7 @@ def test_a_resume_measures_batch_norm_for_the_average(step: int, at: str, tmp_pa
     """In a pass behind the last epoch, which Lightning begins once; also from within that pass."""
     averages = []
     for path in (None, tmp_path / f"{at}-{step}.ckpt"):
-        ours = [resuming.EndsEpochsOnce(), resuming.BeginsWithinEpochs()]
+        ours = [resuming.GoesOnInItsEpoch(), resuming.BeginsWithinEpochs()]
         trainer = quiet_trainer(
             *ours, StochasticWeightAveraging(swa_lrs=0.1), keeps := Callback(), max_epochs=3,
             default_root_dir=tmp_path, enable_checkpointing=True,

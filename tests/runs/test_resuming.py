@@ -57,7 +57,7 @@ class Logs(Times):
 
 def events(folder: Path, ckpt_path: str | None = None, **options: Any) -> list[Any]:
     model, saved = Logs(), ModelCheckpoint(folder, "last", save_on_train_epoch_end=True)
-    trainer = quiet_trainer(saved, resuming.EndsEpochsOnce(), num_sanity_val_steps=0, **options)
+    trainer = quiet_trainer(saved, resuming.GoesOnInItsEpoch(), num_sanity_val_steps=0, **options)
     batches: Any = DataLoader(torch.arange(8.0), 2)
     held_out: Any = DataLoader(torch.ones(1))
     trainer.fit(model, batches, held_out, ckpt_path=ckpt_path)
@@ -170,7 +170,7 @@ def rates(
     )
     within = ModelCheckpoint(folder, "step={step}", every_n_train_steps=6, save_top_k=-1)
     trainer = quiet_trainer(
-        end, validated, within, Looks(), resuming.EndsEpochsOnce(), resuming.StepsPlateausFirst(),
+        end, validated, within, Looks(), resuming.GoesOnInItsEpoch(), resuming.StepsPlateausFirst(),
         num_sanity_val_steps=0, **options,
     )  # fmt: skip
     ones: Any = DataLoader(torch.ones(4))

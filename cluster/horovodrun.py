@@ -30,6 +30,7 @@ import subprocess
 import sys
 import threading
 import time
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,17 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 AT_ONCE = signal.SIGUSR2  # sent by programs after one of SIGNALS; unlike those it is never ignored
 
 
+class Cause(IntEnum):
+    """Why a job ends. Of several causes the highest is told, as it explains the others: a rank that
+    was killed those that failed because it was gone."""
+
+    RANK_FOLLOWED = 0  # it ended as another one did
+    RANK_FAILED = 1
+    RANK_KILLED = 2
+    HOST_FAILED = 3  # or its agent, or the way to it
+    STOPPED = 4  # the job was told to
+
+
 class Job:
     """Processes on hosts, from their start to the end of all.
 
@@ -86,9 +98,7 @@ class Job:
         self._events: queue.Queue = queue.Queue(maxsize=1000)
         self._running = {member.rank for member in members}
         self._silence = SILENCE_SECONDS + len(members) / 10
-        # Why the job ends, after how much that explains: 0 a rank ended as another did, 1 it
-        # failed, 2 it was killed, 3 host or agent failed, 4 the job was told to stop.
-        self._cause: tuple[int, str] | None = None
+        self._cause: tuple[Cause, str] | None = None  # why the job ends, and that in words
         # Of ranks that were asked for a checkpoint, the first failure, or who had to be ended.
         self._unsaved = ""
         self._at_once = False  # who stopped it wants no checkpoint
@@ -224,7 +234,7 @@ class Job:
             silent = connection.silent_for()
             if silent > self._silence and connection.process.poll() is None:
                 text = f"{connection.host.name} has not been heard for {silent:.0f} s: is it down?"
-                self._fail(3, f"{text} Its agent ends what runs there", 1)
+                self._fail(Cause.HOST_FAILED, f"{text} Its agent ends what runs there", 1)
                 connection.kill()
 
     def _take(self, connection: Connection, event: dict[str, Any]) -> None:
@@ -240,24 +250,26 @@ class Job:
             self._running.discard(rank)
             who = f"rank {rank} on {host.name}"
             if code == -signal.SIGABRT and (why := self._gave_up(who, rank)):
-                self._fail(1, why, code)
+                self._fail(Cause.RANK_FAILED, why, code)
+            elif code == os.EX_TEMPFAIL:  # runs/run.py
+                self._fail(Cause.RANK_FOLLOWED, f"{who} ended as another rank did", code)
             elif code:
-                weight = 2 if code in KILLED else 0 if code == os.EX_TEMPFAIL else 1
-                self._fail(weight, f"{who} {_ended(code)}", code)
+                cause = Cause.RANK_KILLED if code in KILLED else Cause.RANK_FAILED
+                self._fail(cause, f"{who} {_ended(code)}", code)
             elif "kill" not in self._deadlines:
                 self._ended_well = self._ended_well or who
         elif "asked" in event:  # someone, as Slurm, asked the agent to end
             self._on_signal(event["asked"], None)
         elif "error" in event:
-            self._fail(3, f"{host.name}: {event['error']}", 2)
+            self._fail(Cause.HOST_FAILED, f"{host.name}: {event['error']}", 2)
         elif "gone" in event:
             lost = {member.rank for member in connection.members} & self._running
             self._running -= lost
             if lost and host.is_here and event["gone"] < 0:  # else it is the end of an ssh
-                self._fail(3, f"{host.name}: its agent {_ended(event['gone'])}", 1)
+                self._fail(Cause.HOST_FAILED, f"{host.name}: its agent {_ended(event['gone'])}", 1)
             elif lost:
                 reason = explain(host, event["gone"], event["said"])
-                self._fail(3, f"{host.name}: {reason}", 1)
+                self._fail(Cause.HOST_FAILED, f"{host.name}: {reason}", 1)
 
     def _gave_up(self, who: str, rank: int) -> str:
         """Why a rank may have aborted, judged by who has come to hvd.init(); empty if all have."""
@@ -275,15 +287,14 @@ class Job:
         more = f" and {len(late) - 3} more" if len(late) > 3 else ""
         return f"{names}{more} did not come to hvd.init(), and {who} gave up" if late else ""
 
-    def _fail(self, weight: int, cause: str, code: int) -> None:
-        """Note why, and end the others soon. `weight` says how much the cause explains: a process
-        that was killed explains more than those that failed because it was gone."""
+    def _fail(self, cause: Cause, text: str, code: int) -> None:
+        """Note why, and end the others soon."""
         if not self._ends():
             self._deadlines["end"] = time.monotonic() + GRACE_SECONDS
         if self._signals and "kill" not in self._deadlines and code not in ASKED:
-            self._unsaved = self._unsaved or cause
-        if "kill" not in self._deadlines and (self._cause is None or weight > self._cause[0]):
-            self._cause = (weight, cause)
+            self._unsaved = self._unsaved or text
+        if "kill" not in self._deadlines and (self._cause is None or cause > self._cause[0]):
+            self._cause = (cause, text)
             self._status = 128 - code if code < 0 else code
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -292,7 +303,7 @@ class Job:
         self._signals += 1
         if self._signals == 1:
             self._status = 128 + number
-            self._cause = (4, f"stopped by {signal.Signals(number).name}")
+            self._cause = (Cause.STOPPED, f"stopped by {signal.Signals(number).name}")
             # A second signal may interrupt us here: the deadline that it sets stays.
             self._deadlines.setdefault("stop", time.monotonic() + self.stop_seconds)
             threading.Thread(target=self._ask_to_stop, daemon=True).start()
@@ -343,8 +354,9 @@ class Job:
                 signal.signal(number, self._hurry)
         reason = None
         if self._cause is not None:
-            weight, reason = self._cause
-            if self._ended_well and weight < 2:  # others may have waited for it in a collective
+            cause, reason = self._cause
+            # Others may have waited for it in a collective.
+            if self._ended_well and cause < Cause.RANK_KILLED:
                 reason += f"; {self._ended_well} ended without an error"
             if self._unsaved:
                 reason += f", but {self._unsaved}: look whether there is a checkpoint"
@@ -358,8 +370,6 @@ class Job:
 
 
 def _ended(code: int) -> str:
-    if code == os.EX_TEMPFAIL:  # runs/run.py
-        return "ended as another rank did"
     if code >= 0:
         return f"ended with exit code {code}"
     name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"

@@ -696,7 +696,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a rank that was killed explains no more than those that miss it", "horovodrun.py",
-        "2 if code in KILLED else 0", "1 if code in KILLED else 0",
+        "cause = Cause.RANK_KILLED if code in KILLED else", "cause =",
         "explains_most", "cluster/test_ending", "cluster",
     ),
     Mutation(

@@ -29,11 +29,10 @@ from omegaconf.errors import OmegaConfBaseException
 
 import models  # noqa: F401  where resolvers and structured configs of one's own are registered
 from runs import recipes
-from runs.folders import ROOT
+from runs.recipes import CONF
 from runs.refusal import Refusal, guess, launched_rank, refuse
 from runs.targets import argument_names, takes, type_hint
 
-CONF = ROOT / "conf"
 LOGGERS = ("wandb", "mlflow")  # packages that requirements.txt lacks, and files of conf/logger
 PARTS = ("data", "model", "strategy", "trainer")  # groups of which each run has one
 NEEDED = ("data_dir", "data.batch_size", "log_dir", "seed")  # which may not be null
@@ -89,6 +88,7 @@ def _check(arguments: list[str]) -> None:
                 "make sweep tries one after the other"
             )
     groups = [override for override in overrides if _is_group(override)]
+    changes = [override for override in overrides if not _is_group(override)]
     for override in groups:
         _check_group(override)
     for group in recipes.RECIPES:  # of other groups the last counts, as with Hydra
@@ -96,41 +96,28 @@ def _check(arguments: list[str]) -> None:
         if len(chosen) > 1:
             raise Refusal(f"{' '.join(chosen)}: give one of them")
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        lines = [o.input_line for o in groups if o.input_line]
-        config = compose("config", lines, return_hydra_config=True)
-        lists = {o.key_or_group: o.value() for o in groups if isinstance(o.value(), list)}
-        choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
-        for group, choice in choices.items():
-            if str(choice).endswith(".yaml"):  # Hydra takes it, for another name of the same
-                raise Refusal(f"conf/: {group}: {choice}: name the file without .yaml")
-        with open_dict(config):
-            del config["hydra"]
-        changed = _changed_callbacks(overrides, choices)
-        for override in overrides:
-            if not _is_group(override):
-                _check_change(override, config)
-            changed += _check_recipe(override, choices)
-        _check_monitors(changed, config)
+        config, choices = _composed(groups)
+        for override in changes:
+            _check_change(override, config)
+        for override in groups:
+            _check_recipe(override, choices)
+        _check_monitors(_changed_callbacks(changes, choices), config)
         if any(_hydra_may_refuse(override) for override in overrides):
             config = compose("config", arguments)
         _check_loggers(overrides, config)
 
 
-def _changed_callbacks(overrides: list[Override], choices: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Where callbacks are set, on the command line or in a file of conf/, and what is set there."""
-    changed: list[tuple[str, Any]] = []
-    for override in overrides:
-        match override.key_or_group.split("."):
-            case ["callbacks", name, key]:
-                changed.append(("", {name: {key: override.value()}}))
-            case ["callbacks", name]:
-                changed.append(("", {name: override.value()}))
-    for choice in _listed(choices.get("callbacks")):
-        file = CONF / "callbacks" / f"{choice}.yaml"
-        if file.is_file():  # or it is a structured config
-            members = OmegaConf.to_container(OmegaConf.load(file))
-            changed.append((f"conf/callbacks/{choice}.yaml: ", members))
-    return changed
+def _composed(groups: list[Override]) -> tuple[DictConfig, dict[str, Any]]:
+    """The configuration with these files of its groups, and the file that each group has."""
+    config = compose("config", [str(o.input_line) for o in groups], return_hydra_config=True)
+    lists = {o.key_or_group: o.value() for o in groups if isinstance(o.value(), list)}
+    choices = lists | dict(config.hydra.runtime.choices)  # which has no lists
+    for group, choice in choices.items():
+        if str(choice).endswith(".yaml"):  # Hydra takes it, for another name of the same
+            raise Refusal(f"conf/: {group}: {choice}: name the file without .yaml")
+    with open_dict(config):
+        del config["hydra"]
+    return config, choices
 
 
 def _undecodable() -> str:
@@ -141,13 +128,6 @@ def _undecodable() -> str:
         except UnicodeDecodeError:
             return str(file.relative_to(CONF))
     return ""
-
-
-def _how_to_quote(key: str = "key", value: Any = "a value") -> str:
-    """Once for Hydra, once for the shell; make's ARGS is read by one more shell."""
-    if value == "" or re.search(r"""['"$`\\!]""", str(value)):  # these take more than quotes
-        key, value = "key", "a value"
-    return f'as "{key}=\'{value}\'", in make\'s ARGS="..." as \\"{key}=\'{value}\'\\"'
 
 
 def parse(argument: str) -> Override:
@@ -169,6 +149,13 @@ def parse(argument: str) -> Override:
         raise Refusal(f"{argument}: the value cannot be read{why}") from None
 
 
+def _how_to_quote(key: str = "key", value: Any = "a value") -> str:
+    """Once for Hydra, once for the shell; make's ARGS is read by one more shell."""
+    if value == "" or re.search(r"""['"$`\\!]""", str(value)):  # these take more than quotes
+        key, value = "key", "a value"
+    return f'as "{key}=\'{value}\'", in make\'s ARGS="..." as \\"{key}=\'{value}\'\\"'
+
+
 def _is_group(override: Override) -> bool:
     return (CONF / override.key_or_group.lstrip("/")).is_dir()
 
@@ -177,6 +164,9 @@ def _hydra_may_refuse(override: Override) -> bool:
     """Whether it may pass our checks and not Hydra's, which take another tenth of a second."""
     its_own = override.key_or_group.startswith(("hydra.", "hydra/"))
     return its_own or override.is_add() or override.is_force_add() or override.is_delete()
+
+
+# ---------------------------------------------------------------- groups and their files
 
 
 def _check_group(override: Override) -> None:
@@ -193,12 +183,12 @@ def _check_group(override: Override) -> None:
     if isinstance(value, list) and group in (*PARTS, *recipes.RECIPES):
         raise Refusal(f"{override.input_line}: give one of them")
     for choice in _listed(value):
-        if problem := recipes.missing(CONF, group, choice):
+        if problem := recipes.missing(group, choice):
             raise Refusal(f"{override.input_line}: {problem}")
-    if override.is_add() and not override.package and group in recipes.groups(CONF):
+    if override.is_add() and not override.package and group in recipes.groups():
         raise Refusal(f"+{group}={value}: conf/ has this group; write {group}={value}")
     if group in recipes.RECIPES:
-        recipes.read(CONF, group, str(value))
+        recipes.read(group, str(value))
 
 
 def _listed(choice: Any) -> list[Any]:
@@ -206,30 +196,24 @@ def _listed(choice: Any) -> list[Any]:
     return choice if isinstance(choice, list) else [] if choice is None else [choice]
 
 
-def _check_recipe(override: Override, choices: dict[str, Any]) -> list[tuple[str, Any]]:
+def _check_recipe(override: Override, choices: dict[str, Any]) -> None:
     """Check an experiment's keys like those of a command line; it may add what code takes.
 
     Args:
         choices: the file of each group that was taken.
-
-    Returns:
-        What it changes in callbacks, with its file.
     """
-    group = override.key_or_group.lstrip("/")
+    group, name = override.key_or_group.lstrip("/"), str(override.value())
     if group not in recipes.RECIPES or override.is_delete():
-        return []
-    others = [name for name in recipes.groups(CONF) if name not in recipes.RECIPES]
-    chosen = [f"{name}={choices[name]}" for name in others if choices.get(name)]
+        return
+    others = [other for other in recipes.groups() if other not in recipes.RECIPES]
+    chosen = [f"{other}={choices[other]}" for other in others if choices.get(other)]
     base = compose("config", chosen, return_hydra_config=True).hydra.runtime.choices
-    inner = [name for name in base if "/" in name and choices.get(name)]  # model/optimizer
-    chosen += [f"{name}={choices[name]}" for name in inner]
-    where = f"conf/{group}/{override.value()}.yaml: "
-    keys = recipes.read(CONF, group, str(override.value()))
+    inner = [other for other in base if "/" in other and choices.get(other)]  # model/optimizer
+    chosen += [f"{other}={choices[other]}" for other in inner]
     try:
-        _check_keys("", keys, compose("config", chosen))
+        _check_keys("", recipes.read(group, name), compose("config", chosen))
     except Refusal as refusal:
-        raise Refusal(f"{where}{refusal}") from None
-    return [(where, keys.get("callbacks"))]
+        raise Refusal(f"conf/{group}/{name}.yaml: {refusal}") from None
 
 
 def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
@@ -249,36 +233,7 @@ def _check_keys(group: str, keys: dict[str, Any], config: DictConfig) -> None:
                 raise Refusal(f"{key}: {_no_key(group, name, accepted)}")
 
 
-def _no_key(where: str, name: str, names: list[str]) -> str:
-    options = f"{', '.join(names) or 'none'}{guess(name, names)}"
-    return f"{where or 'the configuration'} has no key {name!r}; it has: {options}"
-
-
-def _meant(override: Override, name: str, parent: Any) -> str | None:
-    """What to write instead of a key that conf/ lacks: one of a group, or +key if code takes it."""
-    line, key = override.input_line, override.key_or_group
-    if key == name:
-        keys = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
-        return f"{line}: write {' or '.join(keys)}, with its group" if keys else None
-    if name in recipes.groups(CONF):  # template.py gives the Trainer what these groups name
-        return (
-            f"{line}: {name} is a group of conf/: write {name}=... without {key[: -len(name) - 1]}"
-        )
-    # A misspelling is told without importing the target, which takes seconds.
-    if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
-        return None
-    target = parent._target_
-    if key.endswith(f".{name}") and name in (argument_names(target) or []):
-        return f"{line}: {target} takes it, but conf/ does not set it: write +{line}"
-    return None
-
-
-def _keys(node: Any) -> list[str]:
-    return [str(key) for key in node] if isinstance(node, DictConfig) else []
-
-
-def _has(node: Any, name: Any) -> bool:
-    return isinstance(node, DictConfig) and name in list(node)  # `in node` is false for ???
+# ---------------------------------------------------------------- keys
 
 
 def _check_change(override: Override, config: DictConfig) -> None:
@@ -314,13 +269,45 @@ def _check_change(override: Override, config: DictConfig) -> None:
 def _check_added(override: Override, config: DictConfig) -> None:
     """A new key at the top of conf/ is for the user's own ${...}; it must be no misspelt group."""
     first = override.key_or_group.partition(".")[0]
-    known = [*_keys(config), *recipes.groups(CONF)]
+    known = [*_keys(config), *recipes.groups()]
     if first in known:
         return
     if close := difflib.get_close_matches(first, known, n=1, cutoff=0.85):
         raise Refusal(f"{override.input_line}: there is no {first} (did you mean {close[0]}?)")
     if problem := _meant(override, first, config):
         raise Refusal(problem)
+
+
+def _no_key(where: str, name: str, names: list[str]) -> str:
+    options = f"{', '.join(names) or 'none'}{guess(name, names)}"
+    return f"{where or 'the configuration'} has no key {name!r}; it has: {options}"
+
+
+def _meant(override: Override, name: str, parent: Any) -> str | None:
+    """What to write instead of a key that conf/ lacks: one of a group, or +key if code takes it."""
+    line, key = override.input_line, override.key_or_group
+    if key == name:
+        keys = [f"{group}.{key}" for group in parent if key in _keys(_written(parent, group))]
+        return f"{line}: write {' or '.join(keys)}, with its group" if keys else None
+    if name in recipes.groups():  # template.py gives the Trainer what these groups name
+        return (
+            f"{line}: {name} is a group of conf/: write {name}=... without {key[: -len(name) - 1]}"
+        )
+    # A misspelling is told without importing the target, which takes seconds.
+    if "_target_" not in _keys(parent) or override.is_delete() or guess(name, _keys(parent)):
+        return None
+    target = parent._target_
+    if key.endswith(f".{name}") and name in (argument_names(target) or []):
+        return f"{line}: {target} takes it, but conf/ does not set it: write +{line}"
+    return None
+
+
+def _keys(node: Any) -> list[str]:
+    return [str(key) for key in node] if isinstance(node, DictConfig) else []
+
+
+def _has(node: Any, name: Any) -> bool:
+    return isinstance(node, DictConfig) and name in list(node)  # `in node` is false for ???
 
 
 def _written(config: DictConfig, name: Any) -> Any:
@@ -331,6 +318,9 @@ def _written(config: DictConfig, name: Any) -> Any:
     if node._is_missing():  # ???, for which any value is to be given
         return None
     return OmegaConf.to_container(node) if isinstance(node, ListConfig) else node._value()
+
+
+# ---------------------------------------------------------------- values
 
 
 def _check_value(key: str, name: Any, value: Any, parent: DictConfig) -> None:
@@ -376,29 +366,55 @@ def _check_kind(key: str, name: Any, value: Any, node: Any, target: str | None) 
         raise Refusal(f"{key}={value}: {target} takes no {type(value).__name__} for it")
 
 
-def _check_loggers(overrides: list[Override], config: DictConfig) -> None:
-    """Packages that are missing, and settings typed for a logger that was not chosen, which in an
-    experiment are left over."""
-    loggers = config.get("logger") or {}
-    for name in LOGGERS:
-        typed = [o for o in overrides if o.key_or_group.startswith(f"logger.{name}.")]
-        chosen = "_target_" in (loggers.get(name) or {})
-        if typed and not chosen:
-            raise Refusal(f"{typed[0].input_line}: give logger={name} with it")
-        spec = importlib.util.find_spec(name)
-        # A folder of this name, as W&B leaves them, has a spec too, but no origin.
-        if chosen and (spec is None or spec.origin is None):
-            raise Refusal(
-                f"logger={name}: the package {name} is missing: "
-                f"{sys.executable} -m pip install {name}"
-            )
+def _expected(default: Any, value: Any) -> str | None:
+    """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
+    kinds: list[tuple[type, bool, str]] = [
+        (type(None), True, ""),
+        (bool, isinstance(value, bool), "true or false"),
+        (int, _is_number(value) and isinstance(value, int), "a whole number"),
+        (float, _is_number(value), "a number"),
+        (DictConfig, isinstance(value, dict), "a group of keys"),
+        (list, isinstance(value, list), "a list"),
+        (object, not isinstance(value, (dict, bool)), "a text"),
+    ]
+    return next(None if fits else name for kind, fits, name in kinds if isinstance(default, kind))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---------------------------------------------------------------- callbacks and loggers
+
+
+def _changed_callbacks(changes: list[Override], choices: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What is set of callbacks, with the file of conf/ that sets it, or "" where it was typed."""
+    changed: list[tuple[str, Any]] = []
+    for override in changes:
+        match override.key_or_group.split("."):
+            case ["callbacks", name, key]:
+                changed.append(("", {name: {key: override.value()}}))
+            case ["callbacks", name]:
+                changed.append(("", {name: override.value()}))
+    for group in ("callbacks", *recipes.RECIPES):
+        for choice in _listed(choices.get(group)):
+            file = CONF / group / f"{choice}.yaml"
+            if file.is_file():  # or it is a structured config
+                keys: Any = OmegaConf.to_container(OmegaConf.load(file))
+                members = keys if group == "callbacks" else keys.get("callbacks")
+                changed.append((f"conf/{group}/{choice}.yaml: ", members))
+    return changed
 
 
 def _check_monitors(changed: list[tuple[str, Any]], config: DictConfig) -> None:
     """A metric to watch comes with what is better, lest a mode of before keeps the worst as best.
 
     Args:
-        changed: callbacks, with the file that has them, or "" where they were typed.
+        changed: as `_changed_callbacks` gives it.
         config: of all groups.
     """
     members = [
@@ -419,26 +435,22 @@ def _check_monitors(changed: list[tuple[str, Any]], config: DictConfig) -> None:
             )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _expected(default: Any, value: Any) -> str | None:
-    """What kind of value `default` asks for, when `value` is of another kind; None if it fits."""
-    kinds: list[tuple[type, bool, str]] = [
-        (type(None), True, ""),
-        (bool, isinstance(value, bool), "true or false"),
-        (int, _is_number(value) and isinstance(value, int), "a whole number"),
-        (float, _is_number(value), "a number"),
-        (DictConfig, isinstance(value, dict), "a group of keys"),
-        (list, isinstance(value, list), "a list"),
-        (object, not isinstance(value, (dict, bool)), "a text"),
-    ]
-    return next(None if fits else name for kind, fits, name in kinds if isinstance(default, kind))
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _check_loggers(overrides: list[Override], config: DictConfig) -> None:
+    """Packages that are missing, and settings typed for a logger that was not chosen, which in an
+    experiment are left over."""
+    loggers = config.get("logger") or {}
+    for name in LOGGERS:
+        typed = [o for o in overrides if o.key_or_group.startswith(f"logger.{name}.")]
+        chosen = "_target_" in (loggers.get(name) or {})
+        if typed and not chosen:
+            raise Refusal(f"{typed[0].input_line}: give logger={name} with it")
+        spec = importlib.util.find_spec(name)
+        # A folder of this name, as W&B leaves them, has a spec too, but no origin.
+        if chosen and (spec is None or spec.origin is None):
+            raise Refusal(
+                f"logger={name}: the package {name} is missing: "
+                f"{sys.executable} -m pip install {name}"
+            )
 
 
 if __name__ == "__main__":  # by make, before it launches

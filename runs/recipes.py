@@ -8,25 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import re
-from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
+from runs.folders import ROOT
 from runs.refusal import Refusal, guess
 
+CONF = ROOT / "conf"
 RECIPES = ("experiment", "debug")  # groups whose files change all the others
 
 
-def read(conf: Path, group: str, name: str) -> dict[str, Any]:
+def read(group: str, name: str) -> dict[str, Any]:
     """Check the defaults of a file; its other keys.
 
     Raises:
         Refusal: when its first line is missing, or conf/ has no such choice.
     """
-    file = conf / group / f"{name}.yaml"
+    file = CONF / group / f"{name}.yaml"
     where, text = f"conf/{group}/{name}.yaml", file.read_text()
     if not re.match(r"\s*# *@package +_global_\s", text + "\n"):  # below a comment Hydra reads none
         raise Refusal(f"{where}: its first line has to be `# @package _global_`")
@@ -35,29 +36,29 @@ def read(conf: Path, group: str, name: str) -> dict[str, Any]:
         raise Refusal(f"{where}: keys are expected in it, as data: and model:")
     for entry in keys.pop("defaults", None) or []:
         for key, choice in entry.items() if isinstance(entry, dict) else ():
-            _check_choice(conf, where, str(key), choice)
+            _check_choice(where, str(key), choice)
     return {str(key): value for key, value in keys.items()}
 
 
-def _check_choice(conf: Path, where: str, key: str, choice: Any) -> None:
+def _check_choice(where: str, key: str, choice: Any) -> None:
     group = key.split()[-1].lstrip("/")
-    if group in groups(conf) and key.split() != ["override", f"/{group}"]:
+    if group in groups() and key.split() != ["override", f"/{group}"]:
         raise Refusal(f"{where}: write `override /{group}: {choice}` in its defaults, not `{key}:`")
-    checkable = (conf / group).is_dir() and isinstance(choice, str) and "${" not in choice
-    if checkable and (problem := missing(conf, group, choice)):
+    checkable = (CONF / group).is_dir() and isinstance(choice, str) and "${" not in choice
+    if checkable and (problem := missing(group, choice)):
         raise Refusal(f"{where}: {key}: {choice}: {problem}")
 
 
-def groups(conf: Path) -> list[str]:
+def groups() -> list[str]:
     """The groups that conf/config.yaml chooses from."""
-    defaults = yaml.safe_load((conf / "config.yaml").read_text())["defaults"]
+    defaults = yaml.safe_load((CONF / "config.yaml").read_text())["defaults"]
     return [str(group) for entry in defaults if isinstance(entry, dict) for group in entry]
 
 
-def missing(conf: Path, group: str, choice: Any) -> str | None:
+def missing(group: str, choice: Any) -> str | None:
     """What to say of a group that has no such file or structured config; None if it has."""
-    files = (conf / group).rglob("*.yaml")
-    named = {str(file.relative_to(conf / group).with_suffix("")) for file in files}
+    files = (CONF / group).rglob("*.yaml")
+    named = {str(file.relative_to(CONF / group).with_suffix("")) for file in files}
     with contextlib.suppress(OSError):  # where code has registered none for this group
         stored = ConfigStore.instance().list(group)  # and groups within it
         named |= {name.removesuffix(".yaml") for name in stored if name.endswith(".yaml")}
@@ -66,7 +67,7 @@ def missing(conf: Path, group: str, choice: Any) -> str | None:
         return None
     choice = str(choice).lower() if isinstance(choice, bool) else choice
     hint = f"there are: {', '.join(options)}{guess(choice, options)}"
-    others = [other for other in groups(conf) if (conf / other / f"{choice}.yaml").is_file()]
+    others = [other for other in groups() if (CONF / other / f"{choice}.yaml").is_file()]
     if len(others) == 1:  # "none" and "default" are in many
         hint += f"; or did you mean {others[0]}={choice}?"
     return f"there is no conf/{group}/{choice}.yaml; {hint}"

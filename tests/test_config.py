@@ -18,7 +18,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from runs import config
+from runs import config, recipes
 from runs.config import check
 from runs.refusal import Refusal
 from runs.targets import misfit, takes
@@ -28,8 +28,10 @@ from tests.conftest import run
 @pytest.fixture
 def conf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of conf/, which is checked in its place."""
-    monkeypatch.setattr(config, "CONF", shutil.copytree(config.CONF, tmp_path / "conf"))
-    return config.CONF
+    folder = shutil.copytree(config.CONF, tmp_path / "conf")
+    for module in (config, recipes):
+        monkeypatch.setattr(module, "CONF", folder)
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -229,6 +231,16 @@ def test_callbacks_of_ones_own_say_what_is_better(conf: Path) -> None:
 
 
 HEAD = "# @package _global_\n"
+
+
+def test_an_experiment_that_config_yaml_names_says_what_is_better(conf: Path) -> None:
+    text = HEAD + "callbacks: {best_checkpoint: {monitor: val/acc}}"
+    (conf / "experiment" / "mine.yaml").write_text(text)
+    config_yaml = conf / "config.yaml"
+    config_yaml.write_text(config_yaml.read_text().replace("experiment: null", "experiment: mine"))
+    with pytest.raises(Refusal, match="^conf/experiment/mine.yaml: .*monitor=val/acc: also say"):
+        check([])
+    check(["~experiment"])
 
 
 @pytest.mark.parametrize(

@@ -182,11 +182,11 @@ def run_logged(title: str | None, command: list[str], env: dict | None = None) -
     return output
 
 
-def telling_lines(output: str, most: int = 8) -> str:
-    """The lines of a build's output that name an error, else its last ones."""
+def telling_lines(output: str) -> str:
+    """The last lines of a build's output that name an error, else its last ones; at most 8."""
     lines = [line.rstrip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if re.search(r"\berror\b|cannot|No space|Killed", line, re.I)]
-    return "\n".join(f"    {line[:300]}" for line in (telling or lines)[-most:])
+    return "\n".join(f"    {line[:300]}" for line in (telling or lines)[-8:])
 
 
 def last_line(text: str) -> str:

@@ -221,7 +221,8 @@ def logs(arguments: argparse.Namespace) -> int:
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
     offset, announced = 0, False
     while True:
-        ended = _named(state["id"])["state"] not in ALIVE
+        state = _named(state["id"])
+        ended = state["state"] not in ALIVE
         if file.exists():
             with open(file, encoding="utf-8", errors="replace", newline="") as log:
                 log.seek(offset)
@@ -235,7 +236,6 @@ def logs(arguments: argparse.Namespace) -> int:
         if ended or not arguments.follow:
             break
         time.sleep(0.3)
-    state = _named(state["id"])
     if state.get("reason"):
         print(f"{state['state']}: {state['reason']}", file=sys.stderr)
     return 0

@@ -118,29 +118,20 @@ class Report(pl.Callback):
         self._lr, self._asked = _lr(pl_module), settings(trainer)
         self.hosts = dict(Counter(gather_objects(trainer.strategy, socket.gethostname())))
         asked, ranks = self.config.data.get("batch_size"), trainer.world_size
-        all_ = trainer.callbacks if trainer.state.fn == "fit" else []  # type: ignore[attr-defined]
-        searches = [c for c in all_ if isinstance(c, BatchSizeFinder) and searches_at_start(c)]
-        found = next((search.optimal_batch_size for search in searches), None)
-        self.batch_size = found or self.batch_size or asked
+        self.batch_size = _found_batch_size(trainer) or self.batch_size or asked
         if not trainer.is_global_zero:
             return
-        sizes: Counter[bool] = Counter()  # of what is trained and what is not
-        for parameter in pl_module.parameters():
-            sizes[parameter.requires_grad] += parameter.numel()
-        trained = f" ({sizes[True]:,} trained)" if trainer.optimizers and sizes[False] else ""
         lr = f", lr {self._lr}" if trainer.optimizers else ""  # none where nothing is trained
         operations = getattr(trainer.strategy, "operations", None)
         over = f" over {operations}" if operations and ranks > 1 else ""
-        strategy = self.choices["strategy"]
+        strategy = f"{self.choices['strategy']}{over}"
         curves = any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers)
-        device = trainer.strategy.root_device
-        gpu = f"{torch.cuda.get_device_name(device)} ({device})" if device.type == "cuda" else ""
         _tell(
             {
-                "model": f"{self.choices['model']}, {sizes.total():,} parameters{trained}{lr}",
+                "model": f"{self.choices['model']}, {_size(pl_module)}{lr}",
                 "data": f"{self.choices['data']}{self._samples_to_train()}",
-                "ranks": f"{ranks}: {_places(self.hosts)}; strategy {strategy}{over}",
-                "device": f"{gpu or device}, precision {trainer.precision}",
+                "ranks": f"{ranks}: {_places(self.hosts)}; strategy {strategy}",
+                "device": f"{_named(trainer.strategy.root_device)}, precision {trainer.precision}",
                 "batch": self._global_batch(trainer),
                 "warning": hints.divided_batches(asked, self.batch_size, ranks)
                 or hints.long_windows(trainer.accumulate_grad_batches, self._windows(trainer)),
@@ -379,6 +370,27 @@ def _tell(lines: dict[str, str]) -> None:
     for name, text in lines.items():
         if text:
             print(f"{name:<7} {text}", flush=True)
+
+
+def _size(module: pl.LightningModule) -> str:
+    """How many parameters it has, and how many of them are trained where some are not."""
+    sizes: Counter[bool] = Counter()
+    for parameter in module.parameters():
+        sizes[parameter.requires_grad] += parameter.numel()
+    some = module.trainer.optimizers and sizes[False]
+    return f"{sizes.total():,} parameters" + (f" ({sizes[True]:,} trained)" if some else "")
+
+
+def _named(device: torch.device) -> str:
+    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return f"{gpu} ({device})" if gpu else str(device)
+
+
+def _found_batch_size(trainer: pl.Trainer) -> int | None:
+    """What a BatchSizeFinder has found for this training; None without one."""
+    all_ = trainer.callbacks if trainer.state.fn == "fit" else []  # type: ignore[attr-defined]
+    searches = [c for c in all_ if isinstance(c, BatchSizeFinder) and searches_at_start(c)]
+    return next((search.optimal_batch_size for search in searches), None)
 
 
 def _places(hosts: dict[str, int]) -> str:

@@ -35,7 +35,7 @@ from collections import deque
 from itertools import compress, pairwise
 from pathlib import Path
 from statistics import median_low
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -56,6 +56,7 @@ from runs.bottleneck import (
     verdict,
 )
 from runs.ranks import gather_objects
+from strategies.buckets import Exchange
 from strategies.clock import Moment, moment, seconds
 from strategies.cores import usable_cores
 
@@ -68,6 +69,14 @@ NOTING = (
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
 )  # fmt: skip
 SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
+
+
+class Noted(NamedTuple):
+    """A step whose moments are known, and not yet the seconds between them."""
+
+    marks: list[tuple[str, Moment]]  # what began when; the last is the step's end
+    exchanges: list[Exchange]
+    waited: float  # seconds without a core
 
 
 class Timed:
@@ -134,10 +143,10 @@ class Anatomy(Callback):
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._drawn = 1.0  # the share of steps that are timed
-        self._time(True)
+        self._switch(True)
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._began = 0.0  # what `waited` was when this step began
-        self._unread: deque[tuple[list[tuple[str, Moment]], list[Any], float]] = deque()
+        self._unread: deque[Noted] = deque()
         self._timed = Timed()
         self._batches = self._noted = 0  # all batches, and those that were timed
         self._count = self._logged = 0  # of the timed: those read, and those logged
@@ -147,7 +156,8 @@ class Anatomy(Callback):
         self._listen(trainer, pl_module)
 
     def _listen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """To what no hook of Lightning's tells of, until training ends."""
+        """Until training ends, also note what no hook of Lightning's tells: steps of optimizers,
+        fetches of batches, and how far a GPU has come."""
         after = "rest" if pl_module.automatic_optimization else "forward"
         # Between a batch's end and the next fetch, loggers write and checkpoints are saved.
         loop = trainer.fit_loop.epoch_loop
@@ -224,12 +234,12 @@ class Anatomy(Callback):
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._timed.steps:
                 self._look_at_all(trainer)
-        self._time(self._lot.random() < self._drawn)
+        self._switch(self._lot.random() < self._drawn)
         if self._timing:
             self._take_exchanges()  # of steps that were not timed
             self._begin_anew()
 
-    def _time(self, timing: bool) -> None:
+    def _switch(self, timing: bool) -> None:
         """Whether the step that begins is timed. Lightning passes over a hook that is None, where
         to call one that does nothing takes longer than to note a moment."""
         self._timing = timing
@@ -242,24 +252,26 @@ class Anatomy(Callback):
     def _note_step(self) -> None:
         self._begin("rest")
         self._noted += 1
-        self._unread.append((self._marks, self._take_exchanges(), waited() - self._began))
+        self._unread.append(Noted(self._marks, self._take_exchanges(), waited() - self._began))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()
 
     def _read(self) -> None:
         """Turn the moments of the oldest unread step into seconds."""
-        marks, exchanges, without_core = self._unread.popleft()
+        step = self._unread.popleft()
         self._count += 1
         if self._count <= self.warmup:
             return
         spent = dict.fromkeys(PHASES, 0.0)
-        for (phase, begun), (_, ended) in pairwise(marks):
+        for (phase, begun), (_, ended) in pairwise(step.marks):
             spent[phase] += seconds(begun, ended)
-        exposed = sum(seconds(exchange.backward, exchange.end) for exchange in exchanges)
+        exposed = sum(seconds(exchange.backward, exchange.end) for exchange in step.exchanges)
         spent["backward"], spent["all_reduce"] = max(0.0, spent["backward"] - exposed), exposed
-        figures = [(e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end), 1) for e in exchanges]
+        figures = [
+            (e.calls, e.bytes, e.busy_bytes, seconds(e.busy, e.end), 1) for e in step.exchanges
+        ]
         wire = [sum(values) for values in zip(*figures)]
-        self._timed.add(list(spent.values()), wire, without_core)
+        self._timed.add(list(spent.values()), wire, step.waited)
 
     # ---------------------------------------------------------------- telling
 
@@ -350,8 +362,9 @@ class Anatomy(Callback):
         if not sent or not hasattr(strategy, "sent_bytes"):
             return None
         columns = torch.tensor(sent, dtype=torch.float64)
-        rates = columns[:, 2] / columns[:, 3]
-        rate = strategy.sent_bytes(float(strategy.reduce(rates.median(), reduce_op="max")))
+        _, _, busy_bytes, busy_seconds, _ = columns.unbind(1)
+        rate = (busy_bytes / busy_seconds).median()
+        rate = strategy.sent_bytes(float(strategy.reduce(rate, reduce_op="max")))
         calls, size, _, busy, _ = columns.median(0).values.tolist()
         exchanges = median_low(step[-1] if step else 0 for step in self._timed.wire)
         operations = strategy.operations  # type: ignore[attr-defined]

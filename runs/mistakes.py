@@ -133,8 +133,8 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
 
 
 def unmasked(error: BaseException) -> BaseException:
-    """That of making a loader's iterator, which Lightning hides behind one of its own, of an end
-    without a beginning."""
+    """The error of making a loader's iterator, where Lightning hides it: it then ends an epoch that
+    has not begun, which is an error of its own."""
     hidden = error.__context__ if "call `iter(combined_loader)` first" in str(error) else None
     return hidden or error
 
@@ -236,8 +236,8 @@ def full_disk(error: BaseException | None) -> OSError | None:
 
 
 def place_of(error: BaseException) -> str:
-    """The last line of this repository that it came through, "" if that is none of a model, data
-    and the like, but of what runs them."""
+    """The last line of this repository that it came through; "" if that is one of RUNS_THEM, and
+    none of a model, of data or the like."""
     place = ""
     for frame in extract_tb(error.__traceback__):
         path = Path(frame.filename).resolve()  # or <string>, as of a dataclass, which is no file
@@ -248,8 +248,8 @@ def place_of(error: BaseException) -> str:
 
 
 def batch_of(error: BaseException) -> str | None:
-    """What the step of the model that it came through was given: most often one that fails takes
-    another kind of batch. None if it came through no step."""
+    """The batch that the model's step got, if the error came through one, else None: most often a
+    step that fails takes another kind of batch."""
     for frame, _ in walk_tb(error.__traceback__):
         step, given = frame.f_code.co_name, frame.f_locals
         # As the strategy passed it on: the model's own variable may hold something else by now.

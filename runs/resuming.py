@@ -94,12 +94,11 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
             return
         # If the folder was moved, the best still lies beside the checkpoint, or beside its folder.
         beside = Path(str(trainer.ckpt_path)).parent
-        places = {
-            file: file
-            if Path(file).is_file()
-            else str(moved(Path(file), beside.parent) or moved(Path(file), beside) or "")
-            for file in state.get("best_k_models", ())
-        }
+        places: dict[str, str] = {}
+        for file in state.get("best_k_models", ()):
+            path = Path(file)
+            found = path if path.is_file() else moved(path, beside.parent) or moved(path, beside)
+            places[file] = str(found or "")
         places = trainer.strategy.broadcast(places)
         if missing := [file for file, place in places.items() if not place]:
             del checkpoint["callbacks"][self.state_key]
@@ -178,8 +177,8 @@ class TellsOfAnotherSplit(callbacks.Callback):
 
 
 class EvaluatesAverages(callbacks.Callback):
-    """Behind Lightning's WeightAveraging (EMA), puts a checkpoint's averages into the model to test
-    and predict. After training, Lightning puts those weights that training would go on from."""
+    """Tests and predicts with the averages in a checkpoint of Lightning's WeightAveraging (EMA),
+    which itself, after a training, loads those weights that training would go on with."""
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -210,10 +209,10 @@ class GoesOnInItsEpoch(callbacks.Callback):
         if epochs["current"]["processed"] != epochs["current"]["started"]:
             return  # written within an epoch, where Lightning goes on
         cut_short = batches["current"]["ready"] and not batches["is_last_batch"]
-        if cut_short:
+        if cut_short:  # it has not ended
             for counts in (epochs["total"], epochs["current"]):
                 counts["processed"] -= 1
-        elif trainer.max_steps != -1:
+        elif trainer.max_steps != -1:  # it has, and no batch of the next one was trained
             for counts in (epochs["total"], epochs["current"]):
                 counts["completed"] = counts["processed"]
             batches["current"] = dict.fromkeys(batches["current"], 0)
@@ -221,9 +220,10 @@ class GoesOnInItsEpoch(callbacks.Callback):
 
 
 class BeginsWithinEpochs(callbacks.Callback):
-    """In an epoch that is resumed within, as many batches are accumulated as before, and a
-    StochasticWeightAveraging goes on with its schedule, or with its pass that only measures means
-    of batch norm: Lightning has callbacks begin an epoch only where it starts."""
+    """Calls on_train_epoch_start of some callbacks where a run goes on within an epoch: Lightning
+    calls it only where one starts. There GradientAccumulationScheduler says how many batches are
+    accumulated, and SWA puts its schedule in, or begins its pass that only measures means for
+    batch norm."""
 
     _resumed_within = False  # and no batch has begun yet
 

@@ -127,7 +127,7 @@ class Run:
             warnings.filterwarnings("ignore", text)
         self._show = warnings.showwarning
         warnings.showwarning = self._warning  # type: ignore[assignment]
-        threading.excepthook = shortly_if_full
+        threading.excepthook = in_a_line_if_full
         Queue._on_queue_feeder_error = in_place_of_a_batch  # type: ignore[attr-defined]
         if len(os.fsencode(tempfile.gettempdir())) > LONGEST_TMPDIR:
             warnings.warn(
@@ -372,8 +372,9 @@ class Run:
                 printed.add(text)
 
 
-def shortly_if_full(thrown: threading.ExceptHookArgs) -> None:
-    """Of a full disk a line, in a thread such as TensorBoard's: who writes next is told."""
+def in_a_line_if_full(thrown: threading.ExceptHookArgs) -> None:
+    """Tell in one line that a disk is full, where that ends a thread such as TensorBoard's. The
+    training goes on until it writes something itself."""
     if full := full_disk(thrown.exc_value):
         print(f"{thrown.exc_type.__name__}: {full}", file=sys.stderr, flush=True)
     else:

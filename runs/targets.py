@@ -82,8 +82,9 @@ def takes(target: str | None, argument: str, value: Any, unknown: bool = True) -
 def misfit(config: DictConfig) -> str:
     """What is wrong with the values of a `_target_`, in words; "" if nothing is.
 
-    That is one that is no number or no truth value where the constructor's type hint says so, or an
-    argument unknown to what is made later (`_partial_`), which would fail in the middle of a run.
+    That is a value of another kind where the constructor's type hint asks for a number, or for true
+    or false; or an argument that what is made later (`_partial_`) does not take, which would end
+    the run in its middle.
     """
     target = config.get("_target_")
     for name in map(str, config):

@@ -44,7 +44,7 @@ from runs.mistakes import batch_of, mistake, no_metric, of_constructor
 from runs.progress import Progress
 from runs.refusal import Refusal
 from runs.report import Report
-from runs.run import Run, shortly_if_full
+from runs.run import Run, in_a_line_if_full
 from tests.runs.trainings import IsValidated, quiet_trainer
 
 
@@ -467,7 +467,7 @@ def test_a_full_disk_is_told_in_one_line(
 def test_a_thread_tells_of_a_full_disk_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    monkeypatch.setattr(threading, "excepthook", shortly_if_full)
+    monkeypatch.setattr(threading, "excepthook", in_a_line_if_full)
 
     def throw(error: Exception) -> str:
         def body() -> None:

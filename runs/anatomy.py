@@ -32,6 +32,7 @@ import os
 import random
 import socket
 from collections import deque
+from collections.abc import Sequence
 from itertools import compress, pairwise
 from pathlib import Path
 from statistics import median_low
@@ -143,7 +144,8 @@ class Anatomy(Callback):
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._drawn = 1.0  # the share of steps that are timed
-        self._switch(True)
+        self._timing = self._next = True  # the next: whether the step behind this one is timed
+        self._call(NOTING, True)
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         self._began = 0.0  # what `waited` was when this step began
         self._unread: deque[Noted] = deque()
@@ -157,13 +159,15 @@ class Anatomy(Callback):
 
     def _listen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Until training ends, also note what no hook of Lightning's tells: steps of optimizers,
-        fetches of batches, and how far a GPU has come."""
+        batches and their fetches, and how far a GPU has come."""
         after = "rest" if pl_module.automatic_optimization else "forward"
         # Between a batch's end and the next fetch, loggers write and checkpoints are saved.
         loop = trainer.fit_loop.epoch_loop
-        loop.__dict__.pop("_on_before_fetch", None)  # of a training that ended in an error
-        self._before_fetch = loop._on_before_fetch
+        for name in ("_on_before_fetch", "advance"):
+            loop.__dict__.pop(name, None)  # of a training that ended in an error
+        self._before_fetch, self._train_batch = loop._on_before_fetch, loop.advance
         loop._on_before_fetch = self._on_fetch  # type: ignore[method-assign]
+        loop.advance = self._on_batch  # type: ignore[method-assign]
         self._hooks = [
             optimizer.register_step_post_hook(lambda *_: self._begin(after))
             for optimizer in trainer.optimizers
@@ -205,6 +209,22 @@ class Anatomy(Callback):
             self._begin("data")
         self._before_fetch()
 
+    def _on_batch(self, data_fetcher: Any) -> None:
+        self._next = self._lot.random() < self._drawn
+        # Behind a step that is not timed, and before one that is not, there is nothing to note.
+        asked = self._timing or self._next or self.batches is not None
+        self._call(["on_train_batch_end"], asked)
+        self._train_batch(data_fetcher)
+
+    def _call(self, hooks: Sequence[str], called: bool) -> None:
+        """Lightning passes over a hook that is None, where to call one that does nothing takes
+        longer than to note a moment."""
+        for hook in hooks:
+            if called:
+                self.__dict__.pop(hook, None)  # the method again
+            else:
+                self.__dict__[hook] = None
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin_anew()
 
@@ -234,20 +254,11 @@ class Anatomy(Callback):
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._timed.steps:
                 self._look_at_all(trainer)
-        self._switch(self._lot.random() < self._drawn)
+        self._timing = self._next
+        self._call(NOTING, self._timing)
         if self._timing:
             self._take_exchanges()  # of steps that were not timed
             self._begin_anew()
-
-    def _switch(self, timing: bool) -> None:
-        """Whether the step that begins is timed. Lightning passes over a hook that is None, where
-        to call one that does nothing takes longer than to note a moment."""
-        self._timing = timing
-        for hook in NOTING:
-            if timing:
-                self.__dict__.pop(hook, None)  # the method again
-            else:
-                self.__dict__[hook] = None
 
     def _note_step(self) -> None:
         self._begin("rest")
@@ -311,7 +322,8 @@ class Anatomy(Callback):
         self._timing = False
         for hook in self._hooks:
             hook.remove()
-        del trainer.fit_loop.epoch_loop._on_before_fetch  # ours; the class has Lightning's
+        loop = trainer.fit_loop.epoch_loop
+        del loop._on_before_fetch, loop.advance  # ours; the class has Lightning's
         while self._unread:
             self._read()
         if self._timed.steps:

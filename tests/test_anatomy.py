@@ -303,7 +303,7 @@ def test_a_gpu_is_asked_whether_it_keeps_up(passed: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"stream of {device}")
     monkeypatch.setattr(anatomy, "gather_objects", lambda *_: [("host", [0])] * 2)
     device = torch.device("cuda", 0)
-    loop = type("Loop", (), {"_on_before_fetch": None})()
+    loop = type("Loop", (), {"_on_before_fetch": None, "advance": None})()
     run: Any = SimpleNamespace(
         strategy=SimpleNamespace(root_device=device), optimizers=[],
         fit_loop=SimpleNamespace(epoch_loop=loop),
@@ -602,11 +602,15 @@ def test_a_long_warmup_leaves_nothing_to_tell(
 
 
 class CountsLooks(Anatomy):
-    looks = begun = 0
+    looks = begun = ended = 0
 
     def on_train_batch_start(self, *arguments: Any) -> None:
         self.begun += 1
         super().on_train_batch_start(*arguments)
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        self.ended += 1
+        super().on_train_batch_end(*arguments)
 
     def _look_at_all(self, trainer: Trainer) -> None:
         self.looks += 1
@@ -623,8 +627,8 @@ def short_steps() -> list[dict[str, Any]]:
         timed = CountsLooks(warmup=0)
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
-        counts = {"looks": timed.looks, "begun": timed.begun, "weight": timed._timed.weight}
-        results.append({**timed.found, **counts})
+        counts = {name: getattr(timed, name) for name in ("looks", "begun", "ended")}
+        results.append({**timed.found, **counts, "weight": timed._timed.weight})
     anatomy.WINDOW, anatomy.SHORT = usual
     return results
 
@@ -641,6 +645,7 @@ def test_of_short_steps_all_ranks_time_the_same_part(launch: Callable) -> None:
         # Those of the first window count a tenth, the others, each of which stands for ten, whole.
         assert part["weight"] == pytest.approx(part["steps"] - 0.9 * window)
         assert part["begun"] == part["steps"]  # in other steps no hook is called
+        assert part["steps"] < part["ended"] < 2 * part["steps"]  # but at the end of those before
         assert min(part["phases_ms"][phase] for phase in PHASES[1:3]) > 0
         assert part["wire"]["calls"] == 1
     assert ranks[0][1]["ranks"] == ranks[1][1]["ranks"]

@@ -1,7 +1,8 @@
-"""How long a training step takes on p ranks: formulas, and how their constants are fitted.
+"""How long a training step takes on p ranks.
 
-Pure functions; benchmarks/predict.py feeds them with measurements. All times are in seconds, all
-sizes in bytes. Each rank keeps its batch size (weak scaling): efficiency is step(1) / step(p).
+Pure functions; benchmarks/predict.py feeds them with measurements, to which benchmarks/cost_fit.py
+fits the constants. All times are in seconds, all sizes in bytes. Each rank keeps its batch size
+(weak scaling): efficiency is step(1) / step(p).
 
 Communication. A message of m bytes takes alpha + m beta (Hockney 1994, Parallel Computing 20). An
 all-reduce of m bytes on p ranks takes
@@ -51,10 +52,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import nnls
 from scipy.special import ndtr
 
 MIB = 2**20
@@ -137,42 +138,21 @@ class Step:
     efficiency: float
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """An all-reduce that was timed.
+class Terms(NamedTuple):
+    """How often an operation pays each constant of a network. It takes
 
-    Attributes:
-        rate: bytes per second of its links, where it is known.
-        hops: how often it and the agreement before it pay the latency that is fitted; None: as
-            often as over Gloo, on hosts of one rank.
-        known: seconds of latency that are not fitted, such as that inside hosts.
+        hops alpha + inside_hops alpha' + sent beta + summed beta'
+
+    where alpha' and beta' are those inside a host, and beta is that of the slowest link in use.
     """
 
-    ranks: int
-    bytes: float
-    seconds: float
-    rate: float = 1.0
-    hops: float | None = None
-    known: float = 0.0
-
-    @property
-    def hop_count(self) -> float:
-        if self.hops is not None:
-            return self.hops
-        return sum(hops(self.ranks, self.ranks, each)[0] for each in ("ring", "dissemination"))
+    hops: float
+    inside_hops: float
+    sent: float = 0.0
+    summed: float = 0.0
 
 
-@dataclass(frozen=True)
-class Fit:
-    """`share` is that of the links' rate which the bytes get; without a known rate the bandwidth.
-
-    `error` is the median of |fitted / measured - 1|.
-    """
-
-    fixed: float
-    latency: float
-    share: float
-    error: float
+# ---------------------------------------------------------------------------- the formulas
 
 
 def wire_bytes(bytes_: float, ranks: int) -> float:
@@ -180,88 +160,87 @@ def wire_bytes(bytes_: float, ranks: int) -> float:
     return 2 * (ranks - 1) / ranks * bytes_
 
 
-def hops(ranks: int, hosts: int, algorithm: str) -> tuple[float, float]:
-    """How often an all-reduce pays the latency between hosts, and how often that inside a host.
+def rounds(count: int) -> int:
+    """log2, rounded up where the count is no power of two."""
+    return math.ceil(math.log2(count))
 
-    "shared" and "dissemination" are for hosts with equally many ranks."""
+
+def all_reduce(bytes_: float, ranks: int, hosts: int, algorithm: str) -> Terms:
+    """By "ring", "tree" or, on hosts with equally many ranks, "shared"."""
     if algorithm == "shared":
-        return 2 * (hosts - 1), 0
+        slots = max(1, math.ceil(bytes_ / SLOT))
+        summed = wire_bytes(bytes_, ranks // hosts)
+        return Terms(slots * 2 * (hosts - 1), 0, wire_bytes(bytes_, hosts), summed)
+    sent = wire_bytes(bytes_, ranks)
     if algorithm == "tree":
-        inside = math.ceil(ranks / hosts)
-        return 2 * math.ceil(math.log2(hosts)), 2 * math.ceil(math.log2(inside))
-    if algorithm == "dissemination":
-        return math.ceil(math.log2(hosts)), 0
-    if algorithm == "dissemination of ranks":
-        rounds = math.ceil(math.log2(ranks))
-        if hosts == 1:
-            return 0, rounds
-        # Messages from the last ranks of a host leave it in each round, but of those that follow
-        # one another only one of the rounds within a host, and all later ones.
-        between = min(math.ceil(math.log2(hosts)) + (ranks > hosts), rounds)
-        return between, rounds - between
+        return Terms(2 * rounds(hosts), 2 * rounds(math.ceil(ranks / hosts)), sent)
+    between = hosts if hosts > 1 else 0  # of the links, which are as many as ranks
+    steps = 2 * (ranks - 1)
+    return Terms(steps * between / ranks, steps * (ranks - between) / ranks, sent)
+
+
+def agreement(ranks: int, hosts: int, controller: str) -> Terms:
+    """By "tree", "dissemination" (on hosts with equally many ranks) or "dissemination of ranks"."""
+    if controller == "tree":
+        return all_reduce(0, ranks, hosts, "tree")
+    if controller == "dissemination":
+        return Terms(rounds(hosts), 0)
     if hosts == 1:
-        return 0, 2 * (ranks - 1)
-    return 2 * (ranks - 1) / ranks * hosts, 2 * (ranks - 1) / ranks * (ranks - hosts)
+        return Terms(0, rounds(ranks))
+    # Messages from the last ranks of a host leave it in each round, but of those that follow one
+    # another only one of the rounds within a host, and all later ones.
+    between = min(rounds(hosts) + (ranks > hosts), rounds(ranks))
+    return Terms(between, rounds(ranks) - between)
 
 
-def places(ranks: int, network: Network) -> tuple[int, int]:
-    """The hosts of so many ranks, and the ranks of each."""
+def without_memory(algorithms: tuple[str, ...], controller: str) -> tuple[tuple[str, ...], str]:
+    """What takes their place where ranks of a host share no memory."""
+    rings = tuple("ring" if each == "shared" else each for each in algorithms)
+    return rings, "dissemination of ranks" if controller == "dissemination" else controller
+
+
+# ---------------------------------------------------------------------------- on a network
+
+
+def ways(ranks: int, network: Network) -> tuple[int, tuple[str, ...], str]:
+    """The hosts of so many ranks, and their algorithms and controller."""
     inside = min(ranks, network.ranks_per_host)
-    return math.ceil(ranks / inside), inside
-
-
-def latencies(network: Network, ranks: int, algorithm: str) -> float:
-    """The alpha term of an all-reduce; of each SLOT, where ranks share memory."""
-    hosts, inside = places(ranks, network)
-    if ranks != hosts * inside:  # those of a host share no memory
-        alone = {"shared": "ring", "dissemination": "dissemination of ranks"}
-        algorithm = alone.get(algorithm, algorithm)
-    between, within = hops(ranks, hosts, algorithm)
-    return between * network.latency + within * network.inside_latency
-
-
-def shares_memory(ranks: int, network: Network) -> bool:
-    """Whether ranks sum inside hosts first, and then between them."""
-    hosts, inside = places(ranks, network)
-    return "shared" in network.algorithms and hosts > 1 and ranks == hosts * inside
-
-
-def slot_count(bytes_: float) -> int:
-    return max(1, math.ceil(bytes_ / SLOT))
+    hosts = math.ceil(ranks / inside)
+    algorithms, controller = network.algorithms, network.controller
+    if ranks != hosts * inside:  # the last host has fewer
+        algorithms, controller = without_memory(algorithms, controller)
+    return hosts, algorithms, controller
 
 
 def slowest_bandwidth(ranks: int, network: Network) -> float:
-    """The least bandwidth of the links of a ring, or that between hosts."""
-    hosts, inside = places(ranks, network)
-    if shares_memory(ranks, network):
+    """Of the links that an all-reduce goes over."""
+    hosts, algorithms, _ = ways(ranks, network)
+    if hosts == 1:
+        return network.inside_bandwidth
+    if hosts == ranks or "shared" in algorithms:
         return network.bandwidth
-    links = [network.bandwidth] if hosts > 1 else []
-    return min(links + ([network.inside_bandwidth] if inside > 1 else []), default=math.inf)
+    return min(network.bandwidth, network.inside_bandwidth)
 
 
-def limited_bytes(bytes_: float, ranks: int, network: Network) -> float:
-    """What an all-reduce sends over that link."""
-    hosts, _ = places(ranks, network)
-    return wire_bytes(bytes_, hosts if shares_memory(ranks, network) else ranks)
-
-
-def all_reduce_seconds(bytes_: float, ranks: int, network: Network, free: float = 0.0) -> float:
-    """An all-reduce without the agreement before it; its first `free` bytes pass at once."""
-    seconds = min(latencies(network, ranks, algorithm) for algorithm in network.algorithms)
-    if shares_memory(ranks, network):
-        _, inside = places(ranks, network)
-        seconds = (
-            slot_count(bytes_) * seconds + wire_bytes(bytes_, inside) / network.inside_bandwidth
-        )
-    limited = max(0.0, limited_bytes(bytes_, ranks, network) - free)
-    return seconds + limited / slowest_bandwidth(ranks, network)
+def transfer(bytes_: float, ranks: int, network: Network) -> tuple[float, float]:
+    """Of the fastest all-reduce: seconds besides those on the slowest link, and bytes on that."""
+    hosts, algorithms, _ = ways(ranks, network)
+    ends = []
+    for terms in (all_reduce(bytes_, ranks, hosts, each) for each in algorithms):
+        latency = terms.hops * network.latency + terms.inside_hops * network.inside_latency
+        ends.append((latency + terms.summed / network.inside_bandwidth, terms.sent))
+    return min(ends)
 
 
 def agreement_seconds(ranks: int, network: Network) -> float:
-    least = network.agreement_latency
-    between, inside = max(least, network.latency), max(least, network.inside_latency)
-    over_tcp = replace(network, latency=between, inside_latency=inside)
-    return network.fixed + latencies(over_tcp, ranks, network.controller)
+    """With all else of a round that depends on no bytes."""
+    hosts, _, controller = ways(ranks, network)
+    terms, least = agreement(ranks, hosts, controller), network.agreement_latency
+    between = terms.hops * max(least, network.latency)
+    return network.fixed + (between + terms.inside_hops * max(least, network.inside_latency))
+
+
+# ---------------------------------------------------------------------------- the step
 
 
 def expected_maximum(count: int) -> float:
@@ -285,28 +264,30 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
     if ranks == 1:
         return Step(job.compute, 0.0, 0.0, 1.0)
     straggler = job.slowest + job.deviation * expected_maximum(ranks)
-    backward_start = straggler + job.forward
-    ready = [backward_start + share * job.backward for share in job.shares]
-    agreement = agreement_seconds(ranks, network)
+    backward_begins = straggler + job.forward
+    backward_ends = backward_begins + job.backward
+    ready = [backward_begins + share * job.backward for share in job.shares]
+    agreeing = agreement_seconds(ranks, network)
     bandwidth = slowest_bandwidth(ranks, network)
-    thread = wire = 0.0  # when each is free
-    credit, credit_time = network.burst, 0.0  # bytes in the token bucket, and when it was looked at
-    sent = 0  # buckets
-    while sent < len(ready):
-        round_begins = max(thread, ready[sent])
-        agreed = round_begins + agreement
-        wire = max(wire, agreed)
-        while sent < len(ready) and ready[sent] <= round_begins:
+    thread_free = wire_free = 0.0
+    credit, credit_time = network.burst, 0.0  # bytes in the token bucket, and when that was
+    done = 0  # buckets
+    while done < len(ready):
+        begins = max(thread_free, ready[done])
+        agreed = begins + agreeing
+        wire_free = max(wire_free, agreed)
+        while done < len(ready) and ready[done] <= begins:
+            latency, sent = transfer(job.buckets[done], ranks, network)
             if network.burst:
-                credit = min(network.burst, credit + (wire - credit_time) * bandwidth)
-            wire += all_reduce_seconds(job.buckets[sent], ranks, network, credit)
-            credit = max(0.0, credit - limited_bytes(job.buckets[sent], ranks, network))
-            credit_time = wire
-            sent += 1
-        thread = max(agreed if network.asynchronous else wire, round_begins + network.cycle)
-    end = max(wire, backward_start + job.backward)
-    seconds = end + job.rest
-    return Step(seconds, straggler, end - backward_start - job.backward, job.compute / seconds)
+                refilled = credit + (wire_free - credit_time) * bandwidth
+                credit = min(network.burst, refilled)
+            wire_free += latency + max(0.0, sent - credit) / bandwidth
+            credit, credit_time = max(0.0, credit - sent), wire_free
+            done += 1
+        thread_free = max(agreed if network.asynchronous else wire_free, begins + network.cycle)
+    ends = max(wire_free, backward_ends)
+    seconds = ends + job.rest
+    return Step(seconds, straggler, ends - backward_ends, job.compute / seconds)
 
 
 def bucket_sizes(layers: Sequence[float]) -> list[float]:
@@ -327,40 +308,3 @@ def as_many_buckets(bytes_: float, count: int) -> list[float]:
     while layers > 1 and len(bucket_sizes([bytes_ / layers] * layers)) > count:
         layers -= 1
     return bucket_sizes([bytes_ / layers] * layers)
-
-
-def tells_fixed(measurements: Sequence[Measurement]) -> bool:
-    """Whether they tell `fixed` from alpha: see `fit`."""
-    several = len({measurement.ranks for measurement in measurements}) > 1
-    return several or not any(measurement.hop_count for measurement in measurements)
-
-
-def fit(measurements: Sequence[Measurement], burst: float = 0.0) -> Fit:
-    """The least squares of relative errors, over constants that are not negative, of
-
-        seconds - known = fixed + hops alpha + (2 (p - 1) / p bytes - burst) / (share rate)
-
-    which is one operation: agreement and transfer. `burst` is for rested links with a known token
-    bucket. Measurements on one number of ranks cannot separate `fixed` from alpha: then fixed is 0,
-    and alpha an upper bound, unless no hop is among them.
-
-    Raises:
-        ValueError: with fewer than two sizes, or times that do not grow with them.
-    """
-    if len({m.bytes for m in measurements}) < 2:
-        raise ValueError("a fit needs all-reduces of two sizes at least")
-    intercept = float(tells_fixed(measurements))
-    matrix = np.array([
-        [intercept, m.hop_count, max(0.0, wire_bytes(m.bytes, m.ranks) - burst) / m.rate]
-        for m in measurements
-    ])  # fmt: skip
-    seconds = np.array([m.seconds for m in measurements])
-    matrix /= seconds[:, None]
-    target = 1 - np.array([m.known for m in measurements]) / seconds
-    scale = np.maximum(matrix.max(axis=0), 1e-30)  # so that all columns are of like size
-    constants = nnls(matrix / scale, target)[0] / scale
-    fixed, latency, inverse = (float(value) for value in constants)
-    if inverse == 0:
-        raise ValueError("times do not grow with bytes: no bandwidth can be fitted")
-    error = float(np.median(np.abs(matrix @ constants - target)))
-    return Fit(fixed, latency, 1 / inverse, error)

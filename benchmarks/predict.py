@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import predict_inputs as inputs
+from benchmarks import predict_network
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import RESULTS, markdown, unused, write_text
 from benchmarks.hardware import machine
@@ -217,7 +218,7 @@ def given(arguments: argparse.Namespace) -> Given:
     Raises:
         Refusal: for files and options that nothing can be predicted from.
     """
-    network = inputs.described(arguments.network)
+    network = predict_network.described(arguments.network)
     run = Path(arguments.run) if arguments.run else inputs.newest_run()
     if run.is_dir():
         run /= "summary.json"
@@ -226,8 +227,8 @@ def given(arguments: argparse.Namespace) -> Given:
     with inputs.of_our_form(f"RUN={run}"):
         summary = inputs.read(run, "RUN")
         if not summary["hosts"]:
-            raise Refusal(f"RUN={run}: it lacks what a run writes: no hosts")
-        job, slots = inputs.job_of(summary, run), max(summary["hosts"].values())
+            raise ValueError("it lacks what a run writes: no hosts")
+        job, slots = inputs.job_of(summary), max(summary["hosts"].values())
         median = summary["anatomy"]["step_ms"]["median"] / 1e3
         measured = {} if network else {summary["world_size"]: median}
         head = of_job(summary, run, job)
@@ -239,7 +240,7 @@ def given(arguments: argparse.Namespace) -> Given:
         if "operations" in network:  # what others took says nothing of these
             wanted = network["operations"]
             results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
-        cases, sources = inputs.networks([*results.values()], options, slots)
+        cases, sources = predict_network.networks([*results.values()], options, slots)
         head += [f"network   {line}" for line in sources]
         head += [
             f"measured  {file}{disturbed(result)}"

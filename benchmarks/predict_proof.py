@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import published
-from benchmarks.cost_model import Fit, Job, Measurement, Network, bucket_sizes, fit, predict
+from benchmarks.cost_fit import Fit, Measurement, fit
+from benchmarks.cost_model import Job, Network, agreement, all_reduce, bucket_sizes, predict
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import hardware, versions
 from benchmarks.launching import ends_in_a_line, say
@@ -89,6 +90,13 @@ def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list
     return rows
 
 
+def measurement(ranks: int, bytes_: float, seconds: float, rate: float = 1.0) -> Measurement:
+    """Of an all-reduce over Gloo between hosts of one rank."""
+    terms = all_reduce(bytes_, ranks, ranks, "ring")
+    hops = terms.hops + agreement(ranks, ranks, "dissemination").hops
+    return Measurement(ranks, seconds, hops, terms.sent, rate)
+
+
 def network_of(fitted: Fit, rate_mbit: float) -> Network:
     bandwidth = fitted.share * rate_mbit * MBIT
     return Network(fitted.latency, bandwidth, fixed=fitted.fixed, burst=BURST_BYTES)
@@ -97,7 +105,7 @@ def network_of(fitted: Fit, rate_mbit: float) -> Network:
 def compare(measured: list[dict[str, Any]], stub: dict[str, Any]) -> dict[str, Any]:
     """The fit, and for each row the measured step beside the predicted one."""
     measurements = [
-        Measurement(row["ranks"], each["bytes"], each["seconds"], row["rate_mbit"] * MBIT)
+        measurement(row["ranks"], each["bytes"], each["seconds"], row["rate_mbit"] * MBIT)
         for row in measured for each in row.get("all_reduce", [])
     ]  # fmt: skip
     fitted, job = fit(measurements, BURST_BYTES), job_of(measured[0]["steps"][0], stub)

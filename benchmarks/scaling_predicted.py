@@ -13,10 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.efficiency import Results, interval
+from benchmarks.cost_model import Job
+from benchmarks.efficiency import Results, Run, interval
 from benchmarks.overrides import accumulated
 from benchmarks.predict import predictions
-from benchmarks.predict_inputs import job_of, networks, newest_all_reduces, of_our_form
+from benchmarks.predict_inputs import buckets_of, job_of_anatomy, newest_all_reduces, of_our_form
+from benchmarks.predict_network import networks
 from cluster.hosts import Refusal
 
 
@@ -34,33 +36,25 @@ def predicted(
         all_reduces: files of benchmarks/allreduce.py, of these hosts or others.
     """
     settings = results["settings"]
-    smallest, slots = settings["sizes"][0], max(h["slots"] for h in settings["hosts"].values())
-    job = ("horovod", settings["batch_size"], False)
-    runs = [r for r in results["runs"] if (r["strategy"], r["batch"], r["alone"]) == job]
-    first = [run for run in runs if run["np"] == smallest]
-    wires = [{**run["wire"], "ranks": run["np"]} for run in runs if run.get("wire")]
     measured = newest_all_reduces(
         all_reduces, _machines(results), results["trial"]["operations"], settings["network"]
     )
-    several = [len(result["hosts"]) > 1 for result in measured.values()]
-    known = first and wires and measured and (any(several) or len(settings["hosts"]) == 1)
-    if "weak" not in settings["modes"] or not known:
+    sizes = _sizes(results, [len(result["hosts"]) > 1 for result in measured.values()])
+    wanted = ("horovod", settings["batch_size"], False)
+    runs = [r for r in results["runs"] if (r["strategy"], r["batch"], r["alone"]) == wanted]
+    alone = [run for run in runs if run["np"] == settings["sizes"][0]]
+    sending = next((run for run in runs if run.get("wire")), None)
+    if not (sizes and alone and sending):
         return [], []
-    sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
-    if all(several):
-        # Ranks that fit on one host are joined otherwise than by the network between hosts.
-        sizes = [np for np in sizes if np == 1 or np > slots]
-    if not {*sizes} - {smallest}:
-        return [], []
-    median = statistics.median(run["step_ms"] for run in first)
-    low, high = (end / median for end in interval([run["step_ms"] for run in first]))
-    summary = _summary(results, first, median, wires[0])
+    slots = max(host["slots"] for host in settings["hosts"].values())
     try:
         with of_our_form("ALLREDUCE"):
             cases, _ = networks([*measured.values()], {}, slots)
-            rows = predictions(job_of(summary, Path()), sizes, cases)
-    except Refusal:  # all-reduces that no line fits, or of another form
+            rows = predictions(_job(alone, sending), sizes, cases)
+    except Refusal:  # no line fits the all-reduces, or the job has several in a batch
         return [], []
+    times = [run["step_ms"] for run in alone]
+    low, high = (end / statistics.median(times) for end in interval(times))
     return [
         {
             "mode": "weak", "strategy": "horovod", "np": row.ranks,
@@ -81,14 +75,31 @@ def _machines(results: Results) -> dict[str, Any]:
     return machines
 
 
-def _summary(
-    results: Results, first: list[dict[str, Any]], median: float, wire: dict[str, Any]
-) -> dict[str, Any]:
-    """What a run's summary.json would say of the smallest size, whose runs are `first`."""
-    run = min(first, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
-    step = {**run["quantiles_ms"], "median": median}
-    return {
-        "strategy": "horovod", "world_size": run["np"],
-        "anatomy": {"step_ms": step, "phases_ms": run["phases_ms"], "wire": wire},
-        "accumulate_grad_batches": accumulated(results["config"]),
+def _sizes(results: Results, several: list[bool]) -> list[int]:
+    """The sizes that can be predicted; none if only the smallest can.
+
+    Args:
+        several: of each all-reduce that was measured, whether it was between hosts.
+    """
+    settings = results["settings"]
+    between_hosts = len(settings["hosts"]) == 1 or any(several)  # is measured, if there is any
+    if "weak" not in settings["modes"] or accumulated(results["config"]) > 1:
+        return []
+    if not several or not between_hosts:
+        return []
+    sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
+    if all(several):
+        # Ranks that fit on one host are joined otherwise than by the network between hosts.
+        slots = max(host["slots"] for host in settings["hosts"].values())
+        sizes = [np for np in sizes if np == 1 or np > slots]
+    return sizes if {*sizes} - {settings["sizes"][0]} else []
+
+
+def _job(alone: list[Run], sending: Run) -> Job:
+    """Timed as in the runs `alone`, with the gradients that another run sent."""
+    median = statistics.median(run["step_ms"] for run in alone)
+    run = min(alone, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
+    anatomy = {
+        "step_ms": {**run["quantiles_ms"], "median": median}, "phases_ms": run["phases_ms"]
     }  # fmt: skip
+    return job_of_anatomy(anatomy, run["np"], buckets_of(sending["wire"], sending["np"]))

@@ -32,23 +32,25 @@ from benchmarks import (
     workers,
 )
 from benchmarks import predict as command
+from benchmarks.cost_fit import Link, Measurement, fit, measurements_of
 from benchmarks.cost_model import (
     Job,
-    Measurement,
     Network,
+    agreement,
     agreement_seconds,
-    all_reduce_seconds,
+    all_reduce,
     as_many_buckets,
     bucket_sizes,
     expected_maximum,
-    fit,
-    hops,
-    latencies,
     predict,
+    slowest_bandwidth,
+    transfer,
 )  # fmt: skip
 from benchmarks.files import unused
 from benchmarks.launching import Failed
-from benchmarks.predict_inputs import TCP, Link, described, networks
+from benchmarks.predict_inputs import job_of
+from benchmarks.predict_network import TCP, described, networks
+from benchmarks.predict_proof import measurement
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
 from strategies.environment import initialize
@@ -60,15 +62,22 @@ JOB = Job(0.1, 0.2, 0.01, (2e6, 8e6, 8e6, 8e6), deviation=0.004)
 SIZES = [4**power for power in range(6, 14)]
 
 
+def all_reduce_seconds(bytes_: float, ranks: int, network: Network) -> float:
+    seconds, sent = transfer(bytes_, ranks, network)
+    return seconds + sent / slowest_bandwidth(ranks, network)
+
+
 def measured(network: Network, ranks: list[int], rate: float = 1.0) -> list[Measurement]:
     """What a network of known constants would show."""
     return [
-        Measurement(
-            n, size, agreement_seconds(n, network) + all_reduce_seconds(size, n, network), rate
-        )
-        for n in ranks
-        for size in SIZES
+        measurement(n, size, seconds, rate) for n in ranks for size, seconds in times(network, n)
     ]
+
+
+def times(network: Network, ranks: int) -> list[tuple[int, float]]:
+    """Bytes, and the seconds of an all-reduce with the agreement before it."""
+    agreed = agreement_seconds(ranks, network)
+    return [(size, agreed + all_reduce_seconds(size, ranks, network)) for size in SIZES]
 
 
 # ---------------------------------------------------------------------- fits
@@ -95,16 +104,17 @@ def test_one_number_of_ranks_leaves_the_fixed_time_to_the_latency() -> None:
 
 def test_constants_are_never_negative() -> None:
     """Times with a negative latency, as a token bucket makes them."""
-    times = [Measurement(n, s, s * 2 * (n - 1) / n / 1e8 - 1e-5) for n in (2, 4) for s in SIZES[2:]]
-    fitted = fit(times)
+    fitted = fit(
+        [measurement(n, s, s * 2 * (n - 1) / n / 1e8 - 1e-5) for n in (2, 4) for s in SIZES[2:]]
+    )
     assert min(fitted.fixed, fitted.latency) >= 0 < fitted.share
 
 
 def test_a_burst_that_is_known_does_not_pass_for_bandwidth() -> None:
     burst, ranks, bandwidth = 262144, 2, 1e7
-    times = [Measurement(ranks, s, 1e-3 + max(0, s - burst) / bandwidth) for s in SIZES]
-    assert fit(times, burst).share == pytest.approx(bandwidth, rel=1e-6)
-    assert fit(times).share > 1.05 * bandwidth
+    timed = [measurement(ranks, s, 1e-3 + max(0, s - burst) / bandwidth) for s in SIZES]
+    assert fit(timed, burst).share == pytest.approx(bandwidth, rel=1e-6)
+    assert fit(timed).share > 1.05 * bandwidth
 
 
 @pytest.mark.parametrize(
@@ -131,10 +141,10 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
         network, ranks = replace(truth, ranks_per_host=slots), hosts * slots
         rows = [
             {
-                "bytes": m.bytes,
-                **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), m.seconds),
+                "bytes": size,
+                **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), seconds),
             }
-            for m in measured(network, [ranks])
+            for size, seconds in times(network, ranks)
         ]
         return {
             "operations": operations, "hosts": [{"name": f"node{n}"} for n in range(hosts)],
@@ -143,8 +153,8 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
         }  # fmt: skip
 
     files = [file(1, 2), file(1, 4), file(2, 4), file(4, 8)]
-    networks, sources = predict_inputs.networks(files, {}, slots=4)
-    for network in networks:
+    cases, sources = networks(files, {}, slots=4)
+    for network in cases:
         assert network.latency == pytest.approx(truth.latency, rel=1e-6)
         in_memory = ways == ("shared",)  # without messages
         inside = 0.0 if in_memory else truth.inside_latency
@@ -153,9 +163,9 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
     assert not any("does not tell latency" in line for line in sources)
     # Of one size of each kind the fixed time is not known; what was measured comes out as it was,
     # if ranks still agree so.
-    networks, sources = predict_inputs.networks([files[1], files[2]], {}, slots=4)
+    cases, sources = networks([files[1], files[2]], {}, slots=4)
     assert any("does not tell latency" in line for line in sources) == (ways != ("shared",))
-    for network in networks:
+    for network in cases:
         network = replace(network, controller=controller, algorithms=ways)
         predicted, true = (
             agreement_seconds(8, each) + all_reduce_seconds(4096, 8, each)
@@ -166,14 +176,14 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
 
 def test_what_takes_no_hops_has_a_fixed_time() -> None:
     """As sums and agreements in memory: one number of ranks tells it from the latency."""
-    times = [2e-3 + 2 * (2 - 1) / 2 * size / 3e9 for size in SIZES]
     rows = [
-        {"bytes": size, **dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), time)}
-        for size, time in zip(SIZES, times)
+        {"bytes": size}
+        | dict.fromkeys(("seconds", "seconds_p10", "seconds_p90"), 2e-3 + size / 3e9)
+        for size in SIZES
     ]
     result = {"operations": "Gloo", "hosts": [{}], "ranks": ["a", "a"], "sizes": rows}
     result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p94"}
-    cases, sources = predict_inputs.networks([result], {}, slots=2)
+    cases, sources = networks([result], {}, slots=2)
     for network in cases:
         assert (network.fixed, network.inside_latency) == (pytest.approx(2e-3), 0)
         assert network.inside_bandwidth == pytest.approx(3e9)
@@ -183,10 +193,10 @@ def test_what_takes_no_hops_has_a_fixed_time() -> None:
 def test_no_latency_inside_hosts_is_known_too() -> None:
     """As a fit says of times that grow faster than bytes: hops inside are not taken for others."""
     truth = Network(5e-5, 3e9, 4, 0.0, 1e10, controller="dissemination of ranks")
-    rows = [{"bytes": m.bytes, "seconds": m.seconds} for m in measured(truth, [8])]
+    rows = [{"bytes": size, "seconds": seconds} for size, seconds in times(truth, 8)]
     result = {"operations": "Gloo", "hosts": [{}, {}], "ranks": [0] * 8, "sizes": rows}
     result |= {**OURS, "environment": {"HOROVOD_SHARED_MEMORY": "0"}}
-    fitted = fit(predict_inputs.measurements_of(result, "seconds", inside=Link(0.0, 1e10)))
+    fitted = fit(measurements_of(result, "seconds", inside=Link(0.0, 1e10)))
     assert fitted.latency == pytest.approx(truth.latency, rel=1e-6)
 
 
@@ -196,23 +206,23 @@ def test_hosts_with_other_numbers_of_ranks_share_no_memory() -> None:
     result["versions"] = {"horovod": "0.28.1+torch2.11.0.cpu.p94"}
     result["sizes"] = [{"bytes": 8e6, "seconds": 1.0}]
     inside = Link(0.0, 1e9)
-    (uneven,) = predict_inputs.measurements_of(result, "seconds", inside)
+    (uneven,) = measurements_of(result, "seconds", inside)
     assert (uneven.ranks, uneven.known) == (3, 0.0)
     result["ranks"].append("b")
-    (even,) = predict_inputs.measurements_of(result, "seconds", inside)
+    (even,) = measurements_of(result, "seconds", inside)
     assert (even.ranks, even.hops, even.known) == (2, 2 + 1, 8e6 / 1e9)
     result["sizes"][0]["bytes"] = 20 * 2**20
-    assert predict_inputs.measurements_of(result, "seconds", inside)[0].hops == 3 * 2 + 1
+    assert measurements_of(result, "seconds", inside)[0].hops == 3 * 2 + 1
     result["environment"] = {"HOROVOD_SHARED_MEMORY": "0"}
-    assert predict_inputs.measurements_of(result, "seconds", inside)[0].ranks == 4
+    assert measurements_of(result, "seconds", inside)[0].ranks == 4
 
 
 def test_times_without_bandwidth_are_refused() -> None:
     with pytest.raises(ValueError, match="two sizes"):
-        fit([Measurement(2, 4096, 1e-3)])
+        fit([measurement(2, 4096, 1e-3)])
     for last in (1e-3, 0.9e-3):
         with pytest.raises(ValueError, match="do not grow"):
-            fit([Measurement(2, 4096, 1e-3), Measurement(2, 2**20, last)])
+            fit([measurement(2, 4096, 1e-3), measurement(2, 2**20, last)])
 
 
 # ---------------------------------------------------------------------- the step
@@ -294,8 +304,9 @@ def test_a_tree_has_logarithmic_latency_and_the_faster_algorithm_counts() -> Non
     tree, ring = replace(TRUTH, algorithms=("tree",)), TRUTH
     assert all_reduce_seconds(0, 1024, tree) == pytest.approx(2 * 10 * TRUTH.latency)
     assert all_reduce_seconds(0, 1024, ring) == pytest.approx(2 * 1023 * TRUTH.latency)
-    assert latencies(TRUTH, 1024, "dissemination") == pytest.approx(10 * TRUTH.latency)
-    assert {hops(1, 1, each) for each in ("ring", "tree", "dissemination")} == {(0, 0)}
+    assert agreement_seconds(1024, replace(TRUTH, fixed=0.0)) == pytest.approx(10 * TRUTH.latency)
+    assert all_reduce(8, 1, 1, "ring") == all_reduce(8, 1, 1, "tree") == (0, 0, 0, 0)
+    assert agreement(1, 1, "dissemination") == (0, 0, 0, 0)
     both = replace(TRUTH, algorithms=("ring", "tree"))
     assert all_reduce_seconds(1e6, 1024, both) == all_reduce_seconds(1e6, 1024, tree)
 
@@ -327,17 +338,17 @@ def test_the_hops_of_an_agreement_are_those_of_its_longest_chain(ranks: int, hos
         come = [knows[r - distance] + hop((r - distance) % ranks, r) for r in range(ranks)]
         knows = [max(pair) for pair in zip(knows, come)]
         distance *= 2
-    between, inside = hops(ranks, hosts, "dissemination of ranks")
+    between, inside, *_ = agreement(ranks, hosts, "dissemination of ranks")
     assert max(knows) == pytest.approx(between + 1e-3 * inside)
 
 
 def test_ranks_of_a_host_agree_in_memory_where_hosts_have_equally_many() -> None:
-    network = replace(TRUTH, ranks_per_host=4, inside_latency=1e-5)
-    agreed = [latencies(network, ranks, "dissemination") for ranks in (4, 8, 64)]
+    network = replace(TRUTH, ranks_per_host=4, inside_latency=1e-5, fixed=0.0)
+    agreed = [agreement_seconds(ranks, network) for ranks in (4, 8, 64)]
     assert agreed == pytest.approx([0, TRUTH.latency, 4 * TRUTH.latency])
+    without_memory = replace(network, controller="dissemination of ranks")
     for ranks in (7, 65):
-        of_ranks = latencies(network, ranks, "dissemination of ranks")
-        assert latencies(network, ranks, "dissemination") == of_ranks
+        assert agreement_seconds(ranks, network) == agreement_seconds(ranks, without_memory)
 
 
 def test_rounds_of_nccl_are_agreed_on_while_others_are_on_the_wire() -> None:
@@ -356,11 +367,11 @@ def test_ranks_agree_over_tcp_though_nccl_is_faster() -> None:
         )
     ]  # fmt: skip
     for network, hop in cases:
-        expected = hop or latencies(network, 8, "dissemination")
+        expected = hop or network.latency  # 2 hosts agree in a hop
         assert agreement_seconds(8, network) == pytest.approx(network.fixed + expected)
-        assert all_reduce_seconds(0, 8, network) == pytest.approx(
-            min(latencies(network, 8, algorithm) for algorithm in ("ring", "tree"))
-        )
+        alone = [replace(network, algorithms=(each,)) for each in ("ring", "tree")]
+        fastest = min(all_reduce_seconds(0, 8, each) for each in alone)
+        assert all_reduce_seconds(0, 8, network) == fastest
     for other in ("gloo", "mpi"):
         network = networks([], described(words.replace("nccl", other)), 4)[0][1]
         assert network.agreement_latency == 0
@@ -441,12 +452,12 @@ def test_the_proof_compares_what_was_held_out() -> None:
             "steps": [steps([seconds] * 4)] * ranks,
         }  # fmt: skip
         if rate == 100:
-            network = truth[rate]
-            row["all_reduce"] = [
-                {"bytes": size, "seconds": agreement_seconds(ranks, network)
-                 + all_reduce_seconds(size, ranks, network, burst)}
-                for size in predict_proof.SIZES
-            ]  # fmt: skip
+            network, row["all_reduce"] = truth[rate], []
+            for size in predict_proof.SIZES:
+                latency, sent = transfer(size, ranks, network)
+                wire = max(0.0, sent - burst) / network.bandwidth
+                timed = agreement_seconds(ranks, network) + latency + wire
+                row["all_reduce"].append({"bytes": size, "seconds": timed})
         runs.append(row)
     results = predict_proof.compare(runs, predict_proof.STUB)
     errors = [row["error"] for row in results["rows"]]
@@ -485,7 +496,7 @@ del NO_PHASES["anatomy"]["phases_ms"], NO_CALLS["anatomy"]["wire"]["calls"]
 
 
 def all_reduces(ranks: int = 2, hosts: int = 1) -> dict[str, Any]:
-    seconds = [[m.seconds] * 3 for m in measured(TRUTH, [ranks])]
+    seconds = [[each] * 3 for _, each in times(TRUTH, ranks)]
     names = [f"node{number}" for number in range(hosts)]
     return {
         "hosts": [{"name": name, "slots": ranks // hosts} for name in names],
@@ -513,7 +524,7 @@ def said(monkeypatch: pytest.MonkeyPatch, *arguments: str, plots: bool = False) 
 
 
 def test_a_run_becomes_a_job() -> None:
-    job = predict_inputs.job_of(summary(), Path("summary.json"))
+    job = job_of(summary())
     assert (job.forward, job.backward, job.rest) == pytest.approx((0.035, 0.060, 0.007))
     assert sum(job.buckets) == pytest.approx(9e6) and len(job.buckets) == 3
     assert job.deviation == pytest.approx(
@@ -521,13 +532,13 @@ def test_a_run_becomes_a_job() -> None:
     )
     noisy = summary()
     noisy["anatomy"]["phases_ms"]["all_reduce"] -= 25  # then they add up to 100 of 125 ms
-    job = predict_inputs.job_of(noisy, Path("summary.json"))
+    job = job_of(noisy)
     assert job.forward == pytest.approx(0.035 * 1.25)
     halved = summary(world_size=4)  # a rank of 4 sends 1.5 times what there is: here half of it
     halved["anatomy"]["wire"] |= {"bytes": 6.75e6, "compressible": False}
-    assert sum(predict_inputs.job_of(halved, Path("x")).buckets) == pytest.approx(4.5e6)
+    assert sum(job_of(halved).buckets) == pytest.approx(4.5e6)
     # One rank waits for nobody: from p10 to p90 of its steps, 12 ms, are 2.56 standard deviations.
-    alone = predict_inputs.job_of(summary(world_size=1), Path("summary.json"))
+    alone = job_of(summary(world_size=1))
     assert alone.deviation == pytest.approx(0.012 / 2.563, rel=1e-3)
 
 
@@ -542,7 +553,7 @@ def test_ranks_that_differ_by_chance_have_the_deviation_that_was_planted(ranks: 
     medians = {name: 1e3 * float(spent.median()) for name, spent in phases(seconds).items()}
     content = summary(world_size=ranks)
     content["anatomy"] |= {"phases_ms": medians, "step_ms": {"median": sum(medians.values())}}
-    assert predict_inputs.job_of(content, Path("x")).deviation == pytest.approx(0.02, rel=0.05)
+    assert job_of(content).deviation == pytest.approx(0.02, rel=0.05)
 
 
 def straggling() -> dict[str, Any]:
@@ -554,9 +565,9 @@ def straggling() -> dict[str, Any]:
 
 
 def test_a_rank_that_is_always_the_slowest_is_no_deviation() -> None:
-    job = predict_inputs.job_of(straggling(), Path("summary.json"))
+    job = job_of(straggling())
     assert (job.slowest, job.deviation) == (pytest.approx(0.020), 0.0)
-    assert predict_inputs.job_of(summary(), Path("summary.json")).slowest == 0
+    assert job_of(summary()).slowest == 0
 
 
 def test_a_rank_that_is_always_the_slowest_is_told_and_kept(
@@ -619,8 +630,8 @@ def test_any_word_of_the_network_makes_it_another_one(
     assert "measured, ms" not in (output := capsys.readouterr().out) and "operations nccl" in output
     assert "125.0" not in output
     assert "measured  " not in output and "NOT MEASURED" in output  # the file is Gloo's
-    described = "rate=1gbit latency=20us gpus_per_host=8 operations=nccl"
-    assert said(monkeypatch, *options, "--network", described) == 2
+    words = "rate=1gbit latency=20us gpus_per_host=8 operations=nccl"
+    assert said(monkeypatch, *options, "--network", words) == 2
     assert "NETWORK: add inside=pcie or inside=nvlink" in capsys.readouterr().err
     link = "rate=1gbit latency=20us inside=nvlink"
     assert said(monkeypatch, *options, "--network", link) == 0
@@ -663,7 +674,7 @@ def test_the_labels_of_a_plot_do_not_lie_on_each_other(monkeypatch: pytest.Monke
     """Of steps from 0.1 s to some."""
     drawn: list[Any] = []
     monkeypatch.setattr(figures, "save", lambda figure, file: drawn.append(figure))
-    cases, _ = predict_inputs.networks([all_reduces()], {}, 1)
+    cases, _ = networks([all_reduces()], {}, 1)
     command.plot(command.predictions(JOB, command.RANKS, cases), {}, JOB, "", Path())
     (figure,) = drawn
     figure.draw_without_rendering()
@@ -747,16 +758,16 @@ def test_the_newest_run_is_one_that_no_profiler_made_slower(
 
 
 def test_a_band_holds_what_is_likely() -> None:
-    job = predict_inputs.job_of(summary(), Path("summary.json"))
-    cases, _ = predict_inputs.networks([all_reduces()], {}, 1)
+    job = job_of(summary())
+    cases, _ = networks([all_reduces()], {}, 1)
     for row in command.predictions(job, command.RANKS, cases):
         assert row.best.seconds <= row.step.seconds <= row.worst.seconds
     assert row.best.seconds < row.step.seconds < row.worst.seconds
 
 
 def test_a_network_in_words_replaces_what_was_measured() -> None:
-    asked = predict_inputs.described("rate=10gbit latency=20us")
-    cases, _ = predict_inputs.networks([all_reduces(), all_reduces(4, 2)], asked, 1)
+    asked = described("rate=10gbit latency=20us")
+    cases, _ = networks([all_reduces(), all_reduces(4, 2)], asked, 1)
     assert [case.bandwidth for case in cases] == pytest.approx([0.95e9 * 1.25, 1.0625e9, 0.875e9])
     assert [case.latency for case in cases] == pytest.approx([1e-5, 2e-5, 4e-5])
     assert cases[1].inside_bandwidth == pytest.approx(TRUTH.bandwidth)  # of the single host
@@ -778,7 +789,7 @@ def test_a_network_in_words_replaces_what_was_measured() -> None:
 )
 def test_a_network_in_wrong_words_is_refused(words: str, told: str) -> None:
     with pytest.raises(Refusal, match=told):
-        predict_inputs.described(words)
+        described(words)
 
 
 @pytest.mark.parametrize(

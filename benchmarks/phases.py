@@ -14,6 +14,7 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def overlaps(event: Event, begin: float, end: float) -> bool:
 
 
 def segments(trace: Trace, step: Event) -> list[Segment]:
-    """The step cut at each change of phase: (start, end, phase), in µs, without gaps."""
+    """The step cut wherever a phase begins or ends: (start, end, phase), in µs, without gaps."""
     begin, end = step["ts"], step["ts"] + step["dur"]
     ranges = [
         (max(e["ts"], begin), min(e["ts"] + e["dur"], end), label)
@@ -65,20 +66,14 @@ def segments(trace: Trace, step: Event) -> list[Segment]:
         if "dur" in e and overlaps(e, begin, end) and place(e) == trace.main
         and (label := phase(str(e["name"])))
     ]  # fmt: skip
-    ranges.sort(key=lambda r: (r[0], -r[1]))
-    pieces: list[Segment] = []
-    open_: list[tuple[float, str]] = [(end, "rest")]
-    now = begin
-    for start, stop, name in [*ranges, (end, end, "rest")]:
-        while open_ and open_[-1][0] <= start:
-            until, inner = open_.pop()
-            pieces.append((now, until, inner))
-            now = until
-        if open_:
-            pieces.append((now, start, open_[-1][1]))
-        now = start
-        open_.append((stop, name))
-    return [segment for segment in pieces if segment[1] > segment[0]]
+    ranges.sort(key=lambda r: (r[0], -r[1]))  # each after those around it
+    ranges.insert(0, (begin, end, "rest"))
+    cuts = sorted({moment for start, stop, _ in ranges for moment in (start, stop)})
+    pieces = []
+    for start, stop in pairwise(cuts):
+        around = [name for first, last, name in ranges if first <= start and stop <= last]
+        pieces.append((start, stop, around[-1]))
+    return pieces
 
 
 def shares(trace: Trace) -> dict[str, float]:

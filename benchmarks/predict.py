@@ -140,33 +140,30 @@ def plot(
     save(figure, file)
 
 
-def slowest_rank(summary: dict[str, Any], job: Job) -> list[str]:
-    """A warning that one rank is always the slowest, which no number of ranks explains."""
-    if not job.slowest:
-        return []
-    slow = summary["anatomy"]["straggler"]
-    return [
-        f"take care rank {slow['rank']} takes {slow['times']} times as long as the others in each "
-        f"step: its {job.slowest * 1e3:.1f} ms are kept as they are for any number of ranks; fix "
-        "it, and measure again"
-    ]
-
-
-def oversubscribed(summary: dict[str, Any]) -> list[str]:
-    """A warning that ranks shared cores, and so took longer than on cores of their own."""
-    anatomy = summary["anatomy"]
+def cautions(summary: dict[str, Any], job: Job) -> list[str]:
+    """Warnings of a rank that is always the slowest, which no number of ranks explains, and of
+    ranks that shared cores, and so took longer than on cores of their own."""
+    anatomy, lines = summary["anatomy"], []
+    if job.slowest:
+        slow = anatomy["straggler"]
+        lines.append(
+            f"take care rank {slow['rank']} takes {slow['times']} times as long as the others in "
+            f"each step: its {job.slowest * 1e3:.1f} ms are kept as they are for any number of "
+            "ranks; fix it, and measure again"
+        )
     waits = max((rank.get("waits_for_core", 0.0) for rank in anatomy.get("ranks", [])), default=0.0)
+    what = fix = ""
     if anatomy.get("crowded"):
         what, fix = f"{anatomy['crowded']}, and wait for each other", "start fewer there"
     elif waits >= WAITS_SHARE:
         what = f"a rank waited {waits:.0%} of its time for a core, which others had"
         fix = "end other programs, or take fewer loader workers"
-    else:
-        return []
-    return [
-        f"take care in this run {what}: its compute and how much ranks differ are not those of "
-        f"ranks with a core each; {fix}, and measure again"
-    ]
+    if what:
+        lines.append(
+            f"take care in this run {what}: its compute and how much ranks differ are not those of "
+            f"ranks with a core each; {fix}, and measure again"
+        )
+    return lines
 
 
 def disturbed(result: dict[str, Any]) -> str:
@@ -181,8 +178,7 @@ def of_job(summary: dict[str, Any], run: Path, job: Job) -> list[str]:
         f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
         f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
         f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
-        *slowest_rank(summary, job),
-        *oversubscribed(summary),
+        *cautions(summary, job),
     ]
 
 

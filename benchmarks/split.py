@@ -66,14 +66,18 @@ class Way:
     pays: str
 
     def overrides(self, devices: list[str]) -> list[str]:
-        if not self.micro_batches:
+        if not self.is_split:
             return ["model.devices=null", "model.micro_batches=1"]
         return [f"model.devices=[{','.join(devices)}]", f"model.micro_batches={self.micro_batches}"]
 
     @property
+    def is_split(self) -> bool:
+        return self.micro_batches > 0
+
+    @property
     def idle(self) -> float:
         """Share of a step in which a device waits for the other."""
-        return 1 / (self.micro_batches + 1) if self.micro_batches else 0.0
+        return 1 / (self.micro_batches + 1) if self.is_split else 0.0
 
 
 WAYS = [
@@ -90,11 +94,12 @@ WAYS = [
 def ways(devices: list[str]) -> list[Way]:
     """Those that there are devices for: two ranks that are split would share the same two GPUs, but
     NCCL needs a GPU of its own for each rank."""
-    return [way for way in WAYS if "cpu" in devices or way.ranks == 1 or not way.micro_batches]
+    return [way for way in WAYS if "cpu" in devices or way.ranks == 1 or not way.is_split]
 
 
-def memory(model: dict[str, Any]) -> dict[bool, float]:
-    """MiB of weights, gradients and moments on the fuller device, split (True) and not (False)."""
+def memory(model: dict[str, Any]) -> dict[str, float]:
+    """MiB of weights, gradients and moments on the fuller device, by whether the network is split
+    ("True", "False": keys of JSON)."""
     arguments = {key: value for key, value in model.items() if key != "_target_"}
     try:
         network = Split(**arguments | {"devices": None})
@@ -102,7 +107,7 @@ def memory(model: dict[str, Any]) -> dict[bool, float]:
         raise Refusal(str(error)) from None
     halves = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
     mib = BYTES_A_PARAMETER / 2**20
-    return {True: mib * max(halves), False: mib * sum(halves)}
+    return {"True": mib * max(halves), "False": mib * sum(halves)}
 
 
 def run(results: dict[str, Any], measure: Measure, keep: Callable[[], None]) -> None:
@@ -134,8 +139,8 @@ def table(results: dict[str, Any]) -> str:
         # Within a repeat, whose runs are neighbours in time.
         speedups = [one / ms for one, ms in zip(times[WAYS[0]], steps)]
         lines.append([
-            way.name, str(way.ranks * (1 + bool(way.micro_batches))),
-            f"{results['memory_mib'][str(bool(way.micro_batches))]:.2f}", f"{way.idle:.0%}",
+            way.name, str(way.ranks * (1 + way.is_split)),
+            f"{results['memory_mib'][str(way.is_split)]:.2f}", f"{way.idle:.0%}",
             spread(steps, 1),
             f"{1e3 * results['batch'] / statistics.median(steps):,.0f}",
             spread(speedups, 2), way.pays,
@@ -190,11 +195,10 @@ def main() -> int:
 
     refuse_ours(arguments.overrides, OURS, "make bench-split")
     model = configuration([EXPERIMENT, *arguments.overrides], ["horovod"])["model"]
-    memory_mib = {str(split): mib for split, mib in memory(model).items()}
     results: dict[str, Any] = {
         "benchmark": "split", **hardware(), "arguments": arguments.overrides, "runs": [],
         "batch": arguments.batch, "steps": arguments.steps, "repeats": arguments.repeats,
-        "devices": devices, "memory_mib": memory_mib,
+        "devices": devices, "memory_mib": memory(model),
     }  # fmt: skip
     name = f"split_{slug(device(results))}"
     file, results = continued(results, arguments.out, name, "runs")

@@ -65,39 +65,48 @@ def table(results: dict[str, Any]) -> str:
 def wire(results: dict[str, Any]) -> str:
     """How much of a known link's rate the steps use, as a table after an empty line.
 
-    The least possible step sends each gradient once it is there and the wire is free. Its time off
-    the wire is what no overlap can hide. The share of the wire is the time that the frames of a
-    ring need on it, over the step time without that part: a ring of all ranks, or of hosts whose
-    ranks share memory. Empty where `network` is no rate in mbit; only models with the variant
-    `ALONE`, which tells how long computing takes.
+    The share of the wire is the time that the frames of gradients need on it, over the step time
+    without what no overlap can hide, which is the least step's time off the wire. Empty where
+    `network` is no rate in mbit; only models with the variant `ALONE`, which tells how long
+    computing takes.
     """
     megabits = re.fullmatch(r"(\d+)mbit", results["network"])
     if not megabits:
         return ""
-    byte_ms = FRAME * 8 / (int(megabits[1]) * 1e3)  # ms on the link
+    hosts = parse(results["hosts"])
+    share_memory = len(hosts) > 1 and len({host.slots for host in hosts}) == 1
     head = ["model", "variant", "wire alone, ms", "what nothing overlaps, ms", "least step, ms"]
     lines = []
     for model, result in results["models"].items():
         if not (ALONE in result["variants"] and result["arrivals"]):
             continue
         computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
-        ranks, hosts = result["ranks"], parse(results["hosts"])
-        share_memory = len(hosts) > 1 and len({host.slots for host in hosts}) == 1
         for variant, measured in result["variants"].items():
             if "no communication" in variant:
                 continue
-            ring = len(hosts) if share_memory and is_ours(variant) else ranks
-            halved = 2 if variant.endswith(("fp16", "bf16")) else 1
-            gradient_byte_ms = 2 * (ring - 1) / ring / halved * byte_ms
-            sent = 0.0  # ms into the step when the wire is free
-            for share, size in result["arrivals"]:
-                sent = max(sent, share * computing) + size * gradient_byte_ms
-            after = (1 - result["arrivals"][-1][0]) * computing
-            wire_ms = result["gradient_bytes"] * gradient_byte_ms
-            unhidden_ms = sent + after - wire_ms
+            # Of all ranks, or of hosts whose ranks share memory.
+            ring = len(hosts) if share_memory and is_ours(variant) else result["ranks"]
+            sent = 2 * (ring - 1) / ring / (2 if variant.endswith(("fp16", "bf16")) else 1)
+            byte_ms = sent * FRAME * 8 / (int(megabits[1]) * 1e3)  # for each byte of gradients
+            wire_ms = result["gradient_bytes"] * byte_ms
+            least_ms = least_step(result["arrivals"], computing, byte_ms)
+            unhidden_ms = least_ms - wire_ms
             wire_share = wire_ms / (statistics.median(measured["block_medians_ms"]) - unhidden_ms)
             lines.append([
-                model, variant, f"{wire_ms:.1f}", f"{unhidden_ms:.1f}", f"{sent + after:.1f}",
+                model, variant, f"{wire_ms:.1f}", f"{unhidden_ms:.1f}", f"{least_ms:.1f}",
                 f"{wire_share:.3f}",
             ])  # fmt: skip
     return "\n\n" + markdown([*head, "of the wire"], lines) if lines else ""
+
+
+def least_step(arrivals: list[tuple[float, int]], computing_ms: float, byte_ms: float) -> float:
+    """The ms of a step that sends each gradient once it is there and the wire is free.
+
+    Args:
+        arrivals: shares of computing after which gradients are there, and their bytes.
+        byte_ms: for each of these bytes on the wire.
+    """
+    sent = 0.0  # ms into the step when the wire is free
+    for share, size in arrivals:
+        sent = max(sent, share * computing_ms) + size * byte_ms
+    return sent + (1 - arrivals[-1][0]) * computing_ms

@@ -207,7 +207,7 @@ def test_hosts_with_other_numbers_of_ranks_share_no_memory() -> None:
     result["sizes"] = [{"bytes": 8e6, "seconds": 1.0}]
     inside = Link(0.0, 1e9)
     (uneven,) = measurements_of(result, "seconds", inside)
-    assert (uneven.ranks, uneven.known) == (3, 0.0)
+    assert (uneven.ranks, uneven.sent, uneven.known) == (3, 2 * 2 / 3 * 8e6, 0.0)
     result["ranks"].append("b")
     (even,) = measurements_of(result, "seconds", inside)
     assert (even.ranks, even.hops, even.known) == (2, 2 + 1, 8e6 / 1e9)
@@ -276,6 +276,7 @@ def test_a_ring_in_one_host_after_the_other_crosses_each_link_once() -> None:
     flat = replace(hosts, ranks_per_host=1)
     latency = all_reduce_seconds(0, 8, hosts), all_reduce_seconds(0, 8, flat)
     assert latency == pytest.approx((14 / 8 * 2e-3, 14e-3))
+    assert all_reduce(0, 8, 2, "ring") == (14 / 8 * 2, 14 / 8 * 6, 0, 0)
     wire = [all_reduce_seconds(8e6, 8, n) - all_reduce_seconds(0, 8, n) for n in (hosts, flat)]
     assert wire == pytest.approx([14e6 / 1e8] * 2)
     assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e10)
@@ -305,6 +306,7 @@ def test_a_tree_has_logarithmic_latency_and_the_faster_algorithm_counts() -> Non
     assert all_reduce_seconds(0, 1024, tree) == pytest.approx(2 * 10 * TRUTH.latency)
     assert all_reduce_seconds(0, 1024, ring) == pytest.approx(2 * 1023 * TRUTH.latency)
     assert agreement_seconds(1024, replace(TRUTH, fixed=0.0)) == pytest.approx(10 * TRUTH.latency)
+    assert all_reduce(0, 8, 2, "tree") == (2, 4, 0, 0)  # and 4 inside a host
     assert all_reduce(8, 1, 1, "ring") == all_reduce(8, 1, 1, "tree") == (0, 0, 0, 0)
     assert agreement(1, 1, "dissemination") == (0, 0, 0, 0)
     both = replace(TRUTH, algorithms=("ring", "tree"))

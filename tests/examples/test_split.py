@@ -64,8 +64,8 @@ def test_memory_is_that_of_the_fuller_half() -> None:
     network = Split(width=16, depth=3)
     sizes = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
     memory = split.memory({"_target_": "models.split.Split", "width": 16, "depth": 3})
-    assert memory[False] == pytest.approx(16 * sum(sizes) / 2**20)
-    assert memory[True] == pytest.approx(16 * max(sizes) / 2**20)
+    assert memory["False"] == pytest.approx(16 * sum(sizes) / 2**20)
+    assert memory["True"] == pytest.approx(16 * max(sizes) / 2**20)
 
 
 def test_ways_say_how_the_network_is_placed() -> None:

@@ -8,7 +8,7 @@ results/, for predict and profiling those in the folder of a run.
     step                 a step beside DDP and raw loops       make bench-step
     scaling              the same job on 1, 2, 4, ... ranks    make bench, bench-check, bench-readme
     allreduce            all-reduces of several sizes          make bench-allreduce
-    predict, cost_model  a step on more ranks than there are   make predict, predict-proof
+    predict, cost_*      a step on more ranks than there are   make predict, predict-proof
     losses               is the result that of one process?    make bench-losses
     profiling            where the time of a step goes         make profile
     start, overheads     launching, and what grows with ranks  make bench-start, bench-overheads

@@ -277,6 +277,8 @@ def test_a_ring_in_one_host_after_the_other_crosses_each_link_once() -> None:
     latency = all_reduce_seconds(0, 8, hosts), all_reduce_seconds(0, 8, flat)
     assert latency == pytest.approx((14 / 8 * 2e-3, 14e-3))
     assert all_reduce(0, 8, 2, "ring") == (14 / 8 * 2, 14 / 8 * 6, 0, 0)
+    slow_inside = replace(flat, inside_bandwidth=1.0)  # of which a rank alone sees nothing
+    assert all_reduce_seconds(8e6, 8, slow_inside) == all_reduce_seconds(8e6, 8, flat)
     wire = [all_reduce_seconds(8e6, 8, n) - all_reduce_seconds(0, 8, n) for n in (hosts, flat)]
     assert wire == pytest.approx([14e6 / 1e8] * 2)
     assert all_reduce_seconds(8e6, 4, hosts) == pytest.approx(12e6 / 1e10)

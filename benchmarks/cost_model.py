@@ -12,12 +12,13 @@ all-reduce of m bytes on p ranks takes
                                                           & Gropp 2005, IJHPCA 19
 
 MPI and NCCL take the faster of the two (NCCL's double binary trees, Sanders, Speck & Traeff 2009,
-have the terms of the tree). One over all ranks has several on a host: the slowest of its links sets
-beta, and a ring's alpha is the mean over its links.
+have the terms of the tree). On h hosts with L ranks each, alpha' and beta' are those inside a host.
+A ring's alpha is the mean over its links, a tree has log2(h) alpha + log2(L) alpha' in place of
+log2(p) alpha, and the slowest link sets beta.
 
 Gloo has only the ring. In Horovod's own builds it is one over all ranks, also where hosts have
 several. In ours (cluster/shared_memory.h) L ranks of a host sum in memory that they share, and each
-sums its part with its like of the other hosts, of which there are h:
+sums its part with its like of the other hosts:
 
     shared  2 (h - 1) alpha + 2 (h - 1) / h m beta + 2 (L - 1) / L m beta'
 
@@ -25,8 +26,8 @@ where 1 / beta' is the bus bandwidth inside a host. Its barriers are in what dep
 nor m. Every 8 MiB take the latencies anew. Where a host has fewer ranks it is the ring.
 
 Negotiation. Before a round of operations all ranks agree on what is ready. With Horovod's cache
-warm that is one tiny all-reduce. Over Gloo ranks of a host agree in memory in our builds
-(cluster/patches.py; others are not modelled), and then h hosts take
+warm that is one tiny all-reduce, over MPI by a tree. Over Gloo ranks of a host agree in memory in
+our builds (cluster/patches.py; others are not modelled), and then h hosts take
 
     dissemination    log2(h) alpha    Hensgen, Finkel & Manber 1988, IJPP 17
 
@@ -143,7 +144,7 @@ class Terms(NamedTuple):
 
         hops alpha + inside_hops alpha' + sent beta + summed beta'
 
-    where alpha' and beta' are those inside a host, and beta is that of the slowest link in use.
+    seconds, with the beta of the slowest link that its messages go over.
     """
 
     hops: float

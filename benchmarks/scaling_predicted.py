@@ -42,18 +42,18 @@ def predicted(
     sizes = _sizes(results, [len(result["hosts"]) > 1 for result in measured.values()])
     wanted = ("horovod", settings["batch_size"], False)
     runs = [r for r in results["runs"] if (r["strategy"], r["batch"], r["alone"]) == wanted]
-    alone = [run for run in runs if run["np"] == settings["sizes"][0]]
+    smallest = [run for run in runs if run["np"] == settings["sizes"][0]]
     sending = next((run for run in runs if run.get("wire")), None)
-    if not (sizes and alone and sending):
+    if not (sizes and smallest and sending):
         return [], []
     slots = max(host["slots"] for host in settings["hosts"].values())
     try:
         with of_our_form("ALLREDUCE"):
             cases, _ = networks([*measured.values()], {}, slots)
-            rows = predictions(_job(alone, sending), sizes, cases)
+            rows = predictions(_job(smallest, sending), sizes, cases)
     except Refusal:  # no line fits the all-reduces, or the job has several in a batch
         return [], []
-    times = [run["step_ms"] for run in alone]
+    times = [run["step_ms"] for run in smallest]
     low, high = (end / statistics.median(times) for end in interval(times))
     return [
         {
@@ -82,11 +82,10 @@ def _sizes(results: Results, several: list[bool]) -> list[int]:
         several: of each all-reduce that was measured, whether it was between hosts.
     """
     settings = results["settings"]
-    between_hosts = len(settings["hosts"]) == 1 or any(several)  # is measured, if there is any
     if "weak" not in settings["modes"] or accumulated(results["config"]) > 1:
         return []
-    if not several or not between_hosts:
-        return []
+    if not several or (len(settings["hosts"]) > 1 and not any(several)):
+        return []  # nothing was measured, or nothing between hosts
     sizes = [np for np in settings["sizes"] if np not in results["oversubscribed"]]
     if all(several):
         # Ranks that fit on one host are joined otherwise than by the network between hosts.
@@ -95,10 +94,10 @@ def _sizes(results: Results, several: list[bool]) -> list[int]:
     return sizes if {*sizes} - {settings["sizes"][0]} else []
 
 
-def _job(alone: list[Run], sending: Run) -> Job:
-    """Timed as in the runs `alone`, with the gradients that another run sent."""
-    median = statistics.median(run["step_ms"] for run in alone)
-    run = min(alone, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
+def _job(timed: list[Run], sending: Run) -> Job:
+    """Its compute as in the runs `timed`, its gradients as another run sent them."""
+    median = statistics.median(run["step_ms"] for run in timed)
+    run = min(timed, key=lambda run: abs(run["step_ms"] - median))  # its phases are scaled to it
     anatomy = {
         "step_ms": {**run["quantiles_ms"], "median": median}, "phases_ms": run["phases_ms"]
     }  # fmt: skip

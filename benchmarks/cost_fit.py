@@ -144,6 +144,7 @@ def measurements_of(
             hops += inside_hops
         else:
             known = inside_hops * inside.latency + terms.summed / inside.bandwidth
+        # Ranks of a host that share memory are one in the ring between hosts.
         ring = hosts if terms.summed and hosts > 1 else ranks
         measurements.append(Measurement(ring, row[times], hops, sent, known=known))
     return measurements

@@ -49,7 +49,7 @@ from benchmarks.cost_model import (
 from benchmarks.files import unused
 from benchmarks.launching import Failed
 from benchmarks.predict_inputs import job_of
-from benchmarks.predict_network import TCP, described, networks
+from benchmarks.predict_network import MEMORY, TCP, described, networks
 from benchmarks.predict_proof import measurement
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
@@ -164,7 +164,8 @@ def test_latencies_between_and_inside_hosts_are_told_apart(
     # Of one size of each kind the fixed time is not known; what was measured comes out as it was,
     # if ranks still agree so.
     cases, sources = networks([files[1], files[2]], {}, slots=4)
-    assert any("does not tell latency" in line for line in sources) == (ways != ("shared",))
+    for words in ("does not tell latency", "a host: fitted, the latency in part assumed: "):
+        assert any(words in line for line in sources) == (ways != ("shared",))
     for network in cases:
         network = replace(network, controller=controller, algorithms=ways)
         predicted, true = (
@@ -775,6 +776,17 @@ def test_a_network_in_words_replaces_what_was_measured() -> None:
     assert [case.bandwidth for case in cases] == pytest.approx([0.95e9 * 1.25, 1.0625e9, 0.875e9])
     assert [case.latency for case in cases] == pytest.approx([1e-5, 2e-5, 4e-5])
     assert cases[1].inside_bandwidth == pytest.approx(TRUTH.bandwidth)  # of the single host
+    for operations, inside in (("gloo", MEMORY), ("mpi", 1.0625e9)):  # nothing is known of it
+        cases, _ = networks([], asked | {"operations": operations}, 2)
+        assert cases[1].inside_bandwidth == pytest.approx(inside)
+
+
+def test_the_longer_of_two_fixed_times_counts() -> None:
+    slower = [all_reduces(2), all_reduces(4)]
+    for row in (row for result in slower for row in result["sizes"]):
+        row |= {key: row[key] + 1e-3 for key in ("seconds", "seconds_p10", "seconds_p90")}
+    for case in networks([*slower, all_reduces(4, 2), all_reduces(8, 2)], {}, 1)[0]:
+        assert case.fixed > 1.9e-3 > TRUTH.fixed
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def predictions(job: Job, ranks: list[int], cases: list[Network]) -> list[Predic
     rows = []
     for count in ranks:
         steps = [predict(job, count, network) for network in cases]
-        best, worst = (pick(steps, key=lambda step: step.seconds) for pick in (min, max))
+        best, *_, worst = sorted(steps, key=lambda step: step.seconds)
         hosts = math.ceil(count / cases[1].ranks_per_host)
         rows.append(Prediction(count, hosts, steps[1], best, worst))
     return rows

@@ -93,8 +93,10 @@ def newest_all_reduces(
             result = read(file, "ALLREDUCE")
             if suits(result):
                 found.append((result["date"], len(result["hosts"]) > 1, file, result))
-    by_date = sorted(found, key=lambda each: each[0])
-    return dict({several: (file, result) for _, several, file, result in by_date}.values())
+    newest = {}
+    for _, several, file, result in sorted(found, key=lambda each: each[0]):
+        newest[several] = (file, result)
+    return dict(newest.values())
 
 
 def job_of(summary: dict[str, Any]) -> Job:

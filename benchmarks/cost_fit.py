@@ -128,7 +128,7 @@ def measurements_of(
     operations = result["operations"].lower()
     algorithms, controller = ALGORITHMS[operations], CONTROLLERS[operations]
     off = result.get("environment", {}).get("HOROVOD_SHARED_MEMORY") == "0"
-    if off or len({*Counter(result["ranks"]).values()}) > 1:  # hosts have other numbers of ranks
+    if off or len({*Counter(result["ranks"]).values()}) > 1:  # not equally many on each host
         algorithms, controller = without_memory(algorithms, controller)
     ranks, hosts = len(result["ranks"]), len(result["hosts"])
     agreed = agreement(ranks, hosts, controller)

@@ -96,10 +96,12 @@ def contended(hosts: list[str], waits: list[float]) -> str:
         waits: the share of each rank's time.
     """
     rank = waits.index(max(waits))
-    fewer = "fewer ranks (NP=, -np, -H)" if len(waits) > 1 else "OMP_NUM_THREADS=1"
+    fewer = ", or try OMP_NUM_THREADS=1" if torch.get_num_threads() > 1 else ""
+    if len(waits) > 1:
+        fewer = ", or try fewer ranks (NP=, -np, -H)"
     return (
         f"rank {rank} on {hosts[rank]} waits {waits[rank]:.0%} of its time for a core, which other "
-        f"programs or loader workers take: run top there, or try {fewer}"
+        f"programs or loader workers take: run top there{fewer}"
     )
 
 

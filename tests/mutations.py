@@ -897,6 +897,11 @@ MUTATIONS = [
         "say_what_is_better", "test_config", "runs",
     ),
     Mutation(
+        "an experiment that config.yaml names keeps the worst", "config.py",
+        'for group in ("callbacks", *recipes.RECIPES):', 'for group in ("callbacks",):',
+        "config_yaml_names", "test_config", "runs",
+    ),
+    Mutation(
         "settings of a logger that nobody chose are passed over", "config.py",
         "if typed and not chosen:", "if False:",
         "refused_in_a_line and wandb", "test_config", "runs",

@@ -60,7 +60,9 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     ) -> None:
         loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
         assert fetcher is not None
-        self._put_off = self.monitor is None and loop._should_check_val_fx(fetcher)
+        empty = trainer.val_dataloaders is not None and loop.val_loop.skip  # no batch to validate
+        validates = loop._should_check_val_fx(fetcher) and not empty
+        self._put_off = self.monitor is None and validates
         if not self._put_off:
             super().on_train_batch_end(trainer, pl_module, *batch)
 
@@ -72,11 +74,6 @@ class ModelCheckpoint(callbacks.ModelCheckpoint):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_epoch_end(trainer, pl_module)
         self._do_what_was_put_off(trainer, pl_module)
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
-    ) -> None:
-        self._do_what_was_put_off(trainer, pl_module)  # there was nothing to validate
 
     def _do_what_was_put_off(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._put_off:
@@ -225,20 +222,23 @@ class BeginsWithinEpochs(callbacks.Callback):
     accumulated, and SWA puts its schedule in, or begins its pass that only measures means for
     batch norm."""
 
-    _resumed_within = False  # and no batch has begun yet
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._resumed_within = trainer.fit_loop.restarted_mid_epoch
+        if trainer.fit_loop.restarted_mid_epoch:
+            self.__dict__.pop("on_train_batch_start", None)  # the method again
+        else:
+            self._leave_out_batches()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any
     ) -> None:
         # Only now: behind an epoch's last batch, Lightning has first to begin another epoch.
-        if self._resumed_within:
-            self._resumed_within = False
-            for callback in trainer.callbacks:  # type: ignore[attr-defined]
-                if isinstance(callback, BEGIN_WITH_EPOCHS):
-                    callback.on_train_epoch_start(trainer, pl_module)
+        self._leave_out_batches()
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, BEGIN_WITH_EPOCHS):
+                callback.on_train_epoch_start(trainer, pl_module)
+
+    def _leave_out_batches(self) -> None:
+        self.__dict__["on_train_batch_start"] = None  # as runs/hooks.py does
 
 
 class KeepsUnfrozen(callbacks.Callback):

@@ -92,12 +92,11 @@ def test_an_epoch_that_is_resumed_within_accumulates_as_before(tmp_path: Path) -
         model, within = Counts(), ModelCheckpoint(folder, "{step}", every_n_train_steps=1)
         within.save_top_k = -1
         schedule = GradientAccumulationScheduler({0: 4, 1: 2})
-        trainer = quiet_trainer(
-            within, schedule, resuming.BeginsWithinEpochs(), max_epochs=2, **options
-        )
+        trainer = quiet_trainer(within, schedule, begins, max_epochs=2, **options)
         trainer.fit(model, DataLoader(torch.ones(8)), ckpt_path=ckpt_path)
         return model.steps
 
+    begins = resuming.BeginsWithinEpochs()  # may serve several trainings
     whole = steps(tmp_path)
     assert whole == [4, 8, 10, 12, 14, 16]
     for done in (1, 4):

@@ -120,7 +120,7 @@ class Run:
             for name in ("early_stopping", "model_summary"):
                 logging.getLogger(f"pytorch_lightning.callbacks.{name}").setLevel(logging.INFO)
         if not torch.cuda.is_available():  # torch's profilers would say so, as an error
-            os.environ.setdefault("KINETO_LOG_LEVEL", "5")
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # since 2.14 level 5 tells their starts
         if isinstance(sys.stdout, io.TextIOWrapper):  # a name of a file or class may be no UTF-8
             sys.stdout.reconfigure(errors="backslashreplace")
         for text in QUIETED:

@@ -203,7 +203,8 @@ def raw_horovod(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> N
     import horovod.torch as hvd
 
     hvd.init()
-    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # no others
+    # Horovod takes no other format. (torch 2.14 has the type of this call, torch 2.11 lacks it.)
+    model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload,unused-ignore]
     hvd.broadcast_parameters(model.state_dict(), 0)
     names = model.named_parameters()
     loop(model, hvd.DistributedOptimizer(sgd(model), names), batch, pace)

@@ -15,9 +15,9 @@ strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, and a line at the end names the bottleneck. The
 cost is a reading of the clock at each of these moments, two of a file in /proc, and a gather of
-some kilobytes every 200 timed steps. If steps turn out to be short, only a tenth of them is timed
-from then on; it is drawn by lot, as every tenth step might always be the one that waits for the
-loader.
+some kilobytes every 200 timed steps. If steps turn out to be short, from then on only one is timed
+in a tenth of a second or so. It is drawn by lot, as every tenth step might always be the one that
+waits for the loader.
 
 On a GPU moments are events in its stream: phases are those of the GPU, not of the program, which
 runs ahead. Where the GPU waits for the program they are the program's after all, so the GPU is
@@ -64,7 +64,7 @@ from strategies.cores import usable_cores
 WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # the last timed steps, of which medians are made
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
-SHORT = 10e-3  # seconds: of shorter steps only a share is timed
+SHORT = 10e-3  # seconds: of shorter steps only some are timed
 # Hooks that only note when a phase begins.
 NOTING = (
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
@@ -98,10 +98,11 @@ class Timed:
         self.waited += waited
         self.weight += 1
 
-    def thin(self, share: float, lot: random.Random) -> None:
-        """Keep a share of the steps, drawn by lot, where only that share is timed from now on: so
-        all count alike."""
-        kept = [lot.random() < share for _ in self.steps]
+    def thin(self, share: float, kept_share: float, lot: random.Random) -> None:
+        """Only a share of the steps is timed from now on: in sums, those so far count as so many.
+        Of these themselves as many are kept, by lot, as make a median, and do not outnumber those
+        to come for long."""
+        kept = [lot.random() < kept_share for _ in self.steps]
         self.steps = deque(compress(self.steps, kept), KEPT)
         self.wire = deque(compress(self.wire, kept), KEPT)
         self.total, self.weight = share * self.total, share * self.weight
@@ -113,7 +114,8 @@ class Anatomy(Callback):
 
     Args:
         warmup: how many steps at the start are left out.
-        share: how many of the steps shorter than 10 ms are timed; 1: all, for measurements.
+        share: how many steps are timed if they take 10 ms; of shorter ones fewer, in proportion, as
+            timing takes as long for each; longer ones are all timed. 1: all, for measurements.
         batches: how many to end training after. trainer.max_steps counts the optimizers' steps,
             of which a batch may have several or, with accumulated gradients, none.
 
@@ -309,9 +311,10 @@ class Anatomy(Callback):
 
     def _look_at_all(self, trainer: pl.Trainer) -> None:
         steps = self._gather(trainer.strategy, WINDOW)
-        if self._drawn > self.share and steps.sum(2).mean() < SHORT:
-            self._drawn = self.share  # of the steps from now on, and of those timed so far
-            self._timed.thin(self.share, self._lot)
+        mean = float(steps.sum(2).mean())
+        if self.share < self._drawn == 1 and mean < SHORT:
+            self._drawn = self.share * mean / SHORT
+            self._timed.thin(self._drawn, self.share, self._lot)
         slow = straggler(steps)
         if slow and slow["rank"] not in self._told:
             self._told.add(slow["rank"])

@@ -853,6 +853,11 @@ MUTATIONS = [
         "same_part", "test_anatomy", "runs",
     ),
     Mutation(
+        "the end of each step is asked for", "anatomy.py",
+        '(["on_train_batch_end"], asked)', '(["on_train_batch_end"], True)',
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
         "hooks stay out in steps that are timed", "anatomy.py",
         "                self.__dict__.pop(hook, None)  #", "                pass  #",
         "same_part", "test_anatomy", "runs",

@@ -23,6 +23,10 @@ from runs.config import LOGGERS
 from runs.folders import ROOT, shown
 from runs.refusal import Refusal, guess_metric, of_srun, slurm_tasks
 
+KILLED_WORKER = (
+    "a worker of a loader was killed, most often because the memory is full (dmesg tells): try "
+    "fewer of them (data.num_workers=) or ranks"
+)
 FULL_SHM = (
     "/dev/shm is full, through which the workers of loaders hand over their batches: give it more "
     "(docker run --shm-size=8g), or data.num_workers=0"
@@ -77,10 +81,7 @@ ADVICE = {
     r"unable to (?:allocate shared memory|.*</torch_.*No space left)|killed by signal: Bus error": (
         FULL_SHM
     ),
-    r"^DataLoader worker .*is killed by signal: Killed": (
-        "a worker of a loader was killed, most often because the memory is full (dmesg tells): "
-        "try fewer of them (data.num_workers=) or ranks"
-    ),
+    r"^DataLoader worker .*is killed by signal: Killed": KILLED_WORKER,
     # Python, of the sockets by which they do so
     r"^OSError: \[Errno \d+\] (.+): '(.+)/pymp-\w+'\Z": (
         "{1}: {0}: the workers of loaders make sockets there, to hand over their batches: make "
@@ -128,8 +129,15 @@ def mistake(error: BaseException, started: bool, callbacks: DictConfig | None = 
     if match := NO_METRIC.match(str(error)):
         return no_metric(match[1], re.findall(r"[`'](.+?)[`']", match[2]), callbacks or {})
     told = _of_sampler(error) or _of_hyperparameter(error) or _of_weights(error)
-    told = told or _of_advice(error)
+    told = told or _of_advice(error) or _of_half_a_batch(error)
     return told or (None if started else _of_configuration(error))
+
+
+def _of_half_a_batch(error: BaseException) -> str | None:
+    """A loader's worker that was killed as it handed over a batch."""
+    names = [frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)]
+    cut_off = isinstance(error, ConnectionResetError) and "_try_get_data" in names  # DataLoader's
+    return KILLED_WORKER if cut_off else None
 
 
 def unmasked(error: BaseException) -> BaseException:

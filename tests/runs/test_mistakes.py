@@ -319,6 +319,16 @@ def test_a_killed_worker_is_told_in_one_line() -> None:
         assert told and "the memory is full" in told and "data.num_workers=" in told
 
 
+def test_a_worker_that_is_killed_amid_a_batch_is_told_too() -> None:
+    def _try_get_data() -> None:  # as in a DataLoader
+        raise ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+    with pytest.raises(ConnectionResetError) as caught:
+        _try_get_data()
+    assert "the memory is full" in str(mistake(caught.value, started=True))
+    assert mistake(ConnectionResetError("of a user's own"), started=True) is None
+
+
 def test_the_traceback_of_a_mistake_can_be_asked_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

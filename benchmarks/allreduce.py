@@ -28,7 +28,9 @@ from benchmarks.hardware import software, versions
 from benchmarks.launching import ask, ends_in_a_line
 from benchmarks.load import BUSY_SHARE
 from benchmarks.workers import launched
-from cluster.hosts import Host, Refusal, add_arguments, chosen, given, used
+from cluster.hostfile import add_arguments, chosen, given
+from cluster.hosts import Host, Refusal
+from cluster.ranks import used
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB * 4**n for n in range(11)]  # bytes, to 4 GiB

@@ -25,10 +25,12 @@ from benchmarks import load
 from cluster.environment import ROOT
 from cluster.forwarding import forwarded
 from cluster.horovodrun import AT_ONCE
-from cluster.hosts import Host, Refusal, ranks, typed
+from cluster.hostfile import typed
+from cluster.hosts import Host, Refusal
+from cluster.ranks import ranks
 from cluster.signals import interrupt_at_signals
 
-# What makes a process one of several ranks (cluster/hosts.py, Rank.environment); without these it
+# What makes a process one of several ranks (cluster/ranks.py, Rank.environment); without these it
 # trains alone.
 RANK_VARIABLES = [
     f"HOROVOD_{name}"

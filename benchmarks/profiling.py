@@ -26,7 +26,9 @@ from benchmarks.files import whole
 from benchmarks.launching import ends_in_a_line
 from benchmarks.overrides import refuse_ours
 from cluster.doctor import refuse_unfit
-from cluster.hosts import Rank, Refusal, add_arguments, chosen, given, ranks, used
+from cluster.hostfile import add_arguments, chosen, given
+from cluster.hosts import Refusal
+from cluster.ranks import Rank, ranks, used
 from cluster.ssh import diagnose
 
 SAID = re.compile(r"(?:\[0\]<stdout>:)?trace   (.+): \d+ steps? after \d+$")

@@ -18,7 +18,9 @@ from benchmarks.overrides import (
     refuse_ours,
     steps_of,
 )
-from cluster.hosts import Host, Refusal, chosen, ranks
+from cluster.hostfile import chosen
+from cluster.hosts import Host, Refusal
+from cluster.ranks import ranks
 
 # Set for the measurement, so refused: what a user gives for them would be ignored silently.
 OURS = {

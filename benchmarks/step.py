@@ -35,7 +35,8 @@ from benchmarks.hardware import hardware
 from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
 from benchmarks.step_ranks import Group, Variant, start
 from benchmarks.step_report import ALONE, OURS, report
-from cluster.hosts import Refusal, parse
+from cluster.hostfile import parse
+from cluster.hosts import Refusal
 from cluster.probe import memory
 
 MODELS = ["mlp", "resnet18", "mobilenet_v2", "small_vit", "vgg11"]

@@ -19,7 +19,8 @@ import psutil
 
 from benchmarks.launching import Failed
 from cluster.environment import ROOT
-from cluster.hosts import Refusal, parse
+from cluster.hostfile import parse
+from cluster.hosts import Refusal
 
 # A function of step_worker.py, options of HorovodStrategy, environment variables.
 Variant = tuple[str, dict[str, Any], dict[str, str]]

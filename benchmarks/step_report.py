@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks import load
 from benchmarks.files import markdown
 from benchmarks.hardware import versions
-from cluster.hosts import parse
+from cluster.hostfile import parse
 
 # Variants that the tables compare with others.
 OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"

@@ -14,7 +14,8 @@ import threading
 import time
 from typing import Any
 
-from cluster.hosts import Host, Rank
+from cluster.hosts import Host
+from cluster.ranks import Rank
 from cluster.ssh import NO_FOLDER, connecting
 
 

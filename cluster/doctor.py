@@ -30,7 +30,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from cluster.environment import ROOT
+from cluster.environment import ROOT, make_command
 from cluster.findings import (
     Finding,
     checkout,
@@ -43,20 +43,11 @@ from cluster.findings import (
     writable,
 )
 from cluster.forwarding import addresses
-from cluster.hosts import (
-    SSH_SECONDS,
-    Host,
-    Refusal,
-    add_arguments,
-    chosen,
-    entry,
-    make_command,
-    refuse_one_twice,
-    typed,
-    used,
-)
+from cluster.hostfile import add_arguments, chosen, entry, typed
+from cluster.hosts import SSH_SECONDS, Host, Refusal, refuse_one_twice
 from cluster.install import read_pins
 from cluster.probe import CODE, CONNECT_SECONDS, own_address
+from cluster.ranks import used
 from cluster.ssh import connecting, diagnose
 from cluster.sync import synced, tracked
 

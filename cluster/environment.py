@@ -52,6 +52,18 @@ class InstallError(Exception):
     """What is missing or went wrong and what to do about it, in one line."""
 
 
+def environment_folder() -> Path:
+    """The folder of this Python's environment. It may be a link itself; others are resolved."""
+    prefix = Path(sys.prefix)
+    return prefix.parent.resolve() / prefix.name
+
+
+def make_command(what: str) -> str:
+    """How to type a target of the Makefile: with PYTHON= where this is not our .venv."""
+    ours = environment_folder() == ROOT / ".venv"
+    return f"make {what}" + ("" if ours else f" PYTHON={sys.executable}")
+
+
 def make_environment(folder: Path) -> None:
     """A virtual environment of this interpreter, or else of the first on the PATH that fits."""
     candidates = [sys.executable, "python3", *(f"python{version}" for version in PYTHONS)]

@@ -13,8 +13,9 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.environment import ROOT
-from cluster.hosts import Host, environment_folder, folded, make_command
+from cluster.environment import ROOT, environment_folder, make_command
+from cluster.hostfile import folded
+from cluster.hosts import Host
 from cluster.probe import CODE
 
 # What a host needs.

@@ -7,7 +7,7 @@ What differs from Horovod's own horovodrun:
 
 - one ssh per host, not one per process; the ranks of a host share the imports of template.py
   (cluster/preload.py; with PRELOAD=0 each makes its own);
-- each host uses its own network interface and GPUs (cluster/hosts.py);
+- each host uses its own network interface and GPUs (cluster/hostfile.py);
 - over ssh only variables of an allow-list leave this host, and none on a command line (within Slurm
   srun passes all of them on, as it always does);
 - where the folder is missing on a host, the job ends; horovodrun would run it in $HOME;
@@ -37,16 +37,9 @@ from typing import Any
 from cluster.agent import LIFE_SECONDS, SILENCE_SECONDS, allow_files
 from cluster.connection import Connection
 from cluster.forwarding import addresses, forwarded
-from cluster.hosts import (
-    SSH_SECONDS,
-    Host,
-    Rank,
-    Refusal,
-    add_arguments,
-    chosen,
-    ranks,
-    refuse_one_twice,
-)
+from cluster.hostfile import add_arguments, chosen
+from cluster.hosts import SSH_SECONDS, Host, Refusal, refuse_one_twice
+from cluster.ranks import Rank, ranks
 from cluster.record import Record, note_end
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import connecting, explain

@@ -25,7 +25,9 @@ from typing import Any, NoReturn
 
 from cluster.doctor import leave, refuse_unfit
 from cluster.horovodrun import AT_ONCE, STOP_SECONDS, seconds
-from cluster.hosts import Refusal, add_arguments, chosen, given, listed, ranks, used
+from cluster.hostfile import add_arguments, chosen, given, listed
+from cluster.hosts import Refusal
+from cluster.ranks import ranks, used
 from cluster.record import ALIVE, FOLDER, begun, birth, new_folder, note_end, place, write
 
 NOTE_SECONDS = 30  # that `launch` has to write run.json, with the id of the process it started

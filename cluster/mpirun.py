@@ -17,7 +17,9 @@ import shutil
 import sys
 
 from cluster.forwarding import SECRET, forwarded
-from cluster.hosts import Rank, Refusal, add_arguments, chosen, ranks
+from cluster.hostfile import add_arguments, chosen
+from cluster.hosts import Refusal
+from cluster.ranks import Rank, ranks
 
 
 def line(members: list[Rank], command: list[str]) -> list[str]:

@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
-from cluster.hosts import Rank, Refusal
+from cluster.hosts import Refusal
+from cluster.ranks import Rank
 
 FOLDER = Path("logs/launches")
 ALIVE = ("waiting", "starting", "running")

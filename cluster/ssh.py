@@ -8,7 +8,9 @@ import sys
 import threading
 from typing import NamedTuple
 
-from cluster.hosts import SSH_SECONDS, Host, make_command, typed
+from cluster.environment import make_command
+from cluster.hostfile import typed
+from cluster.hosts import SSH_SECONDS, Host
 
 BEHIND_PROXY = re.compile("UNKNOWN port|kex_exchange|banner exchange|stdio forwarding failed")
 NO_FOLDER = 97  # exit status of our scripts where the checkout is missing

@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from cluster.agent import descendants
-from cluster.environment import ROOT
-from cluster.hosts import SSH_SECONDS, Host, Refusal, add_arguments, chosen, environment_folder
+from cluster.environment import ROOT, environment_folder
+from cluster.hostfile import add_arguments, chosen
+from cluster.hosts import SSH_SECONDS, Host, Refusal
 from cluster.signals import interrupt_at_signals
 from cluster.ssh import diagnose
 

@@ -620,7 +620,7 @@ MUTATIONS = [
         "listed_variables", "cluster/test_hosts", "cluster",
     ),
     Mutation(
-        "a rank sees all GPUs of its host", "hosts.py",
+        "a rank sees all GPUs of its host", "ranks.py",
         'variables["CUDA_VISIBLE_DEVICES"] = self.host.gpus[self.local_rank]', "pass",
         "is_read", "cluster/test_hosts", "cluster",
     ),
@@ -710,7 +710,7 @@ MUTATIONS = [
         "all_reduce_that_hangs", "cluster/test_doctor", "cluster",
     ),
     Mutation(
-        "make launch forgets the host file", "hosts.py",
+        "make launch forgets the host file", "hostfile.py",
         'line + (["--hostfile", arguments.hostfile] if arguments.hostfile else [])', "line",
         "until_its_time", "cluster/test_record", "cluster",
     ),

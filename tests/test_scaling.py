@@ -25,7 +25,8 @@ from benchmarks.launching import (
     tells_what_is_kept,
 )
 from benchmarks.scaling import ABOUT
-from cluster.hosts import Refusal, parse
+from cluster.hostfile import parse
+from cluster.hosts import Refusal
 from tests.conftest import ROOT, run, wait_until
 from tests.scaling_source import HERE, MACHINE, QUIET, Source, results
 

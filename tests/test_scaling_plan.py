@@ -10,7 +10,8 @@ import pytest
 
 from benchmarks import hardware, launching, overrides, scaling, scaling_plan, scaling_report
 from benchmarks.launching import Failed, Job
-from cluster.hosts import Host, Refusal, parse
+from cluster.hostfile import parse
+from cluster.hosts import Host, Refusal
 from tests.scaling_source import MACHINE, Source, measured, results
 
 

@@ -23,7 +23,8 @@ import horovod
 import pytest
 
 from cluster import doctor, findings, probe, testbed
-from cluster.hosts import Host, Refusal, read, typed
+from cluster.hostfile import read, typed
+from cluster.hosts import Host, Refusal
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
 from tests.conftest import ROOT, run, wait_until
 

@@ -24,21 +24,11 @@ from hypothesis import strategies as draw
 
 from cluster import agent, findings, gpus
 from cluster.doctor import refuse_unfit
+from cluster.environment import environment_folder, make_command
 from cluster.forwarding import addresses, forwarded
-from cluster.hosts import (
-    Host,
-    Refusal,
-    entry,
-    environment_folder,
-    listed,
-    make_command,
-    parse,
-    ranks,
-    read,
-    refuse_one_twice,
-    typed,
-    used,
-)
+from cluster.hostfile import entry, listed, parse, read, typed
+from cluster.hosts import Host, Refusal, refuse_one_twice
+from cluster.ranks import ranks, used
 from cluster.record import birth
 from cluster.rendezvous import Rendezvous
 from cluster.ssh import diagnose

@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks import launching, profiling
 from cluster.horovodrun import AT_ONCE
-from cluster.hosts import Host, ranks
+from cluster.hosts import Host
+from cluster.ranks import ranks
 from tests.cluster.conftest import GREETING, PYTHON, fake_ssh
 from tests.cluster.launching import horovodrun
 from tests.conftest import ROOT, run, wait_for_words, wait_until

@@ -14,8 +14,9 @@ import horovod.torch as hvd
 import pytest
 
 from cluster import testbed
-from cluster.hosts import Host, Refusal, ranks
+from cluster.hosts import Host, Refusal
 from cluster.mpirun import line
+from cluster.ranks import ranks
 from tests.conftest import run
 
 

@@ -17,7 +17,8 @@ from types import SimpleNamespace
 import pytest
 
 from cluster import jobs, record
-from cluster.hosts import Host, Refusal, ranks
+from cluster.hosts import Host, Refusal
+from cluster.ranks import ranks
 from cluster.record import birth, place, write
 from tests.cluster.conftest import PYTHON
 from tests.conftest import run

@@ -15,7 +15,8 @@ import pytest
 from cluster import testbed
 from cluster.agent import Agent
 from cluster.horovodrun import Job, main
-from cluster.hosts import Host, ranks
+from cluster.hosts import Host
+from cluster.ranks import ranks
 from tests.cluster.conftest import NICS, PYTHON, made
 from tests.cluster.launching import (
     SLEEP,

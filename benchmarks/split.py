@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 
 from benchmarks import scaling_plan
 from benchmarks.efficiency import spread, spread_in_words
@@ -43,7 +45,6 @@ from benchmarks.hardware import hardware, versions
 from benchmarks.launching import Job, Launcher, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import configuration, refuse_ours, steps_of
 from cluster.hosts import Host, Refusal
-from models.split import Split
 
 EXPERIMENT = "experiment=model_parallel"
 # What tells the ways apart: given by a user it would make all rows the same, or be ignored.
@@ -100,11 +101,10 @@ def ways(devices: list[str]) -> list[Way]:
 def memory(model: dict[str, Any]) -> dict[str, float]:
     """MiB of weights, gradients and moments on the fuller device, by whether the network is split
     ("True", "False": keys of JSON)."""
-    arguments = {key: value for key, value in model.items() if key != "_target_"}
     try:
-        network = Split(**arguments | {"devices": None})
-    except ValueError as error:
-        raise Refusal(str(error)) from None
+        network = instantiate({**model, "devices": None})
+    except InstantiationException as error:
+        raise Refusal(str(error.__cause__)) from None
     halves = [sum(p.numel() for p in half.parameters()) for half in (network.first, network.second)]
     mib = BYTES_A_PARAMETER / 2**20
     return {"True": mib * max(halves), "False": mib * sum(halves)}

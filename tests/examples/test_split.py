@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks import split
+from cluster.hosts import Refusal
 from models.split import Split
 from runs import export
 from tests.conftest import assert_reaches, run
@@ -66,6 +67,8 @@ def test_memory_is_that_of_the_fuller_half() -> None:
     memory = split.memory({"_target_": "models.split.Split", "width": 16, "depth": 3})
     assert memory["False"] == pytest.approx(16 * sum(sizes) / 2**20)
     assert memory["True"] == pytest.approx(16 * max(sizes) / 2**20)
+    with pytest.raises(Refusal, match=r"^micro_batches=1 and depth=2 .* width=3 a multiple of 4$"):
+        split.memory({"_target_": "models.split.Split", "width": 3})
 
 
 def test_ways_say_how_the_network_is_placed() -> None:

@@ -15,9 +15,9 @@ strategy=ddp the all-reduce is a part of backward and not told apart.
 
 The figures go to summary.json and to the loggers, and a line at the end names the bottleneck. The
 cost is a reading of the clock at each of these moments, two of a file in /proc, and a gather of
-some kilobytes every 200 timed steps. If steps turn out to be short, from then on only one is timed
-in a tenth of a second or so. It is drawn by lot, as every tenth step might always be the one that
-waits for the loader.
+some kilobytes every 200 timed steps. After the first 200, only one step is timed in a tenth of a
+second or so. It is drawn by lot, as every tenth step might always be the one that waits for the
+loader.
 
 On a GPU moments are events in its stream: phases are those of the GPU, not of the program, which
 runs ahead. Where the GPU waits for the program they are the program's after all, so the GPU is
@@ -28,11 +28,13 @@ Any phase may hold time in which the rank was ready to run and had no core; the 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import socket
 from collections import deque
 from collections.abc import Sequence
+from io import FileIO
 from itertools import compress, pairwise
 from pathlib import Path
 from statistics import median_low
@@ -63,8 +65,8 @@ from strategies.cores import usable_cores
 
 WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # the last timed steps, of which medians are made
+KEPT_SHARE = 0.1  # at least, of the first timed steps, when fewer are timed from then on
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
-SHORT = 10e-3  # seconds: of shorter steps only some are timed
 # Hooks that only note when a phase begins.
 NOTING = (
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
@@ -114,8 +116,8 @@ class Anatomy(Callback):
 
     Args:
         warmup: how many steps at the start are left out.
-        share: how many steps are timed if they take 10 ms; of shorter ones fewer, in proportion, as
-            timing takes as long for each; longer ones are all timed. 1: all, for measurements.
+        every_seconds: in which about one step is timed, as timing adds about 0.1 ms to it; longer
+            steps are all timed. 0: all are, for measurements.
         batches: how many to end training after. trainer.max_steps counts the optimizers' steps,
             of which a batch may have several or, with accumulated gradients, none.
 
@@ -123,9 +125,12 @@ class Anatomy(Callback):
         found: "anatomy" in summary.json, of the steps that were timed; None until training ends.
     """
 
-    def __init__(self, warmup: int = 10, share: float = 0.1, batches: int | None = None) -> None:
-        self.warmup, self.share, self.batches = warmup, share, batches
+    def __init__(
+        self, warmup: int = 10, every_seconds: float = 0.1, batches: int | None = None
+    ) -> None:
+        self.warmup, self.every_seconds, self.batches = warmup, every_seconds, batches
         self._timing = False  # whether this step is timed
+        self._schedule: FileIO | None = None  # SCHEDULED of the thread that trains, meanwhile
         self.found: dict[str, Any] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -149,6 +154,8 @@ class Anatomy(Callback):
         self._timing = self._next = True  # the next: whether the step behind this one is timed
         self._call(NOTING, True)
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
+        with contextlib.suppress(OSError):  # the kernel does not count
+            self._schedule = SCHEDULED.open("rb", buffering=0)
         self._began = 0.0  # what `waited` was when this step began
         self._unread: deque[Noted] = deque()
         self._timed = Timed()
@@ -202,7 +209,7 @@ class Anatomy(Callback):
     def _begin_anew(self) -> None:
         """Start the next step here: what came since the last one, as an evaluation, is in none."""
         self._marks = []
-        self._began = waited()
+        self._began = waited(self._schedule)
         self._begin("rest")
 
     def _on_fetch(self) -> None:
@@ -265,7 +272,8 @@ class Anatomy(Callback):
     def _note_step(self) -> None:
         self._begin("rest")
         self._noted += 1
-        self._unread.append(Noted(self._marks, self._take_exchanges(), waited() - self._began))
+        waits = waited(self._schedule) - self._began
+        self._unread.append(Noted(self._marks, self._take_exchanges(), waits))
         while len(self._unread) > (BEHIND if self._device.type == "cuda" else 0):
             self._read()
 
@@ -312,9 +320,9 @@ class Anatomy(Callback):
     def _look_at_all(self, trainer: pl.Trainer) -> None:
         steps = self._gather(trainer.strategy, WINDOW)
         mean = float(steps.sum(2).mean())
-        if self.share < self._drawn == 1 and mean < SHORT:
-            self._drawn = self.share * mean / SHORT
-            self._timed.thin(self._drawn, self.share, self._lot)
+        if self._drawn == 1 and mean < self.every_seconds:
+            self._drawn = mean / self.every_seconds
+            self._timed.thin(self._drawn, max(self._drawn, KEPT_SHARE), self._lot)
         slow = straggler(steps)
         if slow and slow["rank"] not in self._told:
             self._told.add(slow["rank"])
@@ -325,6 +333,9 @@ class Anatomy(Callback):
         self._timing = False
         for hook in self._hooks:
             hook.remove()
+        if self._schedule:
+            self._schedule.close()
+            self._schedule = None
         loop = trainer.fit_loop.epoch_loop
         del loop._on_before_fetch, loop.advance  # ours; the class has Lightning's
         while self._unread:
@@ -396,12 +407,10 @@ class Anatomy(Callback):
         }  # fmt: skip
 
 
-def waited() -> float:
-    """Seconds that this thread was ready to run and had no core; 0 if the kernel does not count.
+def waited(schedule: FileIO | None) -> float:
+    """Seconds that a thread was ready to run and had no core; 0 if the kernel does not count.
 
+    `schedule` is its open SCHEDULED: to open it anew takes far longer than to read it.
     Source: proc(5), and Documentation/scheduler/sched-stats.rst of Linux.
     """
-    try:
-        return 1e-9 * int(SCHEDULED.read_text().split()[1])
-    except (OSError, IndexError):
-        return 0.0
+    return 1e-9 * int(os.pread(schedule.fileno(), 64, 0).split()[1]) if schedule else 0.0

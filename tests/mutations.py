@@ -844,7 +844,7 @@ MUTATIONS = [
     ),
     Mutation(
         "all of short steps are timed", "anatomy.py",
-        "self._drawn = self.share * mean / SHORT", "pass",
+        "self._drawn = mean / self.every_seconds", "pass",
         "same_part", "test_anatomy", "runs",
     ),
     Mutation(

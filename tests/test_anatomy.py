@@ -441,7 +441,7 @@ def test_each_second_is_in_its_phase(
 ) -> None:
     """Validations and ends of epochs are in none; half a second of backward waits for gradients."""
     monkeypatch.setattr(anatomy, "moment", lambda device: Ticks.now)
-    monkeypatch.setattr(anatomy, "waited", lambda: Ticks.now / 4)
+    monkeypatch.setattr(anatomy, "waited", lambda schedule: Ticks.now / 4)
     monkeypatch.setattr(anatomy, "usable_cores", lambda: 1)
     shared: list[Any] = []
     monkeypatch.setattr(anatomy, "crowded", lambda ranks: shared.extend(ranks) or "9 ranks share")
@@ -497,6 +497,8 @@ def test_what_comes_after_a_batch_is_no_loading(monkeypatch: pytest.MonkeyPatch)
     run.fit(model, loader())
     assert timed.found is not None
     assert timed.found["phases_ms"]["data"] == 0 and timed.found["phases_ms"]["rest"] == 136e3
+    run.validate(model, loader(), verbose=False)  # of which nothing is timed
+    assert timed.found["steps"] == 3
 
 
 class Fetches(Ticks):
@@ -520,7 +522,7 @@ def test_one_process_has_no_all_reduce_within_its_backward(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As DDP has it, whose verdict says so."""
-    monkeypatch.setattr(anatomy, "waited", lambda: 0.0)
+    monkeypatch.setattr(anatomy, "waited", lambda schedule: 0.0)
     timed = Anatomy(warmup=0)
     trainer("single", callbacks=[timed], max_epochs=1).fit(Sleeps(10), loader())
     assert timed.found is not None and timed.found["verdict"].startswith("compute: ")
@@ -621,18 +623,18 @@ class CountsLooks(Anatomy):
 
 def short_steps() -> list[dict[str, Any]]:
     """All steps timed, and some of short ones; the window is longer than an epoch."""
-    usual = anatomy.WINDOW, anatomy.SHORT
-    anatomy.WINDOW, anatomy.SHORT = len(loader()) + 5, 0.0
+    usual, anatomy.WINDOW = anatomy.WINDOW, len(loader()) + 5
     results: list[dict[str, Any]] = []
+    every_seconds = 0.0
     for _ in range(2):
-        timed = CountsLooks(warmup=0, share=0.9)
+        timed = CountsLooks(warmup=0, every_seconds=every_seconds)
         trainer("horovod", callbacks=[timed], max_epochs=20).fit(Net(), loader())
         assert timed.found is not None
         counts = {name: getattr(timed, name) for name in ("looks", "begun", "ended", "_drawn")}
         results.append({**timed.found, **counts, "weight": timed._timed.weight})
         # A twentieth of it or so; the same on all ranks.
-        anatomy.SHORT = 18e-3 * sum(timed.found["ranks"][0][phase] for phase in PHASES)
-    anatomy.WINDOW, anatomy.SHORT = usual
+        every_seconds = 20e-3 * sum(timed.found["ranks"][0][phase] for phase in PHASES)
+    anatomy.WINDOW = usual
     return results
 
 
@@ -704,7 +706,7 @@ def planted(folder: str) -> dict[str, Any]:
     logger = CSVLogger(folder, name="", version="", flush_logs_every_n_steps=1)
     slow = DataLoader(Slow(), batch_size=4)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anatomy, "waited", lambda: 0.0)  # other load here is not planted
+        patch.setattr(anatomy, "waited", lambda schedule: 0.0)  # other load here is not planted
         return {
             "nothing": found(Sleeps(40, 40), logger=logger, log_every_n_steps=2),
             "rank": found(Sleeps(40, 80)),

@@ -321,8 +321,6 @@ class HorovodStrategy(ParallelStrategy):
             self._layer_sync.apply(self._module, refuse=False)
         self._share_metrics()
         loop = self._trainer.fit_loop
-        if isinstance(self._draws, OwnDraws):
-            self._draws.seed(self._trainer.global_step)
         if self._buckets is not None and loop._data_fetcher is not None:
             # Where the dataset has no length, the first batch is fetched by now.
             refuse_unequal(0 if loop._data_fetcher.done else 1, self.optimizers, self.world)

@@ -30,8 +30,8 @@ class OwnDraws:
     NumPy's generators stay alike.
 
     The first state follows from the generator that all share. Loaders move that one between
-    trainings, evaluations and predictions of a program, so each draws other numbers; and a program
-    that is run again with its seed draws the same.
+    trainings, evaluations and predictions of a program, and `draw_others` at a resume, so each
+    draws other numbers; and a program that is run again with its seed draws the same.
 
     Args:
         rank: among those that train together.
@@ -39,18 +39,12 @@ class OwnDraws:
     """
 
     def __init__(self, rank: int, device: torch.device) -> None:
-        self.rank, self.device = rank, device
         shared = torch.Generator()
         shared.set_state(torch.get_rng_state())
-        self._of_all = int(torch.randint(2**62, (), generator=shared))
-        self.seed(0)
-
-    def seed(self, step: int) -> None:
-        """Start anew after so many steps: a resumed training repeats no draws."""
-        mixed = random.Random(f"{self._of_all} {self.rank} {step}").getrandbits(63)
-        self._own = torch.Generator().manual_seed(mixed).get_state()
-        if self.device.type == "cuda":
-            torch.cuda.manual_seed_all(mixed)  # a model may have parts on others too
+        seed = int(torch.randint(2**62, (), generator=shared)) + rank
+        self._own = torch.Generator().manual_seed(seed).get_state()
+        if device.type == "cuda":
+            torch.cuda.manual_seed_all(seed)  # a model may have parts on others too
 
     @contextmanager
     def __call__(self) -> Generator[None, None, None]:

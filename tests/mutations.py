@@ -497,7 +497,7 @@ MUTATIONS = [
     Mutation(
         "the hosts of a process set are those of all", "collectives.py",
         "return list(dict.fromkeys(hosts)).index(hosts[self.rank]) if hosts else hvd.cross_rank()",
-        "return hvd.cross_rank()", "hosts_of_a_group", "test_strategy",
+        "return hvd.cross_rank()", "sets_train_apart", "test_strategy",
     ),
     Mutation(
         "a training loader made in the sanity check is one to evaluate", "horovod.py",

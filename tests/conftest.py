@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -113,6 +114,14 @@ def wait_for_words(
     while (text := output.read_text() if output.exists() else "").count(words) < count:
         assert process.poll() is None and time.monotonic() < deadline, text
         time.sleep(0.02)
+
+
+def program(file: Path, script: str) -> Path:
+    """A shell script that can be called as one."""
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(f"#!/bin/sh\n{textwrap.dedent(script)}\n")
+    file.chmod(0o755)
+    return file
 
 
 def horovodrun(ranks: int, *command: str) -> list[str]:
@@ -242,6 +251,13 @@ def launch_anew(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[
         return result
 
     return launch
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """fake("git", "exit 1"): what is called in place of git, as the PATH begins with tmp_path."""
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    return lambda name, script: program(tmp_path / name, script)
 
 
 @pytest.fixture

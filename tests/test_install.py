@@ -21,7 +21,7 @@ from packaging.version import Version
 
 from cluster import environment, install, patches, wheel
 from cluster.environment import InstallError
-from tests.conftest import ROOT
+from tests.conftest import ROOT, program
 
 
 def needs(program: str) -> pytest.MarkDecorator:
@@ -286,14 +286,13 @@ class TestNewerSystems:
 class TestMissing:
     """One line, with the package that brings it."""
 
-    @pytest.mark.parametrize("program", ["g++", "make"])
-    def test_program(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str) -> None:
+    @pytest.mark.parametrize("name", ["g++", "make"])
+    def test_program(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str) -> None:
         monkeypatch.setenv("CXX", "")  # as if it were not set
-        for other in {"g++", "make"} - {program}:
-            (tmp_path / other).write_text("#!/bin/sh\n")
-            (tmp_path / other).chmod(0o755)
+        for other in {"g++", "make"} - {name}:
+            program(tmp_path / other, "")
         monkeypatch.setenv("PATH", str(tmp_path))
-        expected = f"{program} is missing.*sudo apt-get install {program.replace('+', '.')}"
+        expected = f"{name} is missing.*sudo apt-get install {name.replace('+', '.')}"
         with pytest.raises(InstallError, match=expected.replace("g++", "g..")):
             wheel.check_compilers(info())
 
@@ -304,9 +303,8 @@ class TestMissing:
         monkeypatch.setenv("PATH", str(tmp_path))
         with pytest.raises(InstallError, match=r"ccache -v g\+\+ is missing"):
             wheel.check_compilers(info())
-        for program in ("ccache", "make"):
-            (tmp_path / program).write_text("#!/bin/sh\n")
-            (tmp_path / program).chmod(0o755)
+        for name in ("ccache", "make"):
+            program(tmp_path / name, "")
         with pytest.raises(InstallError, match="Python.h is missing"):  # which comes next
             wheel.check_compilers(info())
 
@@ -315,9 +313,7 @@ class TestMissing:
         self, defined: str, refused: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     ) -> None:
         """As that of RHEL 8; told before the download of torch. Clang only claims to be GCC 4."""
-        text = f"#!/bin/sh\necho '#define __GNUC__ 8'\necho '{defined}'\n"
-        (tmp_path / "c++").write_text(text)
-        (tmp_path / "c++").chmod(0o755)
+        program(tmp_path / "c++", f"echo '#define __GNUC__ 8'; echo '{defined}'")
         monkeypatch.setenv("CXX", f"{tmp_path}/c++ -m64")
         monkeypatch.setattr(wheel, "has_headers", lambda info: True)
         expected = r"c\+\+ -m64 is of GCC 8, .* need 9 .*CXX=g\+\+-12 make install"
@@ -481,11 +477,9 @@ class TestMissing:
     ) -> None:
         """And one of the operating system, whose pip installs nothing, makes environments."""
         programs = tmp_path / "bin"
-        programs.mkdir()
         base = Path(sys.base_prefix) / "bin" / "python3"
         for name, line in (("python3", "exit 127"), ("python3.12", f'exec {base} "$@"')):
-            (programs / name).write_text(f"#!/bin/sh\n{line}\n")
-            (programs / name).chmod(0o755)
+            program(programs / name, line)
         monkeypatch.setenv("PATH", str(programs))
         inspect = environment.inspect
         managed = {"externally_managed": True}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -66,14 +66,15 @@ def test_targets_of_a_fork_start_where_they_are_told() -> None:
 
 
 @pytest.mark.parametrize("runs", ["python3.11", None])
-def test_make_takes_the_first_python_that_is_new_enough(runs: str | None, tmp_path: Path) -> None:
+def test_make_takes_the_first_python_that_is_new_enough(
+    runs: str | None, fake: Callable, tmp_path: Path
+) -> None:
     """A login node's python3 may be 3.6, which cannot even read the code."""
     for name in ("python3", "python3.13", "python3.12", "python3.11", "python3.10"):
         line = f'exec {sys.executable} "$@"' if name == runs else "exit 1"
-        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
-        (tmp_path / name).chmod(0o755)
-    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    done = run(["make", "-n", "-f", f"{ROOT}/Makefile", "train", "new"], cwd=tmp_path, **path)
+        fake(name, line)
+    makefile = ["-f", f"{ROOT}/Makefile"]
+    done = run(["make", "-n", *makefile, "train", "new"], cwd=tmp_path, PYTHONPATH=str(ROOT))
     if runs:
         assert f"\n{runs} new.py" in done.stdout and "-np 2 -H" in done.stdout, done.stdout
         assert done.stdout.startswith(f"{runs} -m cluster.install \n"), done.stdout
@@ -117,13 +118,12 @@ def test_make_takes_0_for_no() -> None:
     ],
 )  # fmt: skip
 def test_make_takes_a_rank_a_gpu(
-    gpus: int, parts: int, visible: str | None, ranks: int, tmp_path: Path
+    gpus: int, parts: int, visible: str | None, ranks: int, fake: Callable, tmp_path: Path
 ) -> None:
     mig = "echo '  MIG 1g.5gb Device 0: (UUID: MIG-GPU-1/1/0)'\n" * parts
     smi = "".join(f"echo GPU {number}\n{mig}" for number in range(gpus))
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\necho asked >> {tmp_path}/log\n{smi}")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    command = ["env", "-u", "CUDA_VISIBLE_DEVICES", f"PATH={tmp_path}:{os.environ['PATH']}"]
+    fake("nvidia-smi", f"echo asked >> {tmp_path}/log\n{smi}")
+    command = ["env", "-u", "CUDA_VISIBLE_DEVICES"]
     command += [] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     done = run([*command, "make", "-n", "hello"])
     assert f" -np {ranks} -H localhost:{ranks} " in done.stdout, done.stdout
@@ -241,17 +241,15 @@ def test_make_says_what_it_lacks(target: list[str], message: str) -> None:
     assert "usage" not in done.stdout and "installs" not in done.stdout
 
 
-def test_who_has_no_name_is_given_one(tmp_path: Path) -> None:
+def test_who_has_no_name_is_given_one(fake: Callable) -> None:
     """In a container torch may find none."""
     show = ["make", "-s", "--eval", "show: ; @echo user=$$USER", "show"]
     name = run(["id", "-un"]).stdout.strip()
     assert run(show, USER="", LOGNAME="").stdout == f"user={name}\n"
     assert run(show, USER="", LOGNAME="ada").stdout == "user=\n"
     assert run(show, USER="ada", LOGNAME="").stdout == "user=ada\n"
-    (tmp_path / "id").write_text("#!/bin/sh\necho 54321; [ $1 != -un ]\n")  # as of a nameless user
-    (tmp_path / "id").chmod(0o755)
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    assert run(show, USER="", LOGNAME="", PATH=path).stdout == "user=54321\n"
+    fake("id", "echo 54321; [ $1 != -un ]")  # as of a nameless user
+    assert run(show, USER="", LOGNAME="").stdout == "user=54321\n"
 
 
 def test_options_of_python_do_not_keep_make_from_its_modules() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,11 +230,9 @@ def test_threads_are_those_that_make_train_would_have(
 
 @pytest.mark.parametrize("how", ["trainer.accelerator", "CUDA_VISIBLE_DEVICES"])
 def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
-    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str, fake: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 0, GPU-a, A GPU\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake("nvidia-smi", "echo 0, GPU-a, A GPU")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     config = {"data": {"batch_size": 8}, "trainer": {"accelerator": "auto"}}
     monkeypatch.setattr(scaling_plan, "configuration", lambda *_: config)
@@ -260,12 +257,9 @@ def test_a_measurement_on_cpus_of_a_host_with_a_gpu_is_of_cpus(
 )
 def test_the_load_of_other_gpus_is_none(
     gpus: tuple[int, ...] | None, visible: str | None, busy: float,
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    fake: Callable, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    rows = "0, GPU-a, 50\n1, GPU-b, 98\n"
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\nprintf '{rows}'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake("nvidia-smi", "echo 0, GPU-a, 50; echo 1, GPU-b, 98")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

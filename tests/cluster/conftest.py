@@ -21,14 +21,12 @@ CODE += ["template.py", "requirements.txt", "Makefile", ".syncignore", ".gitigno
 GREETING = "printf '\\033]0;Universit\\344t\\007';"
 
 
-def fake_ssh(folder: Path, script: str) -> None:
-    """In place of ssh where the folder is the first of PATH; h1, h2, ... are aliases of tunnels."""
+@pytest.fixture
+def fake_ssh(fake: Callable[[str, str], Path]) -> Callable[[str], Path]:
+    """fake_ssh(script): what is called in place of ssh; h1, h2, ... are aliases of tunnels."""
     last = "for last; do :; done"
     alias = 'echo "hostname 127.0.0.${last#h}"; echo port 2222; exit'
-    (folder / "ssh").write_text(
-        f"#!/bin/sh\n{last}\ncase $* in *' -G '*) {alias};; esac\n{script}\n"
-    )
-    (folder / "ssh").chmod(0o755)
+    return lambda script: fake("ssh", f"{last}\ncase $* in *' -G '*) {alias};; esac\n{script}")
 
 
 @pytest.fixture(scope="module")

@@ -25,8 +25,8 @@ import pytest
 from cluster import doctor, findings, probe, testbed
 from cluster.hostfile import read, typed
 from cluster.hosts import Host, Refusal
-from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
-from tests.conftest import ROOT, run, wait_until
+from tests.cluster.conftest import GREETING, PYTHON, made
+from tests.conftest import ROOT, program, run, wait_until
 
 On = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -177,9 +177,7 @@ def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 def test_an_all_reduce_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """It is ended; its ranks are as the host file says of them."""
     script = f"cd {tmp_path}; cat >hosts.yaml; sleep 20 <&- >&- 2>&- & wait; touch waited"
-    (tmp_path / "python").write_text(f"#!/bin/sh\n{script}\n")
-    (tmp_path / "python").chmod(0o755)
-    monkeypatch.setattr(doctor.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(doctor.sys, "executable", str(program(tmp_path / "python", script)))
     monkeypatch.setattr(doctor, "PAIR_SECONDS", 1)
     way = {"nic": "eth1", "user": "ada", "port": 2222, "ssh": ("ProxyJump=login",)}
     group = Host("node1", 1, gpus=(3,), **way, env={"A": "b"}), Host("node2", 1)
@@ -244,26 +242,15 @@ def test_other_code_and_packages_are_named(on: On, project: Path, tmp_path: Path
     assert "make" in found["node4"]["fix"]
 
 
-def program(file: Path, script: str) -> Path:
-    file.parent.mkdir()
-    file.write_text(f"#!/bin/sh\n{textwrap.dedent(script)}")
-    file.chmod(0o755)
-    return file
-
-
 @pytest.mark.parametrize(
     ("apps", "processes"),
     [("1, GPU-a", [{"pid": 1, "gpu": 0, "uid": 0}]), ("[Not Supported]", []), ("", [])],
 )
 def test_processes_on_gpus_that_are_told_and_those_that_are_not(
-    apps: str, processes: list[dict[str, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    apps: str, processes: list[dict[str, int]], fake: Callable
 ) -> None:
     row = "0, GPU-a, NVIDIA T4, 580.1, 15000, [N/A]"
-    program(
-        tmp_path / "bin" / "nvidia-smi",
-        f"case $* in *compute-apps*) echo '{apps}';; *) echo '{row}';; esac",
-    )
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=":")
+    fake("nvidia-smi", f"case $* in *compute-apps*) echo '{apps}';; *) echo '{row}';; esac")
     told = probe.gpus()
     assert told["processes"] == processes and told["devices"][0]["name"] == "NVIDIA T4"
 
@@ -353,25 +340,20 @@ def test_hosts_that_do_not_reach_each_other(on: On, project: Path) -> None:
     assert done.stdout.endswith("not fit: fix what is marked FAIL\n")
 
 
-def test_a_host_whose_python3_is_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_whose_python3_is_old(fake: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """RHEL 8 has 3.6: the environment's own is asked, and another only where there is none."""
-    old = tmp_path / "python3"
-    old.write_text("#!/bin/sh\necho SyntaxError >&2\nexit 1\n")
-    old.chmod(0o755)
-    path = os.environ["PATH"]
-    monkeypatch.setenv("PATH", f"{tmp_path}:{path}")
+    old = fake("python3", "echo SyntaxError >&2; exit 1")
     for python in (sys.executable, "/nowhere/bin/python"):
         monkeypatch.setattr(sys, "executable", python)
         contact = doctor.Contact(Host("localhost", 1), "127.0.0.1", quick=True)
         contact.close()
         assert contact.facts, contact.trouble
-        monkeypatch.setenv("PATH", path)
+        old.unlink(missing_ok=True)
     assert contact.facts["versions"] == "No such file or directory"
 
 
-def test_a_host_without_python3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ssh(tmp_path, "echo '{}'; echo 'sh: 1: exec: python3: not found' >&2; exit 127")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_host_without_python3(fake_ssh: Callable) -> None:
+    fake_ssh("echo '{}'; echo 'sh: 1: exec: python3: not found' >&2; exit 127")
     contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
     assert contact.trouble and contact.trouble.text == "there is no python3", contact.trouble
 
@@ -592,48 +574,39 @@ def test_the_probe_is_for_old_pythons_too() -> None:
     assert not new & set(re.findall(r"\w+", doctor.PROBE))
 
 
-def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ssh(tmp_path, GREETING + ' eval "$last"')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_login_shell_that_says_something(fake_ssh: Callable) -> None:
+    fake_ssh(GREETING + ' eval "$last"')
     contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
     contact.close()
     assert contact.facts, contact.trouble
 
 
-def test_ctrl_c_waits_for_no_host(tmp_path: Path) -> None:
+def test_ctrl_c_waits_for_no_host(fake_ssh: Callable, tmp_path: Path) -> None:
     """One that does not answer."""
-    fake_ssh(tmp_path, f"touch {tmp_path}/asked; exec sleep 29.{os.getpid()}")
+    fake_ssh(f"touch {tmp_path}/asked; exec sleep 29.{os.getpid()}")
     sleeping = ["pgrep", "-fx", f"sleep 29.{os.getpid()}"]
     for module, *arguments in (["cluster.doctor"], ["cluster.jobs", "launch"]):
-        process = subprocess.Popen(
-            [PYTHON, "-m", module, *arguments]
-            + ["-H", "h1:1", *["true"] * len(arguments)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        )  # fmt: skip
+        line = [PYTHON, "-m", module, *arguments, "-H", "h1:1", *["true"] * len(arguments)]
+        process = subprocess.Popen(line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
         (tmp_path / "asked").unlink()
         process.send_signal(signal.SIGINT)
         # It would be given up after 12 s, by itself.
         assert process.communicate(timeout=10)[0] == b"" and process.returncode == 130
-        for _ in range(20):
-            left = subprocess.run(sleeping, capture_output=True, text=True).stdout.split()
-            if not left:
-                break
-            time.sleep(0.1)
-        for pid in left:
-            os.kill(int(pid), signal.SIGKILL)
-        assert not left
+        wait_until(lambda: run(sleeping).returncode == 1, 5, "the end of ssh")
 
 
 @pytest.mark.parametrize(("said", "login_seconds"), [("", -1), ("echo '{}'; ", 60)])
 def test_what_hangs_with_an_ssh_is_not_waited_for(
-    said: str, login_seconds: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_ssh: Callable,
+    said: str,
+    login_seconds: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """In the login or behind it. A ProxyCommand has the same stderr, and may not notice that its
     ssh is gone."""
-    fake_ssh(tmp_path, f"{said}(sleep 20; touch {tmp_path}/waited) & wait")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake_ssh(f"{said}(sleep 20; touch {tmp_path}/waited) & wait")
     monkeypatch.setattr(doctor, "SSH_SECONDS", login_seconds)
     monkeypatch.setattr(doctor, "QUICK_SECONDS", 1)
     contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
@@ -641,13 +614,10 @@ def test_what_hangs_with_an_ssh_is_not_waited_for(
     assert not (tmp_path / "waited").exists()
 
 
-def test_what_an_ssh_leaves_behind_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_an_ssh_leaves_behind_is_not_waited_for(fake_ssh: Callable, tmp_path: Path) -> None:
     """It may hold its stderr."""
     refused = "echo 'ssh: connect to host h1 port 22: Connection refused' >&2; exit 255"
-    fake_ssh(tmp_path, f"(sleep 20; touch {tmp_path}/waited) >/dev/null & {refused}")
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake_ssh(f"(sleep 20; touch {tmp_path}/waited) >/dev/null & {refused}")
     contact = doctor.Contact(Host("h1", 1), "127.0.0.1", quick=True)
     assert contact.trouble and contact.trouble.text == "no sshd listens there on port 22", (
         contact.trouble
@@ -734,9 +704,7 @@ def test_infiniband_that_nccl_does_not_take(
 ) -> None:
     result = '{"operations": "NCCL", "latency_us": 20, "bus_bandwidth_mb_s": 900}'
     said = f"[0]<stdout>:node1:7:7 [0] NCCL INFO Using network {network}\n[0]<stdout>:{result}"
-    words = tmp_path / "python"
-    words.write_text(f"#!/bin/sh\n[ $NCCL_DEBUG = INFO ] && echo '{said}'\n")
-    words.chmod(0o755)
+    words = program(tmp_path / "python", f"[ $NCCL_DEBUG = INFO ] && echo '{said}'")
     monkeypatch.setattr(doctor.sys, "executable", str(words))
     group = Host("node1", 1), Host("node2", 1)
     found = doctor._exchange(group, {"node1", "node2"})

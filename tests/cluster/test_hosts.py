@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -205,13 +206,9 @@ def test_this_host_needs_no_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
         ("gpu1", "hostname 198.51.100.1\nport 22", False),
     ],
 )
-def test_which_host_is_this_one(
-    name: str, told: str, here: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_which_host_is_this_one(name: str, told: str, here: bool, fake: Callable) -> None:
     """By what ssh -G says of its name."""
-    (tmp_path / "ssh").write_text(f"#!/bin/sh\nprintf '{told}\\n'\n")
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake("ssh", f"printf '{told}\\n'")
     assert Host(name, 1).is_here == here
     assert not Host(name, 1, user="ada").is_here and not Host(name, 1, port=22).is_here
 
@@ -469,11 +466,9 @@ def test_ssh_troubles_are_told_apart(status: int, said: str, words: str) -> None
     assert words in str(diagnose(Host("node1", 1), status, said))
 
 
-def test_a_host_is_looked_at_by_its_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_is_looked_at_by_its_way(fake: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to be typed has its user, port and options, as ours has."""
-    (tmp_path / "ssh").write_text("#!/bin/sh\nprintf 'hostname node1.cluster\\nport 2222\\n'\n")
-    (tmp_path / "ssh").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake("ssh", "printf 'hostname node1.cluster\\nport 2222\\n'")
     proxy = "ProxyCommand=ssh -W %h:%p login"
     host = Host("node1", 1, user="ada", port=2222, ssh=(proxy,))
     way = f"-o '{proxy}' -p 2222 ada@node1"

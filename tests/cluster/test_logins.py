@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
-
-import pytest
 
 from benchmarks import launching, profiling
 from cluster.horovodrun import AT_ONCE
 from cluster.hosts import Host
 from cluster.ranks import ranks
-from tests.cluster.conftest import GREETING, PYTHON, fake_ssh
+from tests.cluster.conftest import GREETING, PYTHON
 from tests.cluster.launching import horovodrun
 from tests.conftest import ROOT, run, wait_for_words, wait_until
 
 HOSTS_24 = ",".join(f"h{number}" for number in range(1, 25))
 
 
-def test_few_hosts_are_connected_to_at_the_same_time(tmp_path: Path) -> None:
+def test_few_hosts_are_connected_to_at_the_same_time(fake_ssh: Callable, tmp_path: Path) -> None:
     """sshd drops connections beyond 10 that have not logged in (MaxStartups)."""
     counted = f"cd {tmp_path}; touch ssh.$$; ls ssh.* | wc -l >> counts; sleep 0.3; rm ssh.$$"
     # The first that ends would end the job.
     all_came = "until [ $(wc -l < counts) = 24 ]; do sleep 0.1; done"
-    fake_ssh(tmp_path, f"{counted}; echo hello; {all_came}; exit 255")
-    done = run(horovodrun("-H", HOSTS_24, "true"), PATH=f"{tmp_path}:{os.environ['PATH']}")
+    fake_ssh(f"{counted}; echo hello; {all_came}; exit 255")
+    done = run(horovodrun("-H", HOSTS_24, "true"))
     assert done.returncode == 1, done.stdout
     counts = [int(line) for line in (tmp_path / "counts").read_text().split()]
     assert len(counts) == 24 and 1 < max(counts) <= 8, counts
@@ -44,13 +42,12 @@ def test_the_order_is_the_first_that_a_host_hears() -> None:
     assert (done.returncode, done.stdout) == (0, "[0]<stdout>:hi\n")
 
 
-def test_a_host_that_takes_no_order_keeps_nobody(tmp_path: Path) -> None:
+def test_a_host_that_takes_no_order_keeps_nobody(fake_ssh: Callable, tmp_path: Path) -> None:
     """One that hangs in its login; the order does not fit into a pipe as it is made."""
-    fake_ssh(tmp_path, f"touch {tmp_path}/asked; exec sleep 600")
+    fake_ssh(f"touch {tmp_path}/asked; exec sleep 600")
     process = subprocess.Popen(
         horovodrun("-H", "h1:1", "true", *12 * ["x" * 100_000]),
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     try:
         wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
@@ -64,15 +61,14 @@ def test_a_host_that_takes_no_order_keeps_nobody(tmp_path: Path) -> None:
     assert "h1 does not answer" in told and process.returncode > 128, told
 
 
-def test_no_host_is_connected_to_once_it_ends(tmp_path: Path) -> None:
+def test_no_host_is_connected_to_once_it_ends(fake_ssh: Callable, tmp_path: Path) -> None:
     """By Ctrl-C while the first hosts hang in their logins, or by a host that fails."""
     for failing, status in (("exec sleep 600", 130), ("sleep 1; exit 97", 1)):
-        fake_ssh(tmp_path, f"echo >> {tmp_path}/asked; {failing}")
+        fake_ssh(f"echo >> {tmp_path}/asked; {failing}")
         process = subprocess.Popen(
             horovodrun("-H", HOSTS_24, "true"),
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        )  # fmt: skip
+            )  # fmt: skip
         asked = tmp_path / "asked"
         wait_for_words(process, asked, "\n", 30, count=8)
         for _ in range(2 if status == 130 else 0):
@@ -84,19 +80,17 @@ def test_no_host_is_connected_to_once_it_ends(tmp_path: Path) -> None:
         asked.unlink()
 
 
-def test_a_login_shell_that_says_something(tmp_path: Path) -> None:
-    fake_ssh(tmp_path, GREETING + ' eval "$last"')
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(horovodrun("-H", "h1", "--", "echo", "here"), PATH=path)
+def test_a_login_shell_that_says_something(fake_ssh: Callable) -> None:
+    fake_ssh(GREETING + ' eval "$last"')
+    done = run(horovodrun("-H", "h1", "--", "echo", "here"))
     assert (done.returncode, done.stdout) == (0, "[0]<stdout>:here\n")
 
 
 def test_measurements_are_read_below_what_a_login_shell_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_ssh: Callable, tmp_path: Path
 ) -> None:
     trace, summary = tmp_path / "rank-0.json.gz", tmp_path / "bench/runs/net/runs/0/summary.json"
-    fake_ssh(tmp_path, f"{GREETING} printf '\\037\\213' > {trace}; eval \"$last\"")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_ssh(f"{GREETING} printf '\\037\\213' > {trace}; eval \"$last\"")
     host = Host("h1", 1)
     assert "cpu" in launching.ask([host], "benchmarks.hardware")["h1"]
     summary.parent.mkdir(parents=True)
@@ -108,23 +102,23 @@ def test_measurements_are_read_below_what_a_login_shell_says(
     assert trace.read_bytes() == b"\037\213"
 
 
-def test_hosts_that_refuse_us_end_it(tmp_path: Path) -> None:
+def test_hosts_that_refuse_us_end_it(fake_ssh: Callable) -> None:
     """At once, each of them: before our threads have started to listen."""
-    fake_ssh(tmp_path, "echo 'ssh: connect to host: Connection refused' >&2; exit 255")
+    fake_ssh("echo 'ssh: connect to host: Connection refused' >&2; exit 255")
     names = ",".join(f"h{number}" for number in range(1, 17))
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    done = run(horovodrun("-H", names, "true"), timeout=60, PATH=path)
+    done = run(horovodrun("-H", names, "true"), timeout=60)
     assert done.returncode == 1 and "no sshd listens there" in done.stdout, done.stdout
     assert len(done.stdout.splitlines()) == 1, done.stdout
 
 
-def test_a_connection_that_is_lost_is_not_what_the_login_shell_said(tmp_path: Path) -> None:
-    fake_ssh(tmp_path, 'echo "mkdir: /opt/x: Permission denied" >&2; eval "$last"')
+def test_a_connection_that_is_lost_is_not_what_the_login_shell_said(
+    fake_ssh: Callable, tmp_path: Path
+) -> None:
+    fake_ssh('echo "mkdir: /opt/x: Permission denied" >&2; eval "$last"')
     with open(tmp_path / "log", "w") as log:
         process = subprocess.Popen(
             horovodrun("-H", "h1:1", "sh", "-c", "echo ready; exec sleep 1000"),
-            env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}, cwd=ROOT,
-            stdout=log, stderr=log,
+            cwd=ROOT, stdout=log, stderr=log,
         )  # fmt: skip
     wait_for_words(process, tmp_path / "log", "ready", 60)
     subprocess.run(["pkill", "-KILL", "-P", str(process.pid)], check=True)

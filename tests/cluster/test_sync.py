@@ -15,7 +15,7 @@ import pytest
 from cluster import sync, testbed
 from cluster.hosts import Host, Refusal
 from cluster.record import birth
-from tests.cluster.conftest import GREETING, PYTHON, fake_ssh, made
+from tests.cluster.conftest import GREETING, PYTHON, made
 from tests.conftest import ROOT, run, wait_until
 
 On = Callable[..., subprocess.CompletedProcess[str]]
@@ -224,12 +224,10 @@ def test_an_environment_elsewhere_is_not_copied_over_another(
         sync._environment(Host("h1", 1), dry_run=False)
 
 
-def test_a_git_of_another_language(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_git_of_another_language(fake: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it says is looked at."""
     told = "[ $LC_ALL = C ] && echo 'fatal: not a git repository' || echo 'Schwerwiegend: Kein'"
-    (tmp_path / "git").write_text(f"#!/bin/sh\n({told}) >&2; exit 128\n")
-    (tmp_path / "git").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake("git", f"({told}) >&2; exit 128")
     monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
     assert sync._known_to_git("--cached") == set()
 
@@ -295,27 +293,20 @@ def test_a_folder_that_has_become_a_file(
         assert (theirs / own).read_text() == "own"
 
 
-def test_why_it_failed_is_told_where_rsync_does_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "rsync").write_text("#!/bin/sh\nexit 11\n")
-    (tmp_path / "rsync").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_why_it_failed_is_told_where_rsync_does_not(fake: Callable) -> None:
+    fake("rsync", "exit 11")
     told = "h1: cannot write there, as where a disk is full: ssh h1 df"
     with pytest.raises(Refusal, match=told) as error:
         sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
     assert not isinstance(error.value, sync.Disturbed)
     for status in (23, 24):  # where files come and go
-        (tmp_path / "rsync").write_text(f"#!/bin/sh\nexit {status}\n")
+        fake("rsync", f"exit {status}")
         with pytest.raises(sync.Disturbed, match=f"h1: ended with {status}"):
             sync._rsync(Host("h1", 1), ROOT, [], dry_run=False)
 
 
-def test_a_copy_goes_by_the_way_of_the_host_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_ssh(tmp_path, f'echo "$*" >{tmp_path}/asked; exit 255')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_copy_goes_by_the_way_of_the_host_file(fake_ssh: Callable, tmp_path: Path) -> None:
+    fake_ssh(f'echo "$*" >{tmp_path}/asked; exit 255')
     host = Host("h1", 1, user="ada", port=2222, ssh=("ProxyJump=login",))
     with pytest.raises(Refusal, match="^h1: "):
         sync._rsync(host, ROOT, [], dry_run=True)
@@ -323,11 +314,8 @@ def test_a_copy_goes_by_the_way_of_the_host_file(
     assert asked.startswith(f"{shlex.join(host.ssh_options()[1:])} h1 rsync"), asked
 
 
-def test_a_greeting_that_disturbs_rsync_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_ssh(tmp_path, "echo Welcome to node1; exec cat >/dev/null")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_greeting_that_disturbs_rsync_is_told(fake_ssh: Callable) -> None:
+    fake_ssh("echo Welcome to node1; exec cat >/dev/null")
     with pytest.raises(Refusal, match="h1: its login shell prints, .* ssh h1 true must print"):
         sync._rsync(Host("h1", 1), ROOT, [], dry_run=True)
 
@@ -343,18 +331,16 @@ def test_a_greeting_that_disturbs_rsync_is_told(
     ],
 )  # fmt: skip
 def test_what_a_host_says_is_told_below_its_banner(
-    said: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    fake_ssh: Callable, said: str, words: str
 ) -> None:
-    fake_ssh(tmp_path, f"echo 'No such file is to be kept here.' >&2; {said}")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_ssh(f"echo 'No such file is to be kept here.' >&2; {said}")
     with pytest.raises(Refusal) as error:
         sync.sync(Host("h1", 1), "Makefile", dry_run=False, env=False)
     assert str(error.value).startswith(words), error.value
 
 
-def test_a_login_that_hangs_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ssh(tmp_path, "exec sleep 60")
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_login_that_hangs_is_told(fake_ssh: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_ssh("exec sleep 60")
     monkeypatch.setattr(sync, "LOOK_SECONDS", 1)
     with pytest.raises(Refusal, match="h1: no answer within 1 s: look there: ssh h1 uptime"):
         sync.sync(Host("h1", 1), "Makefile", dry_run=True, env=False)
@@ -415,13 +401,14 @@ def test_what_rsync_may_not_set_is_told() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
+def test_when_told_to_end_it_leaves_nothing(
+    fake_ssh: Callable, tmp_path: Path, number: signal.Signals
+) -> None:
     """By Ctrl-C, which a terminal tells all its processes, or by a signal for it alone."""
-    fake_ssh(tmp_path, f"touch {tmp_path}/asked\nexec sleep 20")
+    fake_ssh(f"touch {tmp_path}/asked\nexec sleep 20")
     process = subprocess.Popen(
         [PYTHON, "-m", "cluster.sync", "-H", "h1"], cwd=ROOT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
-        env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
     )  # fmt: skip
     wait_until((tmp_path / "asked").exists, 30, "the call of ssh")
     found = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True)
@@ -435,9 +422,8 @@ def test_when_told_to_end_it_leaves_nothing(tmp_path: Path, number: signal.Signa
     assert not list(ROOT.glob(f".sync-{process.pid}-*"))
 
 
-def test_a_login_shell_that_says_something(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_ssh(tmp_path, GREETING + ' eval "$last"')
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+def test_a_login_shell_that_says_something(fake_ssh: Callable) -> None:
+    fake_ssh(GREETING + ' eval "$last"')
     told = sync.sync(Host("h1", 1), "Makefile", dry_run=True, env=False)
     assert told == ["shares this file system: nothing to copy"]
 

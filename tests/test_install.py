@@ -23,6 +23,9 @@ from cluster import environment, install, patches, wheel
 from cluster.environment import InstallError
 from tests.conftest import ROOT, program
 
+# An interpreter that makes environments without their pip, which takes seconds.
+PYTHON = f'[ "$1" = -m ] && set -- "$@" --without-pip; exec {sys.executable} "$@"'
+
 
 def needs(program: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(not shutil.which(program), reason=f"needs {program}")
@@ -434,8 +437,11 @@ class TestMissing:
         assert (tmp_path / ".venv" / "bin" / "activate").exists()
 
     @pytest.mark.parametrize("there", [True, False])
-    def test_an_environment_that_is_a_link(self, there: bool, tmp_path: Path) -> None:
+    def test_an_environment_that_is_a_link(
+        self, there: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         """To a larger disk, where a home is small."""
+        monkeypatch.setattr(sys, "executable", str(program(tmp_path / "python3", PYTHON)))
         link, disk = tmp_path / ".venv", tmp_path / "scratch" / "venv"
         link.symlink_to(disk)
         if there:
@@ -477,8 +483,7 @@ class TestMissing:
     ) -> None:
         """And one of the operating system, whose pip installs nothing, makes environments."""
         programs = tmp_path / "bin"
-        base = Path(sys.base_prefix) / "bin" / "python3"
-        for name, line in (("python3", "exit 127"), ("python3.12", f'exec {base} "$@"')):
+        for name, line in (("python3", "exit 127"), ("python3.12", PYTHON)):
             program(programs / name, line)
         monkeypatch.setenv("PATH", str(programs))
         inspect = environment.inspect

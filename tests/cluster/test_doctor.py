@@ -151,12 +151,6 @@ def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
     assert [line.host for line in findings.joined(alike)] == ["node[8-11]"]
 
 
-def test_what_reads_it_may_go_away() -> None:
-    asked = f"{PYTHON} -m cluster.doctor -H localhost:1 | true; exit $PIPESTATUS"
-    done = run(["bash", "-c", asked])
-    assert (done.returncode, done.stdout) == (0, "")
-
-
 def test_an_all_reduce_that_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What to type is what can be typed; what the launcher refuses says by itself what to do."""
     pair = (Host("localhost", 2),)
@@ -637,12 +631,22 @@ def test_a_host_that_cannot_look_at_itself(monkeypatch: pytest.MonkeyPatch) -> N
         doctor._here(quick=True)
 
 
+FINDS = (
+    "import sys; from cluster import doctor; from cluster.findings import Finding; "
+    "doctor.examine = lambda _: [Finding('ok', 'all-reduce', 'h1', 'latency 90 µs')]; "
+    "sys.exit(doctor.main())"
+)
+
+
 def test_a_locale_without_its_letters() -> None:
-    code = "from cluster import doctor; from cluster.findings import Finding; "
-    code += "doctor.examine = lambda _: [Finding('ok', 'all-reduce', 'h1', 'latency 90 µs')]; "
-    code += "doctor.main()"
-    done = run([PYTHON, "-c", code, "-H", "localhost:1"], PYTHONIOENCODING="ascii")
+    done = run([PYTHON, "-c", FINDS, "-H", "localhost:1"], PYTHONIOENCODING="ascii")
     assert done.returncode == 0 and "latency 90 ?s" in done.stdout, done.stdout
+
+
+def test_what_reads_it_may_go_away() -> None:
+    piped = '"$@" -H localhost:1 | true; exit $PIPESTATUS'
+    done = run(["bash", "-c", piped, "bash", PYTHON, "-c", FINDS])
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_many_hosts_are_not_tried_in_all_pairs(

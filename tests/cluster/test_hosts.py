@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -293,6 +293,12 @@ def test_only_listed_variables_leave_this_host() -> None:
 class TestRendezvous:
     """It serves the job, and nobody else."""
 
+    @pytest.fixture
+    def server(self) -> Iterator[Rendezvous]:
+        server = Rendezvous(["127.0.0.1"])
+        yield server
+        server.close()
+
     def ask(
         self, server: Rendezvous, method: str, path: str, body: bytes = b"", size: int = 0
     ) -> tuple[int, bytes]:
@@ -302,65 +308,55 @@ class TestRendezvous:
         answer = connection.getresponse()
         return answer.status, answer.read()
 
-    def test_keeps_what_the_job_puts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_keeps_what_the_job_puts(
+        self, server: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr("cluster.rendezvous.WAIT_SECONDS", 0)
-        server = Rendezvous(["127.0.0.1"])
-        try:
-            place = server.environment("127.0.0.1")
-            address, port = place["HOROVOD_GLOO_RENDEZVOUS_ADDR"], server.port
-            path = "/" + f"{address}:{port}/global/0".partition("/")[2]  # as Gloo builds it
-            assert self.ask(server, "GET", path)[0] == 404
-            assert self.ask(server, "PUT", path, b"here") == (200, b"")
-            assert self.ask(server, "GET", path) == (200, b"here")
-            assert server.store == {"global/0": b"here"}
-            assert self.ask(server, "GET", f"{path[:-1]}to_5_of_1")[0] == 404
-            assert self.ask(server, "DELETE", path) == (200, b"")
-            assert self.ask(server, "GET", path)[0] == 404
-        finally:
-            server.close()
+        place = server.environment("127.0.0.1")
+        address, port = place["HOROVOD_GLOO_RENDEZVOUS_ADDR"], server.port
+        path = "/" + f"{address}:{port}/global/0".partition("/")[2]  # as Gloo builds it
+        assert self.ask(server, "GET", path)[0] == 404
+        assert self.ask(server, "PUT", path, b"here") == (200, b"")
+        assert self.ask(server, "GET", path) == (200, b"here")
+        assert server.store == {"global/0": b"here"}
+        assert self.ask(server, "GET", f"{path[:-1]}to_5_of_1")[0] == 404
+        assert self.ask(server, "DELETE", path) == (200, b"")
+        assert self.ask(server, "GET", path)[0] == 404
 
-    def test_who_asks_too_early_waits(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_who_asks_too_early_waits(
+        self, server: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """And is answered when it is there, also beside those who say nothing."""
         monkeypatch.setattr("cluster.rendezvous.WAIT_SECONDS", 60)
-        server = Rendezvous(["127.0.0.1"])
-        place = ("127.0.0.1", server.port)
-        silent = [socket.create_connection(place) for _ in range(20)]
-        try:
-            path = f"/{server.secret}/:1/global/0"
-            with ThreadPoolExecutor(3) as pool:
-                asked = [pool.submit(self.ask, server, "GET", path) for _ in range(3)]
-                waiting = server.waiting
-                wait_until(lambda: len(waiting.get("global/0", ())) == 3, 10, "three that ask")
-                assert self.ask(server, "PUT", path, b"here") == (200, b"")
-                assert [each.result() for each in asked] == [(200, b"here")] * 3
-            assert not server.waiting
-        finally:
-            for connection in silent:
-                connection.close()
-            server.close()
+        path = f"/{server.secret}/:1/global/0"
+        with contextlib.ExitStack() as silent, ThreadPoolExecutor(3) as pool:
+            for _ in range(20):
+                silent.enter_context(socket.create_connection(("127.0.0.1", server.port)))
+            asked = [pool.submit(self.ask, server, "GET", path) for _ in range(3)]
+            wait_until(lambda: len(server.waiting.get("global/0", ())) == 3, 10, "three that ask")
+            assert self.ask(server, "PUT", path, b"here") == (200, b"")
+            assert [each.result() for each in asked] == [(200, b"here")] * 3
+        assert not server.waiting
 
-    def test_picks_the_addresses_of_each_rank(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_picks_the_addresses_of_each_rank(
+        self, server: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Out of what all others have put, whoever is the last of them."""
         monkeypatch.setattr("cluster.rendezvous.WAIT_SECONDS", 60)
-        server = Rendezvous(["127.0.0.1"])
         path = f"/{server.secret}/:1/global/"
-        try:
-            assert self.ask(server, "GET", f"{path}picks") == (200, b"yes")
-            with ThreadPoolExecutor(4) as pool:
-                asked = [
-                    pool.submit(self.ask, server, "GET", f"{path}to_{rank}_of_4")
-                    for rank in range(4)
-                ]
-                for rank, waits_for in (1, 0), (0, 0), (3, 2), (2, 2):
-                    key = f"global/{waits_for}"
-                    wait_until(lambda key=key: len(server.waiting.get(key, ())) == 4, 10, "four")
-                    mine = "".join(f"{rank}{other}" for other in range(4) if other != rank)
-                    assert self.ask(server, "PUT", f"{path}{rank}", mine.encode()) == (200, b"")
-                picked = [b"102030", b"012131", b"021232", b"031323"]
-                assert [each.result() for each in asked] == [(200, these) for these in picked]
-            assert not server.waiting
-        finally:
-            server.close()
+        assert self.ask(server, "GET", f"{path}picks") == (200, b"yes")
+        with ThreadPoolExecutor(4) as pool:
+            asked = [
+                pool.submit(self.ask, server, "GET", f"{path}to_{rank}_of_4") for rank in range(4)
+            ]
+            for rank, waits_for in (1, 0), (0, 0), (3, 2), (2, 2):
+                key = f"global/{waits_for}"
+                wait_until(lambda key=key: len(server.waiting.get(key, ())) == 4, 10, "four")
+                mine = "".join(f"{rank}{other}" for other in range(4) if other != rank)
+                assert self.ask(server, "PUT", f"{path}{rank}", mine.encode()) == (200, b"")
+            picked = [b"102030", b"012131", b"021232", b"031323"]
+            assert [each.result() for each in asked] == [(200, these) for these in picked]
+        assert not server.waiting
 
     def test_nobody_waits_for_one_that_has_ended(self) -> None:
         server = Rendezvous(["127.0.0.1"])
@@ -370,62 +366,50 @@ class TestRendezvous:
             server.close()
             assert connection.recv(100) == b""
 
-    def test_a_value_may_come_in_pieces(self) -> None:
-        server = Rendezvous(["127.0.0.1"])
+    def test_a_value_may_come_in_pieces(self, server: Rendezvous) -> None:
         value = os.urandom(1 << 19)
-        try:
-            path = f"/{server.secret}/:1/global/0"
-            head = f"PUT {path} HTTP/1.1\r\ncontent-length: {len(value)}\r\n\r\n".encode()
-            with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
-                for piece in (head[:9], head[9:], value[:1000], value[1000:]):
-                    connection.sendall(piece)
-                    time.sleep(0.05)
-                assert connection.recv(100).startswith(b"HTTP/1.0 200 OK\r\n")
-            assert self.ask(server, "GET", path) == (200, value)
-        finally:
-            server.close()
+        path = f"/{server.secret}/:1/global/0"
+        head = f"PUT {path} HTTP/1.1\r\ncontent-length: {len(value)}\r\n\r\n".encode()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=5) as connection:
+            for piece in (head[:9], head[9:], value[:1000], value[1000:]):
+                connection.sendall(piece)
+                time.sleep(0.05)
+            assert connection.recv(100).startswith(b"HTTP/1.0 200 OK\r\n")
+        assert self.ask(server, "GET", path) == (200, value)
 
-    def test_refuses_others(self, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    def test_refuses_others(
+        self, server: Rendezvous, capfd: pytest.CaptureFixture[str], tmp_path: Path
+    ) -> None:
         canary = tmp_path / "canary"
         pickled = b"cposix\nsystem\n(S'touch " + str(canary).encode() + b"'\ntR."
-        server = Rendezvous(["127.0.0.1"])
-        try:
-            for path in ("/global/0", "/runfunc_result/0", f"/{server.secret[:-1]}/:1/global/0"):
-                assert self.ask(server, "PUT", path, pickled)[0] == 403
-                assert self.ask(server, "GET", path)[0] == 403
-            assert not server.store and not canary.exists()
-        finally:
-            server.close()
+        for path in ("/global/0", "/runfunc_result/0", f"/{server.secret[:-1]}/:1/global/0"):
+            assert self.ask(server, "PUT", path, pickled)[0] == 403
+            assert self.ask(server, "GET", path)[0] == 403
+        assert not server.store and not canary.exists()
         told, deadline = "", time.monotonic() + 10  # by a thread of its own
         while "refused" not in told and time.monotonic() < deadline:
             time.sleep(0.05)
             told += capfd.readouterr().err
         assert told.count("refused a request from 127.0.0.1") == 1
 
-    def test_takes_no_more_than_addresses(self) -> None:
-        server = Rendezvous(["127.0.0.1"])
-        try:
-            path = f"/{server.secret}/:1/global/0"
-            assert self.ask(server, "PUT", path, size=2 << 20)[0] == 413
-            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-                connection.sendall(b"PUT /" + b"x" * (1 << 15))  # a request that does not end
-                assert connection.recv(100).startswith(b"HTTP/1.0 431 ")
-        finally:
-            server.close()
+    def test_takes_no_more_than_addresses(self, server: Rendezvous) -> None:
+        path = f"/{server.secret}/:1/global/0"
+        assert self.ask(server, "PUT", path, size=2 << 20)[0] == 413
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(b"PUT /" + b"x" * (1 << 15))  # a request that does not end
+            assert connection.recv(100).startswith(b"HTTP/1.0 431 ")
 
-    def test_who_says_nothing_is_left(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_who_says_nothing_is_left(
+        self, server: Rendezvous, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """And who asks for what is not there and then leaves is forgotten."""
         monkeypatch.setattr("cluster.rendezvous.QUIET_SECONDS", 0.2)
-        server = Rendezvous(["127.0.0.1"])
-        try:
-            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-                assert connection.recv(100) == b""
-            with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
-                connection.sendall(f"GET /{server.secret}/:1/global/0 HTTP/1.1\r\n\r\n".encode())
-                wait_until(lambda: server.waiting.get("global/0"), 10, "one that asks")
-            wait_until(lambda: not server.waiting["global/0"], 10, "its end")
-        finally:
-            server.close()
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            assert connection.recv(100) == b""
+        with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+            connection.sendall(f"GET /{server.secret}/:1/global/0 HTTP/1.1\r\n\r\n".encode())
+            wait_until(lambda: server.waiting.get("global/0"), 10, "one that asks")
+        wait_until(lambda: not server.waiting["global/0"], 10, "its end")
 
     def test_listens_where_it_is_told_to(self) -> None:
         """By one port, as ranks are told one."""

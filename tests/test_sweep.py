@@ -16,6 +16,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,6 +80,14 @@ def sweep(
     mode: str = "min",
 ) -> Sweep:  # fmt: skip
     return Sweep(["job"], [*(arguments or GRID), f"log_dir={logs}"], count, metric, mode)
+
+
+def ran(launch: Fake, logs: Path, *arguments: str, status: int = 0, **options: Any) -> Sweep:
+    """A sweep whose process has ended with this status."""
+    done = sweep(logs, *arguments, **options)
+    assert done.run(launch) == status
+    os.close(done.held)
+    return done
 
 
 class TestWhatIsTried:
@@ -215,15 +224,14 @@ class TestWhatIsKept:
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         launch = Fake(failing="data.batch_size=64")
-        done = sweep(tmp_path)
-        assert done.run(launch) == 1 and len(launch.seen) == 4
+        done = ran(launch, tmp_path, status=1)
+        assert len(launch.seen) == 4
         assert [trial.state for trial in done.trials] == ["done", "failed", "done", "failed"]
         rows = list(csv.DictReader((done.folder / "results.csv").open()))
         assert rows[1]["reason"] == "exit 1: ValueError: too big"
         output = capsys.readouterr().out
         assert "  | launcher: exit 1" in output
         assert "2 done, 2 failed, 0 left; the same command again runs what is not" in output
-        os.close(done.held)
         again, launch = sweep(tmp_path), Fake()
         assert again.folder == done.folder and again.run(launch) == 0
         assert [changes[3] for changes in launch.seen] == ["data.batch_size=64"] * 2
@@ -264,9 +272,7 @@ class TestWhatIsKept:
                     (Path(folder) / "summary.json").write_text('{"metrics": {"val/loss": 1}}')
                 return status
 
-        begun = sweep(tmp_path, metric="test/acc", mode="max")
-        assert begun.run(Untested(stop_after=4)) == 128 + signal.SIGINT
-        os.close(begun.held)
+        begun = ran(Untested(stop_after=4), tmp_path, metric="test/acc", mode="max", status=130)
         whole = sweep(tmp_path, metric="test/acc", mode="max")  # it goes on, too
         assert whole.folder == begun.folder and whole.run(Untested()) == 0
         assert [trial.value for trial in whole.trials] == [1 / 32.1, None, 1 / 32.01, None]
@@ -276,9 +282,7 @@ class TestWhatIsKept:
         assert "best    trial 3: test/acc 0.03124" in printed
 
     def test_a_trial_that_fails_when_it_is_run_again_has_no_value(self, tmp_path: Path) -> None:
-        first = sweep(tmp_path)
-        assert first.run(Fake("data.batch_size=64")) == 1
-        os.close(first.held)
+        first = ran(Fake("data.batch_size=64"), tmp_path, status=1)
         shutil.rmtree(first.trials[0].folder)
         again = sweep(tmp_path)
         assert again.run(Fake("model.lr=0.1")) == 1
@@ -307,10 +311,8 @@ class TestWhatIsKept:
         assert [trial.value for trial in fixed.trials][:2] == [1 / 32.1, 1 / 64.1]
 
     def test_a_trial_whose_folder_was_removed_is_run_again(self, tmp_path: Path) -> None:
-        begun = sweep(tmp_path)
-        assert begun.run(Fake(stop_after=3)) == 130
+        begun = ran(Fake(stop_after=3), tmp_path, status=130)
         shutil.rmtree(begun.trials[0].folder)
-        os.close(begun.held)
         launch = Fake()
         resumed = sweep(tmp_path)
         assert resumed.run(launch) == 0 and len(launch.seen) == 3
@@ -318,9 +320,7 @@ class TestWhatIsKept:
 
     @pytest.mark.parametrize("text", ['{"command": [', "[]", '{"trials": 1}'])
     def test_a_file_that_is_damaged_is_named(self, text: str, tmp_path: Path) -> None:
-        begun = sweep(tmp_path)
-        assert begun.run(Fake(stop_after=3)) == 130
-        os.close(begun.held)
+        begun = ran(Fake(stop_after=3), tmp_path, status=130)
         summary = Path(begun.trials[0].folder) / "summary.json"
         summary.write_text(text)
         with pytest.raises(
@@ -370,9 +370,7 @@ class TestWhatIsKept:
         """Anew, the same would be drawn once more."""
         whole, fewer, rest = Fake(), Fake(), Fake()
         assert sweep(tmp_path / "whole", count=4).run(whole) == 0
-        begun = sweep(tmp_path / "parts", count=2)
-        assert begun.run(fewer) == 0
-        os.close(begun.held)
+        begun = ran(fewer, tmp_path / "parts", count=2)
         grown = sweep(tmp_path / "parts", count=4)
         assert grown.folder == begun.folder and grown.run(rest) == 0
         assert fewer.seen + rest.seen == whole.seen and len(rest.seen) == 2
@@ -380,9 +378,7 @@ class TestWhatIsKept:
         assert sweep(tmp_path / "parts").folder != begun.folder  # all combinations are another one
 
     def test_fewer_draws_run_what_was_begun(self, tmp_path: Path) -> None:
-        begun = sweep(tmp_path, count=4)
-        assert begun.run(Fake(stop_after=3)) == 130
-        os.close(begun.held)
+        begun = ran(Fake(stop_after=3), tmp_path, count=4, status=130)
         launch = Fake()
         fewer = sweep(tmp_path, count=2)
         assert fewer.folder == begun.folder and fewer.run(launch) == 0
@@ -391,9 +387,7 @@ class TestWhatIsKept:
         assert sweep(tmp_path, count=2).folder != begun.folder  # nothing is left to do there
 
     def test_another_command_is_another_sweep(self, tmp_path: Path) -> None:
-        begun = sweep(tmp_path)
-        assert begun.run(Fake(stop_after=2)) == 130
-        os.close(begun.held)
+        begun = ran(Fake(stop_after=2), tmp_path, status=130)
         arguments = [*GRID, f"log_dir={tmp_path}"]
         other = Sweep(["job", "-np", "4"], arguments, None, "val/loss", "min")
         assert other.folder != begun.folder
@@ -427,9 +421,7 @@ class TestWhatIsKept:
                    "model.width=int(interval(8,64))"]  # fmt: skip
         whole, parts = Fake(), Fake(stop_after=12)
         assert sweep(tmp_path / "whole", *drawing, count=14).run(whole) == 0
-        begun = sweep(tmp_path / "parts", *drawing, count=14)
-        assert begun.run(parts) == 130
-        os.close(begun.held)
+        ran(parts, tmp_path / "parts", *drawing, count=14, status=130)
         rest = Fake()
         assert sweep(tmp_path / "parts", *drawing, count=14).run(rest) == 0
         assert parts.seen[:11] + rest.seen == whole.seen and len(rest.seen) == 3

@@ -126,11 +126,6 @@ class Vanishes(Classifier):
         return super().training_step(batch, batch_idx) + 0 * (zero.log() * 0).nan_to_num()
 
 
-class Diverges(Classifier):
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val/loss", float("nan"), sync_dist=True)
-
-
 class KeepsAnObject(Classifier):
     def __init__(self, **arguments: Any) -> None:
         super().__init__(**arguments)

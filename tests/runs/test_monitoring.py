@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from hydra.utils import instantiate
 from omegaconf import OmegaConf
 from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.callbacks import (
@@ -30,7 +33,7 @@ from runs.mistakes import mistake
 from runs.progress import Progress
 from runs.run import Run
 from runs.stopping import StopOnSignal
-from tests.runs.trainings import Loses, Times, quiet_trainer, train
+from tests.runs.trainings import Loses, Times, quiet_trainer, report_of, train
 
 
 class TimesIsTested(Times):
@@ -209,6 +212,18 @@ def test_what_stops_early_waits_for_a_validation_in_a_later_epoch(tmp_path: Path
     ones = DataLoader(torch.ones(2))
     trainer.fit(Loses(2, 1), ones, ones)
     assert stop.best_score == 1
+
+
+def test_a_loss_that_is_no_number_ends_a_run_which_is_told(tmp_path: Path) -> None:
+    stop = instantiate(OmegaConf.load(CONF / "callbacks" / "default.yaml").early_stopping)
+    report, ones = report_of(tmp_path), DataLoader(torch.ones(2))
+    trainer = quiet_trainer(stop, report, num_sanity_val_steps=0, max_epochs=4)
+    trainer.fit(Loses(math.nan), ones, ones)
+    told = "val/loss is no finite number any more; debug=anomaly finds where that begins"
+    assert stopped_early(trainer) == [told] and trainer.current_epoch == 1
+    report.finish(trainer, None)
+    metrics = json.loads((tmp_path / "summary.json").read_text())["metrics"]
+    assert metrics == {"val/loss": None}  # JSON has no NaN
 
 
 def test_why_training_stopped_early() -> None:

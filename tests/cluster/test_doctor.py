@@ -29,6 +29,11 @@ from tests.cluster.conftest import GREETING, PYTHON, made
 from tests.conftest import ROOT, program, run, wait_until
 
 On = Callable[..., subprocess.CompletedProcess[str]]
+# Just enough of all, for two ranks of 300 on a host.
+ENOUGH: dict[str, Any] = {
+    "disk": {str(ROOT): 1024}, "memory": 1000, "gpus": {"devices": []}, "cores": 2, "files": 814,
+    "infiniband": False, "memlock": -1,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -137,8 +142,7 @@ def test_hosts_that_lack_the_same_are_mended_by_one_command() -> None:
     assert first.host == "node1,node-2.cluster,node3"
     assert first.fix.startswith("make sync HOSTS=node1:4,node-2.cluster:2,node3:1,node4:1")
     assert second == missing[0]
-    facts = {"disk": {str(ROOT): 1 << 20}, "memory": 500, "gpus": {"devices": []}, "cores": 1}
-    facts |= {"files": 9999, "infiniband": False, "memlock": -1}
+    facts = ENOUGH | {"memory": 500, "cores": 1}
     twins = [Host("node1", 2), Host("node2", 2)]
     found = findings.joined([line for host in twins for line in findings.room(host, facts, 4)])
     fixes = [(line.check, line.host, line.fix) for line in found if line.fix]
@@ -438,38 +442,29 @@ def test_a_disk_for_logs_alone_that_is_full(checkout: int, logs: int, told: list
 
 
 @pytest.mark.parametrize(
-    ("infiniband", "memlock", "level"),
-    [(True, 1 << 16, "warn"), (True, -1, "ok"), (False, 1 << 16, "ok")],
-)
-def test_infiniband_that_may_not_lock_its_memory(
-    infiniband: bool, memlock: int, level: str
-) -> None:
-    facts = {"disk": {str(ROOT): 1 << 20}, "memory": 1 << 20, "gpus": {"devices": []}, "cores": 9}
-    facts |= {"files": 1 << 20, "infiniband": infiniband, "memlock": memlock}
-    finding = findings.room(Host("node1", 1), facts, 1)[-1]
-    told = (finding.level, "memlock is 64 KiB; InfiniBand wants it" in finding.text)
-    assert told == (level, level == "warn"), finding
-
-
-@pytest.mark.parametrize(
-    ("gpus", "cores", "files", "told"),
+    ("changes", "told"),
     [
-        (2, 3, 900, ("warn", "3 cores for 2 GPUs")),
-        (2, 4, 900, ("ok", "4 cores")),
-        (0, 3, 900, ("ok", "3 cores")),
-        (0, 3, 813, ("FAIL", "813 open files a process; 814 are wanted")),
+        ({}, None),
+        ({"disk": {str(ROOT): 1023}}, ("FAIL", "1,023 MiB free in ")),
+        ({"memory": 999}, ("FAIL", "999 MiB free for 2 processes; 1,000 are wanted")),
+        ({"cores": 1}, ("warn", "2 processes on 1 cores")),
+        ({"gpus": {"devices": [{}, {}]}, "cores": 3}, ("warn", "3 cores for 2 GPUs")),
+        ({"gpus": {"devices": [{}, {}]}, "cores": 4}, None),
+        ({"files": 813}, ("FAIL", "813 open files a process; 814 are wanted")),
+        ({"infiniband": True, "memlock": 1 << 16}, ("warn", "memlock is 64 KiB; InfiniBand wan")),
+        ({"infiniband": True}, None),
+        ({"memlock": 1 << 16}, None),
     ],
 )
-def test_cores_and_files_that_a_job_of_300_ranks_takes(
-    gpus: int, cores: int, files: int, told: tuple[str, str]
-) -> None:
-    facts = {"disk": {str(ROOT): 1 << 20}, "memory": 1 << 20, "gpus": {"devices": [{}] * gpus}}
-    facts |= {"cores": cores, "files": files, "infiniband": False, "memlock": -1}
-    found = findings.room(Host("node1", 2), facts, 300)
-    level, text = told
-    assert any(finding.level == level and text in finding.text for finding in found), found
-    if level != "ok":
-        assert [finding.level for finding in found].count("ok") == 3
+def test_what_two_ranks_of_300_take(changes: dict[str, Any], told: tuple[str, str] | None) -> None:
+    found = findings.room(Host("node1", 2), ENOUGH | changes, 300)
+    assert [finding.check for finding in found] == ["disk", "memory", "cores", "limits"]
+    lacking = [finding for finding in found if finding.level != "ok"]
+    assert len(lacking) == (told is not None)
+    for finding in lacking:
+        assert finding.level == told[0] and finding.text.startswith(told[1])
+    least = findings.room(Host("node1", 2), ENOUGH | {"memory": 5}, 2)[1]
+    assert least.fix == findings.few(1)
 
 
 @pytest.mark.parametrize(
@@ -510,25 +505,6 @@ def test_what_keeps_a_host_from_its_gpus(monkeypatch: pytest.MonkeyPatch) -> Non
     assert old.text == "torch for CUDA 13.0 sees none of them; the driver is 535.1"
     (dead,) = findings.gpus(Host("node1", 1), {"gpus": {**answer, "error": "Driver mismatch"}})
     assert {few.level, old.level, dead.level} == {"FAIL"} and dead.text == "Driver mismatch"
-
-
-@pytest.mark.parametrize(
-    ("disk", "memory", "told"),
-    [
-        (1024, 1000, ["ok", "ok"]),
-        (1023, 1000, ["FAIL", "ok"]),
-        (1024, 999, ["ok", "FAIL"]),
-    ],
-)
-def test_disk_and_memory_that_two_ranks_take(disk: int, memory: int, told: list[str]) -> None:
-    facts = {"disk": {str(ROOT): disk}, "memory": memory, "gpus": {"devices": []}}
-    facts |= {"cores": 2, "files": 9999, "infiniband": False, "memlock": -1}
-    found = findings.room(Host("node1", 2), facts, 2)
-    assert [(finding.check, finding.level) for finding in found[:2]] == [
-        ("disk", told[0]), ("memory", told[1]),
-    ]  # fmt: skip
-    least = findings.room(Host("node1", 2), {**facts, "memory": 5}, 2)[1]
-    assert least.fix == findings.few(1)
 
 
 @pytest.mark.parametrize(

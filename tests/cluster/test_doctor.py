@@ -356,15 +356,6 @@ def test_a_host_without_python3(fake_ssh: Callable) -> None:
     assert contact.trouble and contact.trouble.text == "there is no python3", contact.trouble
 
 
-@pytest.mark.parametrize("none", ["", "-1"])
-def test_gpus_that_are_hidden_are_not_asked_for(none: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = {"index": 0, "name": "A", "driver": "580.1", "total": 9, "free": 9, "processes": []}
-    facts = {"gpus": {"devices": [gpu], "error": None, "processes": []}, "build": {"gpus": 0}}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
-    (finding,) = findings.gpus(Host("node1", 4), facts)
-    assert finding.level == "ok" and "it uses CPUs" in finding.text
-
-
 @pytest.mark.parametrize(
     ("gpus", "nccl", "level"), [(1, False, "FAIL"), (1, True, "ok"), (0, False, "ok")]
 )
@@ -468,43 +459,37 @@ def test_what_two_ranks_of_300_take(changes: dict[str, Any], told: tuple[str, st
 
 
 @pytest.mark.parametrize(
-    ("slots", "free", "used_by", "told"),
+    ("slots", "visible", "changes", "told"),
     [
-        (2, 90, [], ("ok", "2 x NVIDIA T4, driver 580.1")),
-        (3, 90, [], ("FAIL", "3 slots and 2 GPUs: a process needs its own")),
-        (2, 89, [], ("warn", "GPU 1 has 89 of 100 MiB free")),
-        (1, 89, [], ("ok", "1 x NVIDIA T4, driver 580.1")),  # of the first GPU
-        (
-            2,
-            90,
-            [{"pid": 7, "gpu": 1, "uid": 5}],
-            ("warn", "is used by others: process 7 of user 5"),
-        ),
+        (2, None, {}, ("ok", "2 x NVIDIA T4, driver 580.1")),
+        (3, None, {}, ("FAIL", "3 slots and 2 GPUs: a process needs its own")),
+        (2, "1", {}, ("FAIL", "2 slots and 1 GPUs: a process needs its own")),
+        (2, None, {"free": 89}, ("warn", "GPU 1 has 89 of 100 MiB free")),
+        (1, None, {"free": 89}, ("ok", "1 x NVIDIA T4, driver 580.1")),  # of the first GPU
+        (2, None, {"user": 5}, ("warn", "GPU 1 is used by others: process 7 of user 5")),
+        (1, None, {"error": "Driver mismatch"}, ("FAIL", "Driver mismatch")),
+        (4, "", {"gpus": 0}, ("ok", "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")),
+        (4, "-1", {"gpus": 0}, ("ok", "hidden by CUDA_VISIBLE_DEVICES: it uses CPUs")),
+        (1, None, {"gpus": 0},
+         ("FAIL", "torch for CUDA 13.0 sees none of them; the driver is 580.1")),
     ],
-)
+)  # fmt: skip
 def test_gpus_that_a_host_lends(
-    slots: int, free: int, used_by: list[dict[str, int]], told: tuple[str, str],
+    slots: int, visible: str | None, changes: dict[str, Any], told: tuple[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpu = {"name": "NVIDIA T4", "driver": "580.1", "total": 100}
-    devices = [{**gpu, "index": 0, "free": 100}, {**gpu, "index": 1, "free": free}]
-    facts = {"gpus": {"devices": devices, "processes": used_by, "error": ""}}
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    gpu = {"name": "NVIDIA T4", "driver": "580.1", "total": 100, "free": 90}
+    second = {**gpu, "index": 1, "free": changes.get("free", 90)}
+    used = [{"pid": 7, "gpu": 1, "uid": changes["user"]}] if "user" in changes else []
+    answer = {"devices": [{**gpu, "index": 0}, second], "processes": used}
+    facts = {"gpus": {**answer, "error": changes.get("error")}}
+    if "gpus" in changes:  # which torch sees
+        facts["build"] = {"gpus": changes["gpus"], "cuda": "13.0"}
     (finding,) = findings.gpus(Host("node1", slots), facts)
-    assert finding.level == told[0] and told[1] in finding.text
-
-
-def test_what_keeps_a_host_from_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = {"name": "NVIDIA T4", "driver": "535.1", "total": 100, "free": 100}
-    answer = {"devices": [{**gpu, "index": 0}, {**gpu, "index": 1}], "processes": [], "error": None}
-    facts = {"gpus": answer, "build": {"gpus": 0, "cuda": "13.0"}}
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    (few,) = findings.gpus(Host("node1", 2), facts)
-    assert few.text == "2 slots and 1 GPUs: a process needs its own"
-    (old,) = findings.gpus(Host("node1", 1), facts)
-    assert old.text == "torch for CUDA 13.0 sees none of them; the driver is 535.1"
-    (dead,) = findings.gpus(Host("node1", 1), {"gpus": {**answer, "error": "Driver mismatch"}})
-    assert {few.level, old.level, dead.level} == {"FAIL"} and dead.text == "Driver mismatch"
+    assert (finding.level, finding.text) == told
 
 
 @pytest.mark.parametrize(

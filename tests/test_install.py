@@ -328,48 +328,38 @@ class TestMissing:
         with pytest.raises(InstallError, match=r"Python\.h .*apt-get install python3.99-dev"):
             wheel.fetch_headers(tmp_path, info(include=str(tmp_path), python="3.99.1"))
 
-    @pytest.mark.parametrize("end", [KeyboardInterrupt, InstallError])
-    def test_a_wheel_whose_check_is_interrupted_is_uninstalled_and_kept(
-        self, end: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-    ) -> None:
-        """One whose check fails is not kept either."""
+    @pytest.mark.parametrize(
+        ("end", "anothers", "stays"),
+        [
+            (KeyboardInterrupt, False, True),
+            (InstallError, False, False),
+            (InstallError, True, True),
+        ],
+    )
+    def test_a_wheel_whose_check_does_not_end_well_is_uninstalled(
+        self, end: type[BaseException], anothers: bool, stays: bool,
+        monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    ) -> None:  # fmt: skip
+        """And deleted if it failed, unless it may only be read; why it failed is told."""
+
+        class Anothers(type(Path())):
+            def unlink(self, missing_ok: bool = False) -> None:
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
 
         def ends(*_: Any) -> None:
-            raise end
+            raise end("an all-reduce between 2 processes failed")
 
         ran: list[list[str]] = []
-        (tmp_path / "horovod.whl").touch()
-        monkeypatch.setattr(install, "find_wheel", lambda *_: tmp_path / "horovod.whl")
+        built = (Anothers if anothers else Path)(tmp_path / "horovod.whl")
+        built.touch()
+        monkeypatch.setattr(install, "find_wheel", lambda *_: built)
         monkeypatch.setattr(install, "run_logged", lambda _, command: ran.append(command))
         monkeypatch.setattr(install, "inspect", lambda _: info())
         monkeypatch.setattr(install, "verify", ends)
         pins = {"torch": "2.11.0", "horovod": "0.28.1"}
-        with pytest.raises(end):
+        with pytest.raises(end, match="an all-reduce between 2 processes failed"):
             install.install_packages("python", info(), pins, [], mpi=False)
-        assert ran[-1][-3:] == ["uninstall", "-y", "horovod"]
-        assert (tmp_path / "horovod.whl").exists() == (end is KeyboardInterrupt)
-
-    def test_a_wheel_that_fails_is_uninstalled_where_it_is_anothers(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """It may only be read there; why it fails is told."""
-
-        class ReadOnly(type(Path())):
-            def unlink(self, missing_ok: bool = False) -> None:
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(self))
-
-        def fails(*_: Any) -> None:
-            raise InstallError("an all-reduce between 2 processes failed")
-
-        ran: list[list[str]] = []
-        monkeypatch.setattr(install, "find_wheel", lambda *_: ReadOnly("/shared/horovod.whl"))
-        monkeypatch.setattr(install, "run_logged", lambda _, command: ran.append(command))
-        monkeypatch.setattr(install, "inspect", lambda _: info())
-        monkeypatch.setattr(install, "verify", fails)
-        pins = {"torch": "2.11.0", "horovod": "0.28.1"}
-        with pytest.raises(InstallError, match="an all-reduce between 2 processes failed"):
-            install.install_packages("python", info(), pins, [], mpi=False)
-        assert ran[-1][-3:] == ["uninstall", "-y", "horovod"]
+        assert ran[-1][-3:] == ["uninstall", "-y", "horovod"] and built.exists() == stays
 
     def test_python(self) -> None:
         with pytest.raises(InstallError, match="Python 3.9.1 .* need 3.10 to 3.13"):

@@ -664,28 +664,26 @@ class TestDevices:
         with pytest.raises(MisconfigurationException, match=r"cuda:1 of .* too old \(12040\); "):
             strategy.setup_environment()
 
-    @pytest.mark.parametrize("nccl", [True, False])
-    def test_gpus_without_nccl_are_refused(
-        self, monkeypatch: pytest.MonkeyPatch, nccl: bool
+    def test_gpus_without_nccl_or_of_two_ranks_are_refused(
+        self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         strategy = self.strategy(monkeypatch, 1, 0)
         strategy.accelerator = CPUAccelerator()
         monkeypatch.setattr(strategy.accelerator, "setup_device", lambda device: None)
-        monkeypatch.setattr(hvd, "nccl_built", lambda: nccl)
         gpu = SimpleNamespace(uuid="GPU-a")
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-        if nccl:
+        monkeypatch.setattr(hvd, "nccl_built", lambda: False)
+        with pytest.raises(MisconfigurationException, match="HOROVOD HAS NO NCCL"):
             strategy.setup_environment()
-            assert strategy.operations == "NCCL"
-            other = [("node1", "GPU-a"), ("node2", "GPU-a"), ("node1", "GPU-b")]
-            monkeypatch.setattr(strategy.world, "gather_objects", lambda mine: other)
+        monkeypatch.setattr(hvd, "nccl_built", lambda: True)
+        strategy.setup_environment()
+        assert strategy.operations == "NCCL"
+        other = [("node1", "GPU-a"), ("node2", "GPU-a"), ("node1", "GPU-b")]
+        monkeypatch.setattr(strategy.world, "gather_objects", lambda mine: other)
+        strategy.setup_environment()
+        other.append(("node2", "GPU-a"))
+        with pytest.raises(MisconfigurationException, match="ranks 1 and 3 have the same GPU"):
             strategy.setup_environment()
-            other.append(("node2", "GPU-a"))
-            with pytest.raises(MisconfigurationException, match="ranks 1 and 3 have the same GPU"):
-                strategy.setup_environment()
-        else:
-            with pytest.raises(MisconfigurationException, match="HOROVOD HAS NO NCCL"):
-                strategy.setup_environment()
 
 
 def on_a_gpu(of_rank: int) -> str:

@@ -10,7 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -154,21 +154,19 @@ def test_a_batch_job_says_what_it_lacks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("asked", "gpus"), [("cpu=2,gres/gpu=1", True), ("cpu=2", False)])
 def test_a_step_asks_for_gpus_only_where_the_job_did(
-    asked: str, gpus: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: str, gpus: bool, fake: Callable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As newer versions of Slurm write what a task is to have."""
-    (tmp_path / "srun").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake("srun", "")
     monkeypatch.setenv("SLURM_JOB_ID", "1")
     monkeypatch.setenv("SLURM_TRES_PER_TASK", asked)
     line = Host("192.0.2.1", 4).command("true")
     assert ("--gpus-per-node=4" in line, line[0] == "env") == (gpus, gpus)
 
 
-def test_a_step_has_the_cores_of_all_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_has_the_cores_of_all_tasks(fake: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the GPUs: it is our one task for all slots of a node."""
-    (tmp_path / "srun").touch(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    fake("srun", "")
     for name, value in (("JOB_ID", "1"), ("CPUS_PER_TASK", "3"), ("GPU_BIND", "single:1")):
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setenv("SRUN_CPUS_PER_TASK", "3")

@@ -68,7 +68,7 @@ def test_no_host_is_connected_to_once_it_ends(fake_ssh: Callable, tmp_path: Path
         process = subprocess.Popen(
             horovodrun("-H", HOSTS_24, "true"),
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            )  # fmt: skip
+        )  # fmt: skip
         asked = tmp_path / "asked"
         wait_for_words(process, asked, "\n", 30, count=8)
         for _ in range(2 if status == 130 else 0):

@@ -669,7 +669,7 @@ def test_steps_count_alike_before_and_after_fewer_are_timed() -> None:
 
 
 class Spins(Net):
-    """Each step needs 20 ms of a core, which rank 0 shares with two other programs."""
+    """Each step needs 20 ms of a core, which rank 0 shares with other programs."""
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         until = time.thread_time() + 0.02
@@ -683,7 +683,7 @@ def contention() -> dict[str, Any]:
     os.sched_setaffinity(0, {cores[RANK % len(cores)]})
     others: list[subprocess.Popen] = []
     try:
-        for _ in range(0 if RANK else 2):
+        for _ in range(0 if RANK else 6):  # more than other tests leave for rank 1
             others.append(subprocess.Popen([sys.executable, "-c", "while True: pass"]))
         return found(Spins())
     finally:
@@ -709,10 +709,10 @@ def planted(folder: str) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(anatomy, "waited", lambda schedule: 0.0)  # other load here is not planted
         return {
-            "nothing": found(Sleeps(40, 40), logger=logger, log_every_n_steps=2),
-            "rank": found(Sleeps(40, 80)),
+            "nothing": found(Sleeps(100, 100), logger=logger, log_every_n_steps=2),
+            "rank": found(Sleeps(100, 200)),
             "loader": found(Sleeps(5, 5), slow),
-            "accumulated": found(Sleeps(40, 40), accumulate_grad_batches=2),
+            "accumulated": found(Sleeps(100, 100), accumulate_grad_batches=2),
             "several": found(Twice()),
         }
 
@@ -743,7 +743,7 @@ def test_planted_faults_are_named(launch: Callable, tmp_path: Path) -> None:
     assert first["accumulated"]["wire"]["calls"] == 1
     exchanges = {name: result["wire"]["exchanges"] for name, result in first.items()}
     assert (exchanges["nothing"], exchanges["accumulated"], exchanges["several"]) == (1, 0, 2)
-    assert first["accumulated"]["phases_ms"]["forward"] > 40
+    assert first["accumulated"]["phases_ms"]["forward"] > 100
 
     rows = (tmp_path / "csv" / "metrics.csv").read_text().splitlines()
     columns = rows[0].split(",")

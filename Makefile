@@ -1,7 +1,7 @@
 # Type `make` to see what there is. Every target installs by itself what it needs.
 
 # In the environment, variables of these names belong to other programs.
-OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT MPI FOLLOW PYTHON STRATEGY LAUNCHER STOP_SECONDS
+OURS := ENV RUN RANK AT KILL DRY JSON MODE REPEATS STEPS EPOCHS WARMUP NETWORK MODEL OLD NEW ALLREDUCE TRIALS METRIC BATCH NAME DIR CKPT FORMAT MPI FOLLOW PYTHON STRATEGY LAUNCHER STOP_SECONDS
 $(foreach name,$(OURS),$(if $(filter environment,$(origin $(name))),$(eval $(name) :=)$(eval unexport $(name))))
 
 # KILL=0 means no.
@@ -152,9 +152,9 @@ bench-allreduce: dev-environment ## measure the bandwidth of all-reduces between
 	@$(PYTHON) -m cluster.doctor --quick $(WHERE)
 	@$(PYTHON) -m benchmarks.allreduce $(WHERE) $(if $(NETWORK),--network "$(NETWORK)") $(ARGS)
 
-predict: dev-environment ## predict the step time on up to 4,096 ranks; RUN=, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
-	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") \
-	  $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks $(NP)) $(ARGS)
+predict: dev-environment ## predict the step time on up to 4,096 ranks; RUN=, MODEL=resnet18, ALLREDUCE=, NP="2 8", NETWORK="rate=25gbit latency=20us"
+	@$(PYTHON) -m benchmarks.predict $(if $(RUN),--run "$(RUN)") $(if $(MODEL),--model "$(MODEL)") \
+	  $(if $(ALLREDUCE),--allreduce "$(ALLREDUCE)") $(if $(NETWORK),--network "$(NETWORK)") $(if $(NP),--ranks $(NP)) $(ARGS)
 
 bench-step: environment ## time a step of this strategy, DDP and raw loops; ARGS="--models resnet18"
 	@$(PYTHON) -m benchmarks.step --hosts "$(or $(HOSTS),localhost:$(or $(NP),2))" $(if $(REPEATS),--repeats $(REPEATS)) $(ARGS)

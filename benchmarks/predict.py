@@ -2,13 +2,16 @@
 
     make predict                                           the newest run, the newest all-reduces
     make predict RUN=logs/classifier/runs/.../summary.json NP="2 4 8 64 512"
+    make predict MODEL=resnet18                            a model of the newest make bench-step
     make predict ALLREDUCE="benchmarks/results/allreduce_a.json benchmarks/results/allreduce_b.json"
     make predict NETWORK="rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
 
 The job comes from `anatomy` in the summary of a run on two ranks or more: its compute, its
-gradients, how much its ranks differ. The network is fitted to results of `make bench-allreduce`,
-those of a single host for what is inside one, those of several for what is between them; or it is
-described:
+gradients, how much its ranks differ. With MODEL= it comes from the newest result of `make
+bench-step` on this machine, or that of RUN=: what a rank of the variant without communication
+computes, how much that differs, and when gradients come. The Trainer's own time, which a run has
+and this has not, is left out. The network is fitted to results of `make bench-allreduce`, those of
+a single host for what is inside one, those of several for what is between them; or it is described:
 
     rate, latency              of the links between hosts, as 25gbit and 20us
     gpus_per_host              ranks of a host
@@ -37,13 +40,13 @@ from benchmarks import predict_inputs as inputs
 from benchmarks import predict_network
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import RESULTS, markdown, unused, write_text
-from benchmarks.hardware import machine
 from benchmarks.launching import ends_in_a_line
 from benchmarks.load import BUSY_SHARE
+from benchmarks.predict_runs import measured_run, newest_run
+from benchmarks.predict_steps import measured_steps, newest_steps
 from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
-WAITS_SHARE = 0.15  # of a rank's time, for a core; from here on it is warned of
 MOST_RANKS = 4096
 
 
@@ -140,67 +143,29 @@ def plot(
     save(figure, file)
 
 
-def cautions(summary: dict[str, Any], job: Job) -> list[str]:
-    """Warnings of a rank that is always the slowest, which no number of ranks explains, and of
-    ranks that shared cores, and so took longer than on cores of their own."""
-    anatomy, lines = summary["anatomy"], []
-    if job.slowest:
-        slow = anatomy["straggler"]
-        lines.append(
-            f"take care rank {slow['rank']} takes {slow['times']} times as long as the others in "
-            f"each step: its {job.slowest * 1e3:.1f} ms are kept as they are for any number of "
-            "ranks; fix it, and measure again"
-        )
-    waits = max((rank.get("waits_for_core", 0.0) for rank in anatomy.get("ranks", [])), default=0.0)
-    what = fix = ""
-    if anatomy.get("crowded"):
-        what, fix = f"{anatomy['crowded']}, and wait for each other", "start fewer there"
-    elif waits >= WAITS_SHARE:
-        what = f"a rank waited {waits:.0%} of its time for a core, which others had"
-        fix = "end other programs, or take fewer loader workers"
-    if what:
-        lines.append(
-            f"take care in this run {what}: its compute and how much ranks differ are not those of "
-            f"ranks with a core each; {fix}, and measure again"
-        )
-    return lines
-
-
 def disturbed(result: dict[str, Any]) -> str:
     """A warning for an all-reduce's file that was measured beside other load; else empty."""
     busy = result.get("busy_before", 0)
     return f", take care: beside other load of {busy:.0%}" if busy > BUSY_SHARE else ""
 
 
-def of_job(summary: dict[str, Any], run: Path, job: Job) -> list[str]:
-    """What is predicted, and what to take care of; in lines."""
-    return [
-        f"job       {summary['model']} on {summary['data']}: {job.compute * 1e3:.1f} ms of compute "
-        f"a step, {sum(job.buckets) / 1e6:.2f} MB of gradients, buckets: {len(job.buckets)}, "
-        f"ranks differ by {job.deviation * 1e3:.2f} ms ({run})",
-        *cautions(summary, job),
-    ]
-
-
-def all_reduces_of(summary: dict[str, Any]) -> dict[Path, dict[str, Any]]:
-    """The newest of a run's hosts. Of their hardware only this one's is known."""
-    machines: dict[str, Any] = dict.fromkeys(summary["hosts"])
-    if (here := os.uname().nodename) in machines:
-        machines[here] = machine()
+def all_reduces_of(found: inputs.Measured) -> dict[Path, dict[str, Any]]:
+    """The newest of the hosts that a job was measured on."""
     files = sorted(RESULTS.glob("allreduce_*.json"))
-    return inputs.newest_all_reduces(files, machines, summary.get("operations", "Gloo"))
+    return inputs.newest_all_reduces(files, found.machines, found.operations, found.network)
 
 
 class Given(NamedTuple):
     """What is predicted, and from what.
 
     Attributes:
+        out: where to write the table.
         cases: the network at best, likely, and at worst.
-        measured: the run's own step in seconds, by its ranks; none for another network.
+        measured: the job's own step in seconds, by its ranks; none for another network.
         head: all of it in words.
     """
 
-    run: Path
+    out: Path
     model: str
     job: Job
     cases: list[Network]
@@ -215,35 +180,37 @@ def given(arguments: argparse.Namespace) -> Given:
         Refusal: for files and options that nothing can be predicted from.
     """
     network = predict_network.described(arguments.network)
-    run = Path(arguments.run) if arguments.run else inputs.newest_run()
-    if run.is_dir():
-        run /= "summary.json"
+    model, source = arguments.model, Path(arguments.run)
+    if not arguments.run:
+        source = newest_steps(model) if model else newest_run()
+    if source.is_dir():
+        source /= "summary.json"
     names = arguments.allreduce  # or one that has blanks in it
     named = [Path(name) for name in ([names] if os.path.isfile(names) else names.split())]
-    with inputs.of_our_form(f"RUN={run}"):
-        summary = inputs.read(run, "RUN")
-        if not summary["hosts"]:
-            raise ValueError("it lacks what a run writes: no hosts")
-        job, slots = inputs.job_of(summary), max(summary["hosts"].values())
-        median = summary["anatomy"]["step_ms"]["median"] / 1e3
-        measured = {} if network else {summary["world_size"]: median}
-        head = of_job(summary, run, job)
-        options = {} if named else {"operations": summary.get("operations", "Gloo").lower()}
-        newest = {} if named else all_reduces_of(summary)
-    options |= network
+    with inputs.of_our_form(f"RUN={source}"):
+        content = inputs.read(source, "RUN")
+        if model or "models" in content:
+            found = measured_steps(content, model, source)
+        else:
+            found = measured_run(content, source)
+        newest = {} if named else all_reduces_of(found)
+    options = ({} if named else {"operations": found.operations.lower()}) | network
+    head = found.head
     with inputs.of_our_form(f"ALLREDUCE={' '.join(map(str, named or newest))}"):
         results = {file: inputs.read(file, "ALLREDUCE") for file in named} or newest
         if "operations" in network:  # what others took says nothing of these
             wanted = network["operations"]
             results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
-        cases, sources = predict_network.networks([*results.values()], options, slots)
+        cases, sources = predict_network.networks([*results.values()], options, found.slots)
         head += [f"network   {line}" for line in sources]
         head += [
             f"measured  {file}{disturbed(result)}"
             for file, result in results.items()
             if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
         ]
-    return Given(run, summary["model"], job, cases, measured, head)
+    measured = {} if network or found.seconds is None else {found.ranks: found.seconds}
+    out = source.with_name(f"prediction{f'_{model}' if model else ''}.md")
+    return Given(out, found.model, found.job, cases, measured, head)
 
 
 def parse() -> argparse.Namespace:
@@ -253,6 +220,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--run", default="", help="a run's folder, or its summary.json; by default the newest"
     )
+    parser.add_argument("--model", default="", help="one of make bench-step; RUN= is its result")
     parser.add_argument("--allreduce", default="", help="results of make bench-allreduce")
     parser.add_argument("--network", default="", help="rate=25gbit latency=20us ...")
     parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="2 4 8 ...")
@@ -266,11 +234,11 @@ def main() -> int:
     if not 1 <= ranks[0] <= ranks[-1] <= MOST_RANKS:
         wrong = " ".join(map(str, ranks))
         raise Refusal(f"NP={wrong}: the model is for 1 to {MOST_RANKS:,} ranks")
-    run, model, job, cases, measured, head = given(arguments)
+    out, model, job, cases, measured, head = given(arguments)
     rows = predictions(job, sorted({*ranks, *measured}), cases)
     text = "\n".join(head) + "\n\n" + table(rows, measured)
     print(text)
-    out = unused(run.with_name("prediction.md")).with_suffix("")
+    out = unused(out).with_suffix("")
     link = cases[1]
     caption = (
         f"{model}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, {link.latency * 1e6:.0f} µs, "

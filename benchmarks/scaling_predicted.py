@@ -17,8 +17,9 @@ from benchmarks.cost_model import Job
 from benchmarks.efficiency import Results, Run, interval
 from benchmarks.overrides import accumulated
 from benchmarks.predict import predictions
-from benchmarks.predict_inputs import buckets_of, job_of_anatomy, newest_all_reduces, of_our_form
+from benchmarks.predict_inputs import newest_all_reduces, of_our_form
 from benchmarks.predict_network import networks
+from benchmarks.predict_runs import buckets_of, job_of_anatomy
 from cluster.hosts import Refusal
 
 

@@ -98,6 +98,7 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
         "variants": {
             group.variant: {
                 "block_medians_ms": [round(statistics.median(b) * 1e3, 4) for b in group.blocks],
+                "deviation_ms": round(deviation(group.blocks) * 1e3, 4),
                 "steps": group.steps,
                 "idle_share_of_cores": group.idle[-arguments.repeats :],
                 "peak_mib": round(group.peak_kib / 1024, 1),
@@ -106,6 +107,14 @@ def measure(model: str, variants: list[str], arguments: argparse.Namespace) -> d
             for group in groups
         },
     }
+
+
+def deviation(blocks: list[list[float]]) -> float:
+    """The standard deviation of steps, from their 10th to their 90th percentile; each is taken from
+    the median of its block, as the machine's speed drifts."""
+    steps = [seconds - statistics.median(block) for block in blocks for seconds in block]
+    tenths = statistics.quantiles(steps, n=10)
+    return (tenths[-1] - tenths[0]) / (2 * statistics.NormalDist().inv_cdf(0.9))
 
 
 def lacks_memory(model: str, variants: list[str], ranks: int) -> str:

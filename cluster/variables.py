@@ -49,7 +49,7 @@ TAKES = {  # each target, beside ANYWHERE; targets of your own are not checked w
     "bench-split": "BATCH STEPS REPEATS ARGS",
     "bench-start": "NP REPEATS ARGS",
     "bench-losses": "NP STEPS ARGS",
-    "predict": "NP RUN ALLREDUCE NETWORK ARGS",
+    "predict": "NP RUN MODEL ALLREDUCE NETWORK ARGS",
     "predict-proof": "ARGS",
     "export": "CKPT FORMAT",
     "tensorboard": "ARGS",

@@ -9,6 +9,7 @@ import importlib
 import itertools
 import json
 import os
+import random
 import re
 import signal
 import socket
@@ -77,6 +78,13 @@ def test_ratios_are_of_neighbouring_blocks() -> None:
     assert step_report.ratio(measured, "a", "b") == 0.5
     # The median of ratios, not the ratio of medians.
     assert step_report.ratio(result(a=[10, 40, 20], b=[20, 30, 80]), "a", "b") == 0.5
+
+
+def test_how_steps_differ_is_told_without_the_drift_of_the_machine() -> None:
+    draws = random.Random(0)
+    blocks = [[speed + draws.gauss(0, 0.02) for _ in range(400)] for speed in (1, 2, 3)]
+    blocks[0][0] = 60.0  # a few long ones do not count
+    assert step.deviation(blocks) == pytest.approx(0.02, rel=0.1)
 
 
 def test_the_table_names_the_range_and_the_memory() -> None:

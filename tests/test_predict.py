@@ -26,8 +26,9 @@ from benchmarks import (
     allreduce,
     allreduce_worker,
     figures,
-    predict_inputs,
     predict_proof,
+    predict_runs,
+    predict_steps,
     published,
     workers,
 )
@@ -48,9 +49,12 @@ from benchmarks.cost_model import (
 )  # fmt: skip
 from benchmarks.files import unused
 from benchmarks.launching import Failed
-from benchmarks.predict_inputs import job_of
 from benchmarks.predict_network import MEMORY, TCP, described, networks
 from benchmarks.predict_proof import measurement
+from benchmarks.predict_runs import job_of, measured_run
+from benchmarks.predict_steps import job_of_steps
+from benchmarks.step_report import ALONE
+from benchmarks.step_report import OURS as STRATEGY
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
 from strategies.environment import initialize
@@ -675,6 +679,87 @@ def test_predict_writes_a_table_and_a_plot(
     assert "between hosts: NOT MEASURED" in capsys.readouterr().out
 
 
+MB = 10**6
+
+
+def bench_step(**changes: Any) -> dict[str, Any]:
+    """Of bench-step: 3 MB of gradients come at 30 %, 6 MB at 70 % and 1 MB at 90 % of 100 ms."""
+    variants = {
+        ALONE: {"block_medians_ms": [98.0, 100.0, 300.0], "deviation_ms": 3.0},
+        STRATEGY: {"block_medians_ms": [120.0, 126.0, 130.0]},
+    }
+    arrivals = [[0.3, 3 * MB], [0.7, 6 * MB], [0.9, MB]]
+    return {
+        "hosts": "localhost:2", "network": "loopback", "cpu": "ours", "cores": 2,
+        "busy_before": 0.0, "date": "2026-11-21",
+        "models": {"resnet18": {"arrivals": arrivals, "ranks": 2, "variants": variants}},
+    } | changes  # fmt: skip
+
+
+def test_steps_without_communication_become_a_job() -> None:
+    """The first bucket is full with the first gradients, as it is of 1 MiB."""
+    job = job_of_steps(bench_step(), "resnet18")
+    assert (job.forward, job.backward, job.rest) == pytest.approx((0.03, 0.06, 0.01))
+    assert job.buckets == (3 * MB, 6 * MB, MB) and job.deviation == 0.003
+    assert job.shares == pytest.approx((0, 2 / 3, 1))
+    # One that takes gradients of several moments is full at the last of them.
+    content = bench_step()
+    content["models"]["resnet18"]["arrivals"][:1] = [[0.2, MB // 2], [0.3, 5 * MB // 2]]
+    job = job_of_steps(content, "resnet18")
+    assert job.buckets == (3 * MB, 6 * MB, MB)
+    assert job.shares == pytest.approx((1 / 7, 5 / 7, 1))
+    # All at once, as of a single layer.
+    content["models"]["resnet18"]["arrivals"] = [[0.6, MB]]
+    job = job_of_steps(content, "resnet18")
+    assert (job.forward, job.backward, job.rest) == pytest.approx((0.06, 0, 0.04))
+    assert predict(job, 4, TRUTH).seconds > predict(job, 1, TRUTH).seconds
+
+
+def test_a_model_of_bench_step_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """From the newest result of this machine, beside the step that was measured."""
+    for module in (command, predict_steps):
+        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    monkeypatch.setattr(predict_steps, "machine", lambda: {"cpu": "ours", "cores": 2, "gpus": []})
+    monkeypatch.setattr(predict_steps.os, "uname", lambda: SimpleNamespace(nodename="node0"))
+    contents = {
+        "step_older": bench_step(date="2026-11-20"), "step_newest": bench_step(),
+        "step_theirs": bench_step(date="2026-11-22", cpu="theirs"),
+        "step_gpu": bench_step(date="2026-11-22", models={"resnet18": {"arrivals": []}}),
+        "step_other": bench_step(date="2026-11-22", models={"mlp": {}}),
+        "allreduce_ours": {**all_reduces(), "cpu": "ours", "cores": 2},
+        "allreduce_theirs": {**all_reduces(), "cpu": "theirs", "cores": 2, "date": "2026-11-22"},
+    }  # fmt: skip
+    before = bench_step(date="2026-11-22")  # the deviation was noted
+    del before["models"]["resnet18"]["variants"][ALONE]["deviation_ms"]
+    for name, content in {**contents, "step_before": before}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(content))
+    assert said(monkeypatch, "--model", "resnet18", "--ranks", "2", "8") == 0
+    printed = capsys.readouterr().out
+    assert "job       resnet18 of make bench-step: 100.0 ms of compute" in printed
+    assert "step_newest.json" in printed and "allreduce_ours.json" in printed
+    assert "allreduce_theirs" not in printed and "take care" not in printed
+    rows = [line for line in printed.splitlines() if line.startswith("| ")][2:]
+    assert [row.split(" | ")[0] for row in rows] == ["| 2", "| 8"]
+    assert rows[0].endswith("| 126.0 |")  # what the strategy took
+    assert (tmp_path / "prediction_resnet18.csv").stat().st_size > 0
+    # Named, and of four ranks on two cores beside other programs.
+    crowded = bench_step(hosts="node0:4", busy_before=0.5)
+    crowded["models"]["resnet18"]["ranks"] = 4
+    del crowded["models"]["resnet18"]["variants"][STRATEGY]
+    (tmp_path / "step_named.json").write_text(json.dumps(crowded))
+    named = ("--run", str(tmp_path / "step_named.json"))
+    assert said(monkeypatch, *named, "--model", "resnet18", "--ranks", "8") == 0
+    printed = capsys.readouterr().out
+    assert "take care 4 ranks shared 2 cores" in printed and "other load of 50%" in printed
+    assert "measured, ms" not in printed and "| 8 | 2 |" in printed
+    assert said(monkeypatch, *named) == 2
+    assert "MODEL=: there are resnet18" in capsys.readouterr().err
+    assert said(monkeypatch, "--model", "vgg11") == 2
+    assert "make bench-step ARGS='--models vgg11' first" in capsys.readouterr().err
+
+
 def test_the_labels_of_a_plot_do_not_lie_on_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of steps from 0.1 s to some."""
     drawn: list[Any] = []
@@ -714,8 +799,8 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "machine", lambda: {"cpu": "ours", "cores": 2})
-    monkeypatch.setattr(command.os, "uname", lambda: SimpleNamespace(nodename="node0"))
+    monkeypatch.setattr(predict_runs, "machine", lambda: {"cpu": "ours", "cores": 2})
+    monkeypatch.setattr(predict_runs.os, "uname", lambda: SimpleNamespace(nodename="node0"))
     for cpu in ("ours", "theirs"):
         content = {**all_reduces(), "cpu": cpu, "cores": 2}
         (tmp_path / f"allreduce_{cpu}.json").write_text(json.dumps(content))
@@ -729,7 +814,7 @@ def test_all_reduces_of_another_machine_of_this_name_are_left(
                        ("one", json.dumps(one_size)),
                        ("before", json.dumps(before))):  # fmt: skip
         (tmp_path / f"allreduce_{name}.json").write_text(text)
-    paths = command.all_reduces_of(summary(hosts={"node0": 4}))
+    paths = command.all_reduces_of(measured_run(summary(hosts={"node0": 4}), Path()))
     assert list(paths) == [tmp_path / "allreduce_ours.json"]
 
 
@@ -738,28 +823,28 @@ def test_all_reduces_that_another_host_of_the_run_made_are_taken(
 ) -> None:
     """The hosts may differ: what counts is that this one was as it is now."""
     monkeypatch.setattr(command, "RESULTS", tmp_path)
-    monkeypatch.setattr(command, "machine", lambda: {"cpu": "ours", "cores": 2})
-    monkeypatch.setattr(command.os, "uname", lambda: SimpleNamespace(nodename="node1"))
+    monkeypatch.setattr(predict_runs, "machine", lambda: {"cpu": "ours", "cores": 2})
+    monkeypatch.setattr(predict_runs.os, "uname", lambda: SimpleNamespace(nodename="node1"))
     facts = {"theirs": {"cpu": "theirs", "cores": 8}, "ours": {"cpu": "ours", "cores": 2}}
     for name, machines in (("a", ["theirs", "ours"]), ("b", ["theirs", "theirs"])):
         content = {**all_reduces(4, 2), **OURS, **facts["theirs"]}
         content["machines"] = [facts[m] for m in machines]
         (tmp_path / f"allreduce_{name}.json").write_text(json.dumps(content))
-    paths = command.all_reduces_of(summary(hosts={"node0": 4, "node1": 4}))
+    paths = command.all_reduces_of(measured_run(summary(hosts={"node0": 4, "node1": 4}), Path()))
     assert list(paths) == [tmp_path / "allreduce_a.json"]
 
 
 def test_the_newest_run_is_one_that_no_profiler_made_slower(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predict_inputs, "ROOT", tmp_path)
+    monkeypatch.setattr(predict_runs, "ROOT", tmp_path)
     asked = ["model.lr=1", "profiler=simple", "profiler=advanced", "debug=profiler"]
     for number, override in enumerate(asked):
         run = tmp_path / "logs" / "m" / "runs" / str(number)
         (run / ".hydra").mkdir(parents=True)
         (run / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- {override}\n")
         (run / "summary.json").write_text(json.dumps(summary()))
-    assert predict_inputs.newest_run().parent.name == "1"
+    assert predict_runs.newest_run().parent.name == "1"
 
 
 def test_a_band_holds_what_is_likely() -> None:
@@ -849,7 +934,7 @@ def test_ctrl_c_is_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> Path:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(predict_inputs, "newest_run", interrupted)
+    monkeypatch.setattr(predict_runs, "newest_run", interrupted)
     monkeypatch.setattr(sys, "argv", ["predict"])
     with pytest.warns(RuntimeWarning, match="benchmarks.predict"), pytest.raises(SystemExit) as end:
         runpy.run_module("benchmarks.predict", run_name="__main__")
@@ -880,12 +965,12 @@ def test_files_of_another_form_are_told_in_a_line(
 def test_a_summary_of_another_form_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(predict_inputs, "ROOT", tmp_path)
+    monkeypatch.setattr(predict_runs, "ROOT", tmp_path)
     for name, text in (("1", json.dumps(summary())), ("2", "[]"), ("3", '{"anatomy": [1]}')):
         folder = tmp_path / "logs" / "task" / "runs" / name
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(text)
-    assert predict_inputs.newest_run().parent.name == "1"
+    assert predict_runs.newest_run().parent.name == "1"
 
 
 @pytest.mark.parametrize("number", ["0", "8192"])

@@ -1,0 +1,98 @@
+"""The job of `make predict MODEL=`, from a result of `make bench-step`: how long a model computes,
+and when its gradients come, without communication."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cost_model import Job, bucket_sizes
+from benchmarks.files import RESULTS
+from benchmarks.hardware import machine
+from benchmarks.load import BUSY_SHARE
+from benchmarks.predict_inputs import Measured, of_our_form, read, told
+from benchmarks.step_report import ALONE, OURS
+from cluster.hostfile import parse
+from cluster.hosts import Refusal
+
+
+def newest_steps(model: str) -> Path:
+    """The newest result on this machine that has what `job_of_steps` takes of a model.
+
+    Raises:
+        Refusal: where there is none.
+    """
+    here, found = machine(), []
+    for file in RESULTS.glob("step_*.json"):
+        try:
+            with of_our_form(str(file)):
+                result = read(file, "MODEL")
+                job_of_steps(result, model)
+                if all(result[key] == here[key] for key in ("cpu", "cores")):
+                    found.append((result["date"], file))
+        except Refusal:
+            continue  # half copied, of a GPU, without this model
+    if not found:
+        raise Refusal(
+            f"MODEL={model}: no result of this machine in {RESULTS} tells how long it computes: "
+            f"make bench-step ARGS='--models {model}' first, or name one of another by RUN="
+        )
+    return max(found)[1]
+
+
+def job_of_steps(result: dict[str, Any], model: str) -> Job:
+    """What a rank of the variant without communication did.
+
+    Raises:
+        ValueError: when the file does not tell enough.
+    """
+    if model not in result["models"]:
+        raise ValueError(f"MODEL={model}: there are {', '.join(result['models'])}")
+    measured = result["models"][model]
+    if not measured["arrivals"]:
+        raise ValueError("it does not tell when gradients come, as none on GPUs does: take a run")
+    if "deviation_ms" not in (alone := measured["variants"].get(ALONE, {})):
+        raise ValueError(f"it does not tell how steps of '{ALONE}' differ: measure it again")
+    compute = statistics.median(alone["block_medians_ms"]) / 1e3
+    shares, sizes = zip(*measured["arrivals"])
+    buckets = bucket_sizes(sizes)
+    first, last = shares[0], shares[-1]
+    ends = list(accumulate(sizes))  # bytes that are there with each arrival
+    full = [
+        next(s for s, end in zip(shares, ends) if end >= filled) for filled in accumulate(buckets)
+    ]
+    return Job(
+        first * compute, (last - first) * compute, (1 - last) * compute, tuple(buckets),
+        alone["deviation_ms"] / 1e3,
+        ready=tuple((share - first) / (last - first or 1) for share in full),
+    )  # fmt: skip
+
+
+def measured_steps(result: dict[str, Any], model: str, file: Path) -> Measured:
+    """A model of a result.
+
+    Raises:
+        ValueError: when the file does not tell enough.
+    """
+    job = job_of_steps(result, model)
+    variants, ranks = result["models"][model]["variants"], result["models"][model]["ranks"]
+    steps = variants[OURS]["block_medians_ms"] if OURS in variants else []
+    hosts = parse(result["hosts"])  # of one machine
+    names = {os.uname().nodename if host.name == "localhost" else host.name for host in hosts}
+    head = [told(f"{model} of make bench-step", job, file)]
+    if result["busy_before"] > BUSY_SHARE:
+        head.append(f"take care these steps had other load of {result['busy_before']:.0%} beside")
+    if ranks > result["cores"]:
+        head.append(
+            f"take care {ranks} ranks shared {result['cores']} cores: their compute is not that of "
+            "ranks with a core each; start fewer, and measure again"
+        )
+    return Measured(
+        model, job, ranks, max(host.slots for host in hosts),
+        statistics.median(steps) / 1e3 if steps else None, head,
+        {name: {"cpu": result["cpu"], "cores": result["cores"]} for name in names}, "Gloo",
+        result["network"] if len(hosts) > 1 else "",
+    )  # fmt: skip

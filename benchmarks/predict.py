@@ -8,10 +8,10 @@
 
 The job comes from `anatomy` in the summary of a run on two ranks or more: its compute, its
 gradients, how much its ranks differ. With MODEL= it comes from the newest result of `make
-bench-step` on this machine, or that of RUN=: what a rank of the variant without communication
-computes, how much that differs, and when gradients come. The Trainer's own time, which a run has
-and this has not, is left out. The network is fitted to results of `make bench-allreduce`, those of
-a single host for what is inside one, those of several for what is between them; or it is described:
+bench-step` on this machine, or that of RUN=: what a rank without communication computes, how much
+that differs, when gradients come, and what the Trainer adds. The network is fitted to results of
+`make bench-allreduce`, those of a single host for what is inside one, those of several for what is
+between them; or it is described:
 
     rate, latency              of the links between hosts, as 25gbit and 20us
     gpus_per_host              ranks of a host
@@ -48,6 +48,7 @@ from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
 MOST_RANKS = 4096
+MUCH = 1.1  # times the predicted step, from where on a measured one is warned of
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,17 @@ def plot(
     save(figure, file)
 
 
+def beyond(rows: list[Prediction], measured: dict[int, float]) -> list[str]:
+    """A warning where a step took much more than the model explains."""
+    return [
+        f"take care {row.ranks} ranks took {measured[row.ranks] * 1e3:.1f} ms, "
+        f"{measured[row.ranks] / row.step.seconds - 1:.0%} more than predicted: the model leaves "
+        "out what communication takes from computing on the same cores"
+        for row in rows
+        if row.ranks in measured and measured[row.ranks] > MUCH * row.step.seconds
+    ]
+
+
 def disturbed(result: dict[str, Any]) -> str:
     """A warning for an all-reduce's file that was measured beside other load; else empty."""
     busy = result.get("busy_before", 0)
@@ -236,7 +248,7 @@ def main() -> int:
         raise Refusal(f"NP={wrong}: the model is for 1 to {MOST_RANKS:,} ranks")
     out, model, job, cases, measured, head = given(arguments)
     rows = predictions(job, sorted({*ranks, *measured}), cases)
-    text = "\n".join(head) + "\n\n" + table(rows, measured)
+    text = "\n".join([*head, *beyond(rows, measured)]) + "\n\n" + table(rows, measured)
     print(text)
     out = unused(out).with_suffix("")
     link = cases[1]

@@ -14,7 +14,7 @@ from benchmarks.files import RESULTS
 from benchmarks.hardware import machine
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_inputs import Measured, of_our_form, read, told
-from benchmarks.step_report import ALONE, OURS
+from benchmarks.step_report import ALONE, OURS, TRAINER
 from cluster.hostfile import parse
 from cluster.hosts import Refusal
 
@@ -44,7 +44,7 @@ def newest_steps(model: str) -> Path:
 
 
 def job_of_steps(result: dict[str, Any], model: str) -> Job:
-    """What a rank of the variant without communication did.
+    """What a rank of the variant without communication did, and what a Trainer adds to it.
 
     Raises:
         ValueError: when the file does not tell enough.
@@ -56,7 +56,10 @@ def job_of_steps(result: dict[str, Any], model: str) -> Job:
         raise ValueError("it does not tell when gradients come, as none on GPUs does: take a run")
     if "deviation_ms" not in (alone := measured["variants"].get(ALONE, {})):
         raise ValueError(f"it does not tell how steps of '{ALONE}' differ: measure it again")
-    compute = statistics.median(alone["block_medians_ms"]) / 1e3
+    blocks = alone["block_medians_ms"]
+    compute = statistics.median(blocks) / 1e3
+    with_trainer = measured["variants"].get(TRAINER, alone)["block_medians_ms"]
+    trainer = max(0.0, statistics.median(b - a for a, b in zip(blocks, with_trainer))) / 1e3
     shares, sizes = zip(*measured["arrivals"])
     buckets = bucket_sizes(sizes)
     first, last = shares[0], shares[-1]
@@ -65,7 +68,7 @@ def job_of_steps(result: dict[str, Any], model: str) -> Job:
         next(s for s, end in zip(shares, ends) if end >= filled) for filled in accumulate(buckets)
     ]
     return Job(
-        first * compute, (last - first) * compute, (1 - last) * compute, tuple(buckets),
+        first * compute, (last - first) * compute, (1 - last) * compute + trainer, tuple(buckets),
         alone["deviation_ms"] / 1e3,
         ready=tuple((share - first) / (last - first or 1) for share in full),
     )  # fmt: skip

@@ -34,7 +34,7 @@ from benchmarks.files import RESULTS, continued, slug, write_json, write_text
 from benchmarks.hardware import hardware
 from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
 from benchmarks.step_ranks import Group, Variant, start
-from benchmarks.step_report import ALONE, OURS, report
+from benchmarks.step_report import ALONE, OURS, TRAINER, report
 from cluster.hostfile import parse
 from cluster.hosts import Refusal
 from cluster.probe import memory
@@ -52,6 +52,7 @@ VARIANTS: dict[str, Variant] = {
     OURS: ("lightning_horovod", {}, {}),
     ALONE: ("raw_alone", {}, MALLOC),
     "Lightning DDP, our malloc": ("lightning_ddp", {}, MALLOC),
+    TRAINER: ("lightning_alone", {}, MALLOC),
     **{
         f"HorovodStrategy, {size} MiB": ("lightning_horovod", {"bucket_mib": size}, {})
         for size in (1, 2, 8)
@@ -150,7 +151,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
     parser.add_argument("--models", nargs="+", choices=ON_GPU, help="all but resnet50; GPUs: all")
     parser.add_argument("--device", choices=["cpu", "cuda"], help="cuda where there is a GPU")
-    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="else the first 8")
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), help="else the first 9")
     parser.add_argument("--batch", type=int, default=0, help="images a rank, else each model's own")
     parser.add_argument("--repeats", type=int, default=7, help="blocks of each variant")
     parser.add_argument("--block-seconds", type=float, default=3)
@@ -189,7 +190,7 @@ def main() -> int:
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
     on_gpu = arguments.device == "cuda"
     # Variants of malloc make no difference on a GPU.
-    arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 8]
+    arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 9]
     default_models = ON_GPU if on_gpu else MODELS
     ranks = sum(host.slots for host in parse(arguments.hosts))
     if on_gpu and ranks > len(gpus):

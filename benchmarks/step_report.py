@@ -13,6 +13,7 @@ from cluster.hostfile import parse
 
 # Variants that the tables compare with others.
 OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
+TRAINER = "Lightning, no communication, our malloc"
 # Of an Ethernet frame's 1,514 bytes 1,448 are data, after the headers of IPv4 and of TCP with time
 # stamps (RFC 7323); the limit of cluster/testbed.py counts them all.
 FRAME = 1514 / 1448

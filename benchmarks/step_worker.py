@@ -274,6 +274,10 @@ def fit(
     trainer.fit(Module(model), DataLoader(Endless(batch), batch_size=None))
 
 
+def lightning_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
+    fit(model, batch, pace, "auto", devices=1)
+
+
 def lightning_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
     join_torch_distributed()
     fit(model, batch, pace, "ddp", devices=LOCAL_SIZE, num_nodes=SIZE // LOCAL_SIZE)
@@ -292,6 +296,7 @@ VARIANTS = {
     "raw_ddp": raw_ddp,
     "raw_horovod": raw_horovod,
     "raw_buckets": raw_buckets,
+    "lightning_alone": lightning_alone,
     "lightning_ddp": lightning_ddp,
     "lightning_horovod": lightning_horovod,
 }

@@ -151,7 +151,7 @@ def beyond(rows: list[Prediction], measured: dict[int, float]) -> list[str]:
         f"{measured[row.ranks] / row.step.seconds - 1:.0%} more than predicted: the model leaves "
         "out what communication takes from computing on the same cores"
         for row in rows
-        if row.ranks in measured and measured[row.ranks] > MUCH * row.step.seconds
+        if row.ranks > 1 and measured.get(row.ranks, 0.0) > MUCH * row.step.seconds
     ]
 
 

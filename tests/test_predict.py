@@ -757,6 +757,12 @@ def test_a_model_of_bench_step_is_predicted(
     assert said(monkeypatch, "--model", "resnet18", "--ranks", "2") == 0
     printed = capsys.readouterr().out
     assert "step_explained.json" in printed and "take care" not in printed
+    single = bench_step(date="2026-11-24", hosts="localhost:1")  # nobody to communicate with
+    single["models"]["resnet18"]["ranks"] = 1
+    (tmp_path / "step_single.json").write_text(json.dumps(single))
+    assert said(monkeypatch, "--model", "resnet18", "--ranks", "2") == 0
+    printed = capsys.readouterr().out
+    assert "step_single.json" in printed and "take care" not in printed
     # Named, and of four ranks on two cores beside other programs.
     crowded = bench_step(hosts="node0:4", busy_before=0.5)
     crowded["models"]["resnet18"]["ranks"] = 4

@@ -45,7 +45,9 @@ is Phi^p, takes sigma times the integral of x dPhi(x)^p more than the mean. A ra
 the slowest costs the same on any number of ranks.
 
 Left out: congestion between hosts (full bisection bandwidth is assumed), ranks that compete for
-cores or memory bandwidth more than they did when measured, and the reading of data.
+cores or memory bandwidth more than they did when measured, and the reading of data. Where gradients
+are summed by cores that also compute, that is no part of computing without communication: by how
+much a measured step is longer than all of this is then kept for any number of ranks.
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ class Job:
         deviation: standard deviation of forward + backward from step to step, in seconds.
         ready: share of backward after which each bucket is full; None: in proportion to bytes.
         slowest: seconds by which one rank, always the same, is slower than the mean.
+        burden: seconds by which a step of several ranks is longer than all of this explains.
     """
 
     forward: float
@@ -116,6 +119,7 @@ class Job:
     deviation: float = 0.0
     ready: tuple[float, ...] | None = None
     slowest: float = 0.0
+    burden: float = 0.0
 
     @property
     def shares(self) -> tuple[float, ...]:
@@ -287,8 +291,8 @@ def predict(job: Job, ranks: int, network: Network) -> Step:
             done += 1
         thread_free = max(agreed if network.asynchronous else wire_free, begins + network.cycle)
     ends = max(wire_free, backward_ends)
-    seconds = ends + job.rest
-    return Step(seconds, straggler, ends - backward_ends, job.compute / seconds)
+    seconds = ends + job.rest + job.burden
+    return Step(seconds, straggler, ends - backward_ends + job.burden, job.compute / seconds)
 
 
 def bucket_sizes(layers: Sequence[float]) -> list[float]:

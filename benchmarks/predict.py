@@ -9,7 +9,8 @@
 The job comes from `anatomy` in the summary of a run on two ranks or more: its compute, its
 gradients, how much its ranks differ. With MODEL= it comes from the newest result of `make
 bench-step` on this machine, or that of RUN=: what a rank without communication computes, how much
-that differs, when gradients come, and what the Trainer adds. The network is fitted to results of
+that differs, when gradients come, and what the Trainer adds; and by how much its step of several
+ranks is longer than the model explains. The network is fitted to results of
 `make bench-allreduce`, those of a single host for what is inside one, those of several for what is
 between them; or it is described:
 
@@ -43,7 +44,7 @@ from benchmarks.files import RESULTS, markdown, unused, write_text
 from benchmarks.launching import ends_in_a_line
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_runs import measured_run, newest_run
-from benchmarks.predict_steps import measured_steps, newest_steps
+from benchmarks.predict_steps import measured_steps, newest_steps, with_burden
 from cluster.hosts import Refusal
 
 RANKS = [2**power for power in range(1, 13)]
@@ -207,14 +208,15 @@ def given(arguments: argparse.Namespace) -> Given:
             found = measured_run(content, source)
         newest = {} if named else all_reduces_of(found)
     options = ({} if named else {"operations": found.operations.lower()}) | network
-    head = found.head
     with inputs.of_our_form(f"ALLREDUCE={' '.join(map(str, named or newest))}"):
         results = {file: inputs.read(file, "ALLREDUCE") for file in named} or newest
+        if model and options.get("operations", "gloo") == "gloo":
+            found = with_burden(found, [*results.values()])
         if "operations" in network:  # what others took says nothing of these
             wanted = network["operations"]
             results = {f: r for f, r in results.items() if r["operations"].lower() == wanted}
         cases, sources = predict_network.networks([*results.values()], options, found.slots)
-        head += [f"network   {line}" for line in sources]
+        head = [*found.head, *(f"network   {line}" for line in sources)]
         head += [
             f"measured  {file}{disturbed(result)}"
             for file, result in results.items()

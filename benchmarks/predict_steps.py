@@ -5,15 +5,17 @@ from __future__ import annotations
 
 import os
 import statistics
+from dataclasses import replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cost_model import Job, bucket_sizes
+from benchmarks.cost_model import Job, bucket_sizes, predict
 from benchmarks.files import RESULTS
 from benchmarks.hardware import machine
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_inputs import Measured, of_our_form, read, told
+from benchmarks.predict_network import Results, networks
 from benchmarks.step_report import ALONE, OURS, TRAINER
 from cluster.hostfile import parse
 from cluster.hosts import Refusal
@@ -99,3 +101,20 @@ def measured_steps(result: dict[str, Any], model: str, file: Path) -> Measured:
         {name: {"cpu": result["cpu"], "cores": result["cores"]} for name in names}, "Gloo",
         result["network"] if len(hosts) > 1 else "",
     )  # fmt: skip
+
+
+def with_burden(found: Measured, all_reduces: Results) -> Measured:
+    """The same with all that its step took more than the model explains on the network that these
+    all-reduces measured. Without them, or without a step of several ranks, that is not known."""
+    if not all_reduces or found.seconds is None or found.ranks == 1:
+        return found
+    cases, _ = networks(all_reduces, {"operations": found.operations.lower()}, found.slots)
+    more = found.seconds - predict(found.job, found.ranks, cases[1]).seconds
+    if more <= 0:
+        return found
+    line = (
+        f"kept      {more * 1e3:.1f} ms, which {found.ranks} ranks took more than the model "
+        "explains, for any number of ranks: as what communication takes from computing on the same "
+        "cores"
+    )
+    return found._replace(job=replace(found.job, burden=more), head=[*found.head, line])

@@ -24,7 +24,8 @@ Assumed: the batch of a rank, its compute, and the ranks of a host stay as they 
 and what they leave out, are in benchmarks/cost_model.py; whether they hold is tried by `make
 predict-proof`. The band spans the 10th to the 90th percentile of the all-reduces; for a described
 network 0.95 to 0.7 of the rate, and half to twice the latency. Table and plot go beside the summary
-as prediction.*, the next ones as prediction_2.*.
+as prediction.*, or beside bench-step's result as prediction_MODEL.*, the next ones as
+prediction_2.* and prediction_MODEL_2.*.
 """
 
 from __future__ import annotations

@@ -407,7 +407,8 @@ def main() -> int:
         stop_seconds = arguments.stop_seconds
         with Record(arguments.record, members, arguments.command, stop_seconds) as record:
             status = Job(members, arguments.command, record, stop_seconds).run()
-        for number in SIGNALS:  # one more Ctrl-C now would change our exit status
+        # One more Ctrl-C, or AT_ONCE behind a SIGTERM that was quick, would change our exit status.
+        for number in (*SIGNALS, AT_ONCE):
             signal.signal(number, signal.SIG_IGN)
         return status
     except (Refusal, OSError) as error:

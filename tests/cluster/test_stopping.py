@@ -159,6 +159,24 @@ def test_a_signal_within_the_handler_of_another(
     assert "kill" in job._deadlines  # it is in its end, not at its checkpoint
 
 
+def test_a_signal_while_python_ends_does_not_change_the_exit_status() -> None:
+    """By then Python has set all back that had a handler. `make stop KILL=1` sends two signals."""
+    code = """if True:
+        import os, signal, sys
+        from cluster import horovodrun
+        class Late:
+            kill, me, numbers = os.kill, os.getpid(), (*horovodrun.SIGNALS, horovodrun.AT_ONCE)
+            def __del__(self):
+                print("late", flush=True)
+                for number in self.numbers:
+                    Late.kill(self.me, number)
+        late = Late()
+        sys.exit(horovodrun.main())
+    """
+    done = run([PYTHON, "-c", code, "-H", "localhost:1", "sh", "-c", "exit 3"], cwd=ROOT)
+    assert done.stdout.endswith("late\n") and done.returncode == 3, done
+
+
 def test_nohup_and_ctrl_z_end_no_job(tmp_path: Path) -> None:
     """A stopped launcher would give no signs of life, and its hosts would end their ranks."""
     command = ["nohup", *horovodrun("-H", "localhost:1", PYTHON, "-c", SLEEP)]

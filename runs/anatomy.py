@@ -46,6 +46,7 @@ from pytorch_lightning.callbacks import Callback, Checkpoint
 from pytorch_lightning.strategies import Strategy
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from runs.bottleneck import (
     PHASES,
@@ -67,9 +68,9 @@ WINDOW = 200  # timed steps between two looks at all ranks
 KEPT = 1000  # the last timed steps, of which medians are made
 KEPT_SHARE = 0.1  # at least, of the first timed steps, when fewer are timed from then on
 BEHIND = 10  # steps that a GPU may be behind when its clock is read, so that nobody waits for it
-# Hooks that only note when a phase begins.
-NOTING = (
+HOOKS = (  # of a step
     "on_train_batch_start", "on_before_backward", "on_after_backward", "on_before_optimizer_step",
+    "on_train_batch_end",
 )  # fmt: skip
 SCHEDULED = Path("/proc/thread-self/schedstat")  # nanoseconds on a core, and waiting for one
 
@@ -151,8 +152,8 @@ class Anatomy(Callback):
         self._crowd = crowded(ranks) if self._device.type == "cpu" else ""
         self._marks: list[tuple[str, Moment]] = []  # of this step: what began when
         self._drawn = 1.0  # the share of steps that are timed
-        self._timing = self._next = True  # the next: whether the step behind this one is timed
-        self._call(NOTING, True)
+        self._timing, self._ahead = True, 1  # the next one that is timed is so many batches ahead
+        self._call(HOOKS, True)
         self._lot = random.Random(0)  # the same on all ranks, which so time the same steps
         with contextlib.suppress(OSError):  # the kernel does not count
             self._schedule = SCHEDULED.open("rb", buffering=0)
@@ -169,7 +170,8 @@ class Anatomy(Callback):
     def _listen(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Until training ends, also note what no hook of Lightning's tells: steps of optimizers,
         batches and their fetches, and how far a GPU has come."""
-        after = "rest" if pl_module.automatic_optimization else "forward"
+        self._after_optimizer = "rest" if pl_module.automatic_optimization else "forward"
+        self._optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
         # Between a batch's end and the next fetch, loggers write and checkpoints are saved.
         loop = trainer.fit_loop.epoch_loop
         for name in ("_on_before_fetch", "advance"):
@@ -177,11 +179,7 @@ class Anatomy(Callback):
         self._before_fetch, self._train_batch = loop._on_before_fetch, loop.advance
         loop._on_before_fetch = self._on_fetch  # type: ignore[method-assign]
         loop.advance = self._on_batch  # type: ignore[method-assign]
-        self._hooks = [
-            optimizer.register_step_post_hook(lambda *_: self._begin(after))
-            for optimizer in trainer.optimizers
-            if isinstance(optimizer, Optimizer)
-        ]
+        self._hooks: list[RemovableHandle] = []
         trained = [p for p in pl_module.parameters() if p.requires_grad]
         if self._device.type == "cuda" and len(trained) > 1:
             # Backward comes to the first ones last; this is a few before, to give the GPU time.
@@ -219,11 +217,25 @@ class Anatomy(Callback):
         self._before_fetch()
 
     def _on_batch(self, data_fetcher: Any) -> None:
-        self._next = self._lot.random() < self._drawn
-        # Behind a step that is not timed, and before one that is not, there is nothing to note.
-        asked = self._timing or self._next or self.batches is not None
-        self._call(["on_train_batch_end"], asked)
+        if self._timing:
+            self._time_batch(data_fetcher)
+            return
+        self._ahead -= 1
+        if self._ahead == 1:
+            self._call(HOOKS[-1:], True)
         self._train_batch(data_fetcher)
+
+    def _time_batch(self, data_fetcher: Any) -> None:
+        self._ahead = 1
+        while self._lot.random() >= self._drawn:
+            self._ahead += 1
+        after = self._after_optimizer
+        hooks = [o.register_step_post_hook(lambda *_: self._begin(after)) for o in self._optimizers]
+        try:
+            self._train_batch(data_fetcher)
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _call(self, hooks: Sequence[str], called: bool) -> None:
         """Lightning passes over a hook that is None, where to call one that does nothing takes
@@ -263,8 +275,11 @@ class Anatomy(Callback):
             self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped)
             if self._timed.steps:
                 self._look_at_all(trainer)
-        self._timing = self._next
-        self._call(NOTING, self._timing)
+        self._timing = self._ahead <= 1
+        # Behind a step that is not timed, and before one that is not, there is nothing to note.
+        self._call(HOOKS if self.batches is None else HOOKS[:-1], self._timing)
+        before_fetch = self._on_fetch if self._timing else self._before_fetch
+        trainer.fit_loop._data_fetcher._start_profiler = before_fetch  # type: ignore[union-attr]
         if self._timing:
             self._take_exchanges()  # of steps that were not timed
             self._begin_anew()

@@ -849,7 +849,17 @@ MUTATIONS = [
     ),
     Mutation(
         "the end of each step is asked for", "anatomy.py",
-        '(["on_train_batch_end"], asked)', '(["on_train_batch_end"], True)',
+        "HOOKS if self.batches is None else HOOKS[:-1]", "HOOKS[:-1]",
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
+        "optimizers call in steps that are not timed", "anatomy.py",
+        "                hook.remove()\n", "                pass\n",
+        "same_part", "test_anatomy", "runs",
+    ),
+    Mutation(
+        "waiting for data is not told once fewer steps are timed", "anatomy.py",
+        "self._on_fetch if self._timing else self._before_fetch", "self._before_fetch",
         "same_part", "test_anatomy", "runs",
     ),
     Mutation(

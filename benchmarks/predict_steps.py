@@ -16,7 +16,7 @@ from benchmarks.hardware import machine
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_inputs import Measured, of_our_form, read, told
 from benchmarks.predict_network import Results, networks
-from benchmarks.step_report import ALONE, OURS, TRAINER
+from benchmarks.step_report import ALONE, OURS, RAW, TRAINER
 from cluster.hostfile import parse
 from cluster.hosts import Refusal
 
@@ -36,7 +36,7 @@ def newest_steps(model: str) -> Path:
                 if all(result[key] == here[key] for key in ("cpu", "cores")):
                     found.append((result["date"], file))
         except Refusal:
-            continue  # half copied, of a GPU, without this model
+            continue  # half copied, of before all of this was told, without this model
     if not found:
         raise Refusal(
             f"MODEL={model}: no result of this machine in {RESULTS} tells how long it computes: "
@@ -55,9 +55,10 @@ def job_of_steps(result: dict[str, Any], model: str) -> Job:
         raise ValueError(f"MODEL={model}: there are {', '.join(result['models'])}")
     measured = result["models"][model]
     if not measured["arrivals"]:
-        raise ValueError("it does not tell when gradients come, as none on GPUs does: take a run")
-    if "deviation_ms" not in (alone := measured["variants"].get(ALONE, {})):
-        raise ValueError(f"it does not tell how steps of '{ALONE}' differ: measure it again")
+        raise ValueError("it does not tell when gradients come: measure it again")
+    name = ALONE if result["device"] == "cpu" else RAW
+    if "deviation_ms" not in (alone := measured["variants"].get(name, {})):
+        raise ValueError(f"it does not tell how steps of '{name}' differ: measure it again")
     blocks = alone["block_medians_ms"]
     compute = statistics.median(blocks) / 1e3
     with_trainer = measured["variants"].get(TRAINER, alone)["block_medians_ms"]
@@ -90,7 +91,7 @@ def measured_steps(result: dict[str, Any], model: str, file: Path) -> Measured:
     head = [told(f"{model} of make bench-step", job, file)]
     if result["busy_before"] > BUSY_SHARE:
         head.append(f"take care these steps had other load of {result['busy_before']:.0%} beside")
-    if ranks > result["cores"]:
+    if result["device"] == "cpu" and ranks > result["cores"]:
         head.append(
             f"take care {ranks} ranks shared {result['cores']} cores: their compute is not that of "
             "ranks with a core each; start fewer, and measure again"
@@ -98,7 +99,8 @@ def measured_steps(result: dict[str, Any], model: str, file: Path) -> Measured:
     return Measured(
         model, job, ranks, max(host.slots for host in hosts),
         statistics.median(steps) / 1e3 if steps else None, head,
-        {name: {"cpu": result["cpu"], "cores": result["cores"]} for name in names}, "Gloo",
+        {name: {"cpu": result["cpu"], "cores": result["cores"]} for name in names},
+        "Gloo" if result["device"] == "cpu" else "NCCL",
         result["network"] if len(hosts) > 1 else "",
     )  # fmt: skip
 

@@ -34,7 +34,7 @@ from benchmarks.files import RESULTS, continued, slug, write_json, write_text
 from benchmarks.hardware import hardware
 from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
 from benchmarks.step_ranks import Group, Variant, start
-from benchmarks.step_report import ALONE, OURS, TRAINER, report
+from benchmarks.step_report import ALONE, OURS, RAW, TRAINER, report
 from cluster.hostfile import parse
 from cluster.hosts import Refusal
 from cluster.probe import memory
@@ -44,7 +44,7 @@ ON_GPU = [*MODELS, "resnet50"]
 # What strategies/environment.py sets for itself, to tell its effect from that of the rest.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 * 2**20), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 VARIANTS: dict[str, Variant] = {
-    "no communication": ("raw_alone", {}, {}),
+    RAW: ("raw_alone", {}, {}),
     "torch DDP": ("raw_ddp", {}, {}),
     "Horovod, its defaults": ("raw_horovod", {}, {"HOROVOD_SHARED_MEMORY": "0"}),
     "our buckets, raw loop": ("raw_buckets", {}, {}),
@@ -190,7 +190,8 @@ def main() -> int:
     arguments.device = arguments.device or ("cuda" if gpus else "cpu")
     on_gpu = arguments.device == "cuda"
     # Variants of malloc make no difference on a GPU.
-    arguments.variants = arguments.variants or list(VARIANTS)[: 6 if on_gpu else 9]
+    by_default = [*list(VARIANTS)[:6], TRAINER] if on_gpu else list(VARIANTS)[:9]
+    arguments.variants = arguments.variants or by_default
     default_models = ON_GPU if on_gpu else MODELS
     ranks = sum(host.slots for host in parse(arguments.hosts))
     if on_gpu and ranks > len(gpus):

@@ -12,7 +12,8 @@ from benchmarks.hardware import versions
 from cluster.hostfile import parse
 
 # Variants that the tables compare with others.
-OURS, ALONE = "Lightning + HorovodStrategy", "no communication, our malloc"
+OURS, RAW = "Lightning + HorovodStrategy", "no communication"
+ALONE = f"{RAW}, our malloc"
 TRAINER = "Lightning, no communication, our malloc"
 # Of an Ethernet frame's 1,514 bytes 1,448 are data, after the headers of IPv4 and of TCP with time
 # stamps (RFC 7323); the limit of cluster/testbed.py counts them all.
@@ -83,7 +84,7 @@ def wire(results: dict[str, Any]) -> str:
             continue
         computing = statistics.median(result["variants"][ALONE]["block_medians_ms"])
         for variant, measured in result["variants"].items():
-            if "no communication" in variant:
+            if RAW in variant:
                 continue
             # Of all ranks, or of hosts whose ranks share memory.
             ring = len(hosts) if share_memory and is_ours(variant) else result["ranks"]

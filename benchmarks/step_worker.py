@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -157,33 +157,32 @@ def join_torch_distributed() -> None:
 
 
 def raw_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
-    if not pace.on_gpu:
-        pace.arrivals = arrivals(model, sgd(model), batch)
+    pace.arrivals = arrivals(model, sgd(model), batch, pace)
     loop(model, sgd(model), batch, pace)
 
 
 def arrivals(
-    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor]
+    model: nn.Module, optimizer: Any, batch: tuple[Tensor, Tensor], pace: Pace
 ) -> list[tuple[float, int]]:
     """For gradients in turn the share of a step that is over when they come, and their bytes."""
-    moments: list[float] = []
     sizes: list[int] = []
 
     def note(parameter: nn.Parameter) -> None:
-        moments.append(time.perf_counter())
+        pace.note()
         sizes.append(parameter.numel() * parameter.element_size())
 
     hooks = [p.register_post_accumulate_grad_hook(note) for p in model.parameters()]
     steps = []
     for _ in range(9):
-        moments.clear()
         sizes.clear()
-        start = time.perf_counter()
+        pace.note()
         optimizer.zero_grad()
         loss(model, batch).backward()
         optimizer.step()
-        seconds = time.perf_counter() - start
-        steps.append([(moment - start) / seconds for moment in moments])
+        pace.note()
+        *moments, end = accumulate(pace.seconds())
+        steps.append([moment / end for moment in moments])
+        pace.moments.clear()
     for hook in hooks:
         hook.remove()
     shares: dict[float, int] = {}
@@ -275,7 +274,7 @@ def fit(
 
 
 def lightning_alone(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:
-    fit(model, batch, pace, "auto", devices=1)
+    fit(model, batch, pace, "auto", devices=[LOCAL_RANK] if pace.on_gpu else 1)
 
 
 def lightning_ddp(model: nn.Module, batch: tuple[Tensor, Tensor], pace: Pace) -> None:

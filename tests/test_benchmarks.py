@@ -24,6 +24,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch import nn
 
 from benchmarks import (
     allreduce,
@@ -132,6 +133,14 @@ def test_on_a_gpu_steps_are_between_events(monkeypatch: pytest.MonkeyPatch) -> N
     for _ in range(4):
         pace.note()
     assert pace.seconds() == [0.001] * 3
+    pace.moments.clear()
+    # A millisecond after another: the bias and the weight of the last layer, and those before.
+    model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, worker.CLASSES))
+    batch = (torch.ones(2, 4), torch.zeros(2, dtype=torch.long))
+    came = worker.arrivals(model, worker.sgd(model), batch, pace)
+    assert [share for share, _ in came] == [0.2, 0.4, 0.6, 0.8]
+    assert sorted(size for _, size in came[:2]) == [4 * worker.CLASSES, 12 * worker.CLASSES]
+    assert not pace.moments  # none of those counts as a step
 
 
 def test_the_idle_share_is_that_of_a_groups_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:

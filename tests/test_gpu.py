@@ -318,6 +318,10 @@ def test_a_step_is_timed(device: str, ranks: int, tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     (file,) = tmp_path.glob(f"step_{model}_batch-2_*.json")
-    variants = json.loads(file.read_text())["models"][model]["variants"]
+    measured = json.loads(file.read_text())["models"][model]
+    came, sizes = zip(*measured["arrivals"])
+    assert 0 < came[0] < came[-1] < 1 and list(came) == sorted(came)
+    assert sum(sizes) == measured["gradient_bytes"]
+    variants = measured["variants"]
     assert all(variant["block_medians_ms"][0] > 0 for variant in variants.values())
     assert set(names) <= variants.keys()

@@ -53,7 +53,7 @@ from benchmarks.predict_network import MEMORY, TCP, described, networks
 from benchmarks.predict_proof import measurement
 from benchmarks.predict_runs import job_of, measured_run
 from benchmarks.predict_steps import job_of_steps
-from benchmarks.step_report import ALONE, TRAINER
+from benchmarks.step_report import ALONE, RAW, TRAINER
 from benchmarks.step_report import OURS as STRATEGY
 from cluster.hosts import Host, Refusal
 from runs.bottleneck import PHASES, phases
@@ -692,7 +692,7 @@ def bench_step(**changes: Any) -> dict[str, Any]:
     arrivals = [[0.3, 3 * MB], [0.7, 6 * MB], [0.9, MB]]
     return {
         "hosts": "localhost:2", "network": "loopback", "cpu": "ours", "cores": 2,
-        "busy_before": 0.0, "date": "2026-11-21",
+        "device": "cpu", "busy_before": 0.0, "date": "2026-11-21",
         "models": {"resnet18": {"arrivals": arrivals, "ranks": 2, "variants": variants}},
     } | changes  # fmt: skip
 
@@ -762,6 +762,17 @@ def test_a_model_of_bench_step_is_predicted(
     assert f"kept      {kept:.1f} ms" in capsys.readouterr().out
     assert said(monkeypatch, *options, f"{link} operations=nccl inside=pcie") == 0
     assert "kept" not in capsys.readouterr().out  # GPUs sum
+    on_gpus = bench_step(device="cuda", hosts="localhost:8")
+    variants = on_gpus["models"]["resnet18"]["variants"]
+    variants |= {RAW: variants.pop(ALONE), TRAINER: {"block_medians_ms": [99.0, 102.0, 301.0]}}
+    on_gpus["models"]["resnet18"]["ranks"] = 8  # of one host, so that a host has as many
+    (tmp_path / "gpus.json").write_text(json.dumps(on_gpus))
+    named = ("--run", str(tmp_path / "gpus.json"), "--model", "resnet18", "--ranks", "8", "64")
+    assert said(monkeypatch, *named, "--network", f"{link} inside=nvlink") == 0
+    printed = capsys.readouterr().out
+    assert "operations nccl" in printed and "resnet18 of make bench-step: 101.0 ms" in printed
+    assert "| 64 | 8 |" in printed and "allreduce_ours" not in printed
+    assert "kept" not in printed and "shared 2 cores" not in printed
     faster = bench_step(date="2026-11-23")
     faster["models"]["resnet18"]["variants"][STRATEGY] = {"block_medians_ms": [90.0]}
     single = bench_step(date="2026-11-24", hosts="localhost:1")  # nobody to communicate with

@@ -226,7 +226,7 @@ class Anatomy(Callback):
         self._train_batch(data_fetcher)
 
     def _time_batch(self, data_fetcher: Any) -> None:
-        self._ahead = 1
+        self._ahead = 1  # drawn here for all up to the next, so that those have nothing to do
         while self._lot.random() >= self._drawn:
             self._ahead += 1
         after = self._after_optimizer

@@ -48,10 +48,12 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
         _points(speedup, [(aside * row.np, row.speedup) for row in measured], style)
         _points(efficiency, [(aside * row.np, _percent(row.efficiency)) for row in measured], style)
         crowded = [(aside * row.np, _percent([1 / v for v in row.over_alone])) for row in measured]
-        label = f"{strategy}, oversubscribed: without / with communication"
-        hollow = {**style, "markerfacecolor": "white", "linestyle": ":", "label": label}
-        _points(efficiency, crowded, hollow)
+        hollow: dict[str, Any] = {"markerfacecolor": "white", "linestyle": ":"}
+        _points(efficiency, crowded, {**style, **hollow, "label": None})
         _predict(results, predicted, measured, (speedup, efficiency), color)
+    if results["oversubscribed"]:  # one entry for all strategies, or the legend has no room
+        label = "oversubscribed: a step without /\nwith communication"
+        efficiency.plot([], [], color="0.4", marker="o", markersize=5, label=label, **hollow)
     baseline = f"{sizes[0]} process" + "es" * (sizes[0] > 1)
     _finish(speedup, sizes, f"speed-up over {baseline}", mode)
     _finish(efficiency, sizes, "efficiency, %", mode)

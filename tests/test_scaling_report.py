@@ -84,6 +84,29 @@ def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.Mon
         assert all(getattr(a, far) <= getattr(b, near) for a, b in pairwise(boxes))
 
 
+def test_the_legends_are_within_their_panels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with all that they can name: strategies, a prediction, oversubscribed sizes."""
+    drawn: list[Any] = []
+    benchmark, _ = both(tmp_path)
+    monkeypatch.setattr(scaling_plot, "save", lambda figure, name: drawn.append(figure))
+    scaling_plot.draw(benchmark, "a machine", Path())
+    (figure,) = drawn
+    figure.draw_without_rendering()
+    for axes in figure.axes:
+        legend, panel = axes.get_legend().get_window_extent(), axes.bbox
+        assert panel.x0 <= legend.x0 and legend.x1 <= panel.x1
+        assert panel.y0 <= legend.y0 and legend.y1 <= panel.y1
+    texts = [text.get_text() for text in figure.axes[1].get_legend().get_texts()]
+    assert texts[:4] == [
+        "ideal",
+        "horovod, predicted",
+        "oversubscribed: a step without /\nwith communication",
+        "horovod",
+    ]
+
+
 def test_the_plot_shows_the_figures_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against 2 processes; 8 share cores, and take 10 ms alone; 11.25 are predicted for 4."""
     drawn: list[Any] = []

@@ -33,7 +33,7 @@ from typing import Any
 
 from scipy.stats import binom
 
-from benchmarks.load import BUSY_SHARE, DRIFT, STEAL_SHARE
+from benchmarks.load import BUSY_SHARE, DRIFT, HEAT_SHARE, STEAL_SHARE
 from benchmarks.overrides import accumulated
 
 MIN_REPEATS = 3  # two that happen to agree show no noise
@@ -211,6 +211,9 @@ def _marks(results: Results, row: Row, runs: list[Run], alone: list[Run]) -> lis
     stolen = max(host["stolen"] for host in hosts)
     if stolen > STEAL_SHARE:
         marks.append(f"stolen {stolen:.0%}")
+    hot = max((on_gpus and host.get("gpu_slowed")) or 0 for host in hosts)
+    if hot > HEAT_SHARE:
+        marks.append(f"GPU slowed by heat {hot:.0%}")
     drift = max(_drift(results, run) for run in [*runs, *alone])
     if drift > DRIFT:
         marks.append(f"cores {drift:.0%} slower")

@@ -151,7 +151,9 @@ class Launcher:
             raise Failed(f"error: {job}: {len(summaries)} summary.json on {names}")
         after = ask(used_hosts, "benchmarks.load", "--after")
         for name, state in before.items():
-            state["stolen"] = load.stolen(state.pop("counters"), after[name]["counters"])
+            counters = state.pop("counters"), after[name]["counters"]
+            state["stolen"] = load.stolen(*counters)
+            state["gpu_slowed"] = load.gpu_slowed(*counters)
         return {**_measured(job, summaries), "hosts": before}
 
     def command(self, job: Job, overrides: list[str]) -> list[str]:

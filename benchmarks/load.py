@@ -1,4 +1,4 @@
-"""What else a host does around a measurement, and how fast its cores are.
+"""What else a host does around a measurement, how fast its cores are, and how hot its GPUs.
 
     python -m benchmarks.load            before a measurement: takes about 1.3 s, prints JSON
     python -m benchmarks.load --after    after it: only the counters
@@ -24,6 +24,10 @@ from benchmarks.hardware import nvidia_smi
 BUSY_SHARE = 0.10  # of all cores, or of a GPU's time, before a measurement
 STEAL_SHARE = 0.02  # of the time during it, that the hypervisor gave to other machines
 DRIFT = 0.05  # of the arithmetic's time, against the fastest in the same file
+HEAT_SHARE = 0.02  # of the time during it, in which a GPU was slowed down for its temperature
+
+# Microseconds since the driver was loaded; older drivers do not have these.
+HEAT = [f"clocks_event_reasons_counters.{kind}_thermal_slowdown" for kind in ("sw", "hw")]
 
 PIECES, ADDITIONS = 20, 200_000  # about 0.2 s in all
 
@@ -40,10 +44,16 @@ def before() -> dict[str, Any]:
     }
 
 
-def counters() -> dict[str, float]:
-    """Seconds of all cores since boot: total, and those stolen by the hypervisor."""
+def counters() -> dict[str, Any]:
+    """Seconds since boot: of all cores together, in total and stolen by the hypervisor; of a clock;
+    and those of each GPU that was slowed down for its temperature, if the driver counts them."""
     seconds = psutil.cpu_times()[:8]  # from user to steal; what follows is in user, too
-    return {"total": sum(seconds), "steal": seconds[-1]}
+    slowed = [
+        1e-6 * max(map(int, counts)) for counts in nvidia_smi(*HEAT)
+        if all(count.isdecimal() for count in counts)
+    ]  # fmt: skip
+    clock = time.clock_gettime(time.CLOCK_BOOTTIME)
+    return {"total": sum(seconds), "steal": seconds[-1], "clock": clock, "gpus_slowed": slowed}
 
 
 def arithmetic() -> float:
@@ -58,10 +68,20 @@ def arithmetic() -> float:
     return statistics.median(times) * 1e3
 
 
-def stolen(earlier: dict[str, float], later: dict[str, float]) -> float:
+def gpu_slowed(earlier: dict[str, Any], later: dict[str, Any]) -> float | None:
+    """The share of the time between two readings in which the hottest GPU was slowed down for its
+    temperature; None if no driver counts that."""
+    seconds = later["clock"] - earlier["clock"]
+    pairs = zip(earlier["gpus_slowed"], later["gpus_slowed"])
+    slowed = max((after - before for before, after in pairs), default=None)
+    return None if slowed is None or seconds <= 0 else round(slowed / seconds, 4)
+
+
+def stolen(earlier: dict[str, Any], later: dict[str, Any]) -> float:
     """The share of the time between two readings that the hypervisor took."""
     total = later["total"] - earlier["total"]
-    return round((later["steal"] - earlier["steal"]) / total, 4) if total > 0 else 0.0
+    share: float = (later["steal"] - earlier["steal"]) / total if total > 0 else 0.0
+    return round(share, 4)
 
 
 if __name__ == "__main__":

@@ -150,6 +150,13 @@ def test_a_disturbed_gpu_is_marked_where_it_is_used(gpus: list[str], marks: list
     assert all(row.marks == marks for row in rows(measured(source, benchmark)))
 
 
+@pytest.mark.parametrize("gpus, marks", [(["A GPU"], ["GPU slowed by heat 30%"]), ([], [])])
+def test_a_hot_gpu_is_marked_where_it_is_used(gpus: list[str], marks: list[str]) -> None:
+    benchmark = results() | {"hosts": {"localhost": {**MACHINE, "gpus": gpus}}}
+    source = Source(lambda job, _: 1.0, gpu_slowed=0.3)
+    assert all(row.marks == marks for row in rows(measured(source, benchmark)))
+
+
 def test_slower_cores_are_marked_where_they_were() -> None:
     benchmark = measured(Source(lambda job, _: 1.0))
     benchmark["runs"][-1]["hosts"]["localhost"]["arithmetic_ms"] = 10.0

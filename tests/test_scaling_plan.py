@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import hardware, launching, overrides, scaling, scaling_plan, scaling_report
+from benchmarks import hardware, launching, load, overrides, scaling, scaling_plan, scaling_report
 from benchmarks.launching import Failed, Job
 from cluster.hostfile import parse
 from cluster.hosts import Host, Refusal
@@ -265,3 +265,22 @@ def test_the_load_of_other_gpus_is_none(
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     state = launching.ask([Host("localhost", 1, gpus=gpus)], "benchmarks.load")["localhost"]
     assert state["gpu_busy"] == busy
+
+
+@pytest.mark.parametrize(
+    "answers, share",
+    [
+        (["echo 0, a, 0, 9; echo 1, b, 5, 7", "echo 0, a, 8, 9; echo 1, b, 5, 3000007"], 0.3),
+        (["echo 0, GPU-a, [N/A], [N/A]"] * 2, None),
+        (["echo Field is not a valid field to query.; exit 2"] * 2, None),
+    ],
+)  # fmt: skip
+def test_the_time_in_which_heat_slowed_a_gpu_is_counted(
+    answers: list[str], share: float | None, fake: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    readings = []
+    for clock, answer in zip((100.0, 110.0), answers):
+        fake("nvidia-smi", answer)
+        readings.append({**load.counters(), "clock": clock})
+    assert load.gpu_slowed(*readings) == share

@@ -316,7 +316,8 @@ class Anatomy(Callback):
         self._log(trainer, trainer.fit_loop.epoch_loop._batches_that_stepped - 1)
 
     def _log(self, trainer: pl.Trainer, step: int) -> None:
-        """Log the mean phases of this rank since the last time; only rank 0's loggers write."""
+        """Log the mean phases of this rank since the last time, its waiting for slower ranks as
+        all_reduce; only rank 0's loggers write."""
         count, self._logged = self._count - self._logged, self._count
         steps = list(self._timed.steps)[-count:] if count else []
         if not steps or not trainer.loggers:

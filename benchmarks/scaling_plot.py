@@ -3,7 +3,8 @@
 Points are medians with the interval of efficiency.py; strategies stand beside each other. Dashed:
 the results' "predicted", with its range. Hollow: sizes with more ranks than cores, whose efficiency
 is a step without communication over one with it. Made for print: 7 inches wide, the colours of
-Okabe and Ito for the colour-blind, another symbol for each strategy.
+Okabe and Ito for the colour-blind, another symbol for each strategy. Beneath stands what a reader
+must know first, as other load.
 """
 
 from __future__ import annotations
@@ -22,15 +23,29 @@ STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
 
 def draw(results: Results, hardware: str, name: Path) -> None:
     """A row of two panels for each mode, into name.png and name.svg."""
-    settings = results["settings"]
+    settings, cautions = results["settings"], _cautions(results)
+    lines = len(cautions.splitlines())
     figure, grid = plt.subplots(
         len(settings["modes"]), 2, squeeze=False, layout="constrained",
-        figsize=(7, 0.3 + 2.6 * len(settings["modes"])),
+        figsize=(7, 0.3 + 2.6 * len(settings["modes"]) + 0.11 * lines),
     )  # fmt: skip
     figure.suptitle(title(f"{results['trial']['model']}, {hardware}", 7), fontsize=9)
     for mode, (left, right) in zip(settings["modes"], grid):
         _panels(results, mode, left, right)
+    if cautions:
+        figure.supxlabel(cautions, fontsize=6.5, x=0.01, horizontalalignment="left")
     save(figure, name)
+
+
+def _cautions(results: Results) -> str:
+    """The marks of all rows, for who sees the plot alone; "": none."""
+    several = len(results["settings"]["modes"]) > 1
+    marked = [
+        f"{f'{row.mode}, ' if several else ''}{row.strategy}, {row.np}: {', '.join(row.marks)}"
+        for row in rows(results)
+        if row.marks
+    ]
+    return title("take care: " + "; ".join(marked), 10) if marked else ""  # in small letters
 
 
 def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> None:

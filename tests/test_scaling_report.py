@@ -76,6 +76,12 @@ def test_a_plot_has_room_for_its_words(sizes: list[int], monkeypatch: pytest.Mon
     figure.draw_without_rendering()
     title = figure._suptitle.get_window_extent()
     assert figure.bbox.x0 <= title.x0 and title.x1 <= figure.bbox.x1
+    cautions = figure._supxlabel.get_window_extent()
+    assert figure.bbox.x0 <= cautions.x0 and cautions.x1 <= figure.bbox.x1
+    assert figure.bbox.y0 <= cautions.y0
+    assert cautions.y1 <= min(a.xaxis.label.get_window_extent().y0 for a in figure.axes)
+    text = figure._supxlabel.get_text().replace("\n", " ")
+    assert text.startswith("take care: ") and text.count(": 1 repeat") == len(rows(benchmark))
     left, right = figure.axes
     for axis, ends in ((left.xaxis, "x0 x1"), (right.xaxis, "x0 x1"), (left.yaxis, "y0 y1")):
         boxes = [tick.label1.get_window_extent() for tick in axis.get_major_ticks()]

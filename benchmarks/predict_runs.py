@@ -30,13 +30,18 @@ def newest_run() -> Path:
             summary = json.loads(file.read_text())
         except (OSError, ValueError):
             continue
-        overrides = file.parent / ".hydra" / "overrides.yaml"
-        text = overrides.read_text() if overrides.is_file() else ""
-        profiled = re.search(r"^- (debug=profiler|profiler=(advanced|pytorch|trace))$", text, re.M)
         anatomy = isinstance(summary, dict) and summary.get("anatomy")
-        if isinstance(anatomy, dict) and anatomy.get("wire") and not profiled:
+        if isinstance(anatomy, dict) and anatomy.get("wire") and not profiled(file.parent):
             return file
     raise Refusal("no run in logs/ tells of all-reduces: make train NP=2 first, or give RUN=")
+
+
+def profiled(folder: Path) -> bool:
+    """Whether a profiler made the steps of this run's folder slower."""
+    overrides = folder / ".hydra" / "overrides.yaml"
+    text = overrides.read_text() if overrides.is_file() else ""
+    slow = r"^- (debug=profiler|profiler=(advanced|pytorch|trace))$"
+    return re.search(slow, text, re.M) is not None
 
 
 def measured_run(summary: dict[str, Any], run: Path) -> Measured:
@@ -48,14 +53,16 @@ def measured_run(summary: dict[str, Any], run: Path) -> Measured:
     if not summary["hosts"]:
         raise ValueError("it lacks what a run writes: no hosts")
     job, model = job_of(summary), summary["model"]
+    head = [told(f"{model} on {summary['data']}", job, run), *cautions(summary, job)]
+    if profiled(run.parent):
+        head.append("take care a profiler made the steps of this run slower: measure without it")
     machines: dict[str, Any] = dict.fromkeys(summary["hosts"])
     if (here := os.uname().nodename) in machines:
         machines[here] = machine()
     return Measured(
         model, job, summary["world_size"], max(summary["hosts"].values()),
         summary["anatomy"]["step_ms"]["median"] / 1e3,
-        [told(f"{model} on {summary['data']}", job, run), *cautions(summary, job)],
-        machines, summary.get("operations", "Gloo"),
+        head, machines, summary.get("operations", "Gloo"),
     )  # fmt: skip
 
 

@@ -889,6 +889,10 @@ def test_the_newest_run_is_one_that_no_profiler_made_slower(
         (run / ".hydra" / "overrides.yaml").write_text(f"- seed=1\n- {override}\n")
         (run / "summary.json").write_text(json.dumps(summary()))
     assert predict_runs.newest_run().parent.name == "1"
+    # One that is named is predicted, with a warning.
+    runs = [tmp_path / "logs" / "m" / "runs" / str(n) / "summary.json" for n in range(len(asked))]
+    told = ["a profiler made the steps" in "".join(measured_run(summary(), r).head) for r in runs]
+    assert told == [False, False, True, True]
 
 
 def test_a_band_holds_what_is_likely() -> None:

@@ -169,6 +169,13 @@ def all_reduces_of(found: inputs.Measured) -> dict[Path, dict[str, Any]]:
     return inputs.newest_all_reduces(files, found.machines, found.operations, found.network)
 
 
+ASSUMPTIONS = (
+    "assumed   batch and compute of a rank stay as they are; at best and at worst differ in the "
+    "network alone, not in how far off the model is, which make predict-proof tells; formulas, "
+    "sources and what is left out: benchmarks/cost_model.py"
+)
+
+
 class Given(NamedTuple):
     """What is predicted, and from what.
 
@@ -223,6 +230,7 @@ def given(arguments: argparse.Namespace) -> Given:
             for file, result in results.items()
             if ("inside" if len(result["hosts"]) == 1 else "rate") not in options
         ]
+        head.append(ASSUMPTIONS)
     measured = {} if network or found.seconds is None else {found.ranks: found.seconds}
     out = source.with_name(f"prediction{f'_{model}' if model else ''}.md")
     return Given(out, found.model, found.job, cases, measured, head)
@@ -255,8 +263,10 @@ def main() -> int:
     print(text)
     out = unused(out).with_suffix("")
     link = cases[1]
+    unknown = any(f"between hosts: {predict_network.ASSUMED}" in line for line in head)
     caption = (
-        f"{model}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, {link.latency * 1e6:.0f} µs, "
+        f"{model}; between hosts {link.bandwidth / 1e6:,.0f} MB/s, {link.latency * 1e6:.0f} µs"
+        f"{' (NOT MEASURED)' * unknown}, "
         f"{link.ranks_per_host} rank{'s' * (link.ranks_per_host > 1)} each"
     )
     plot(rows, measured, job, caption, out)

@@ -660,6 +660,8 @@ def test_predict_writes_a_table_and_a_plot(
     assert rows[0].endswith("| 125.0 |")  # the run's own ranks, measured
     for name in ("prediction.md", "prediction.csv", "prediction.png", "prediction.svg"):
         assert files["run"].with_name(name).stat().st_size > 0
+    told = files["run"].with_name("prediction.md").read_text()
+    assert "assumed   batch and compute" in told and "benchmarks/cost_model.py" in told
     # A network in words is another one: the run's own time does not belong beside it.
     words = "rate=100gbit latency=5us gpus_per_host=8 inside=nvlink operations=nccl"
     assert said(monkeypatch, *options, "--ranks", "16", "--network", words, plots=True) == 0
@@ -676,8 +678,12 @@ def test_predict_writes_a_table_and_a_plot(
     assert best <= likely <= worst
     files["run"].rename(files["run"].with_name("summary.json"))
     folder = ["--run", str(files["run"].parent), "--allreduce", str(files["one"])]
-    assert said(monkeypatch, *folder, "--ranks", "8") == 0
-    assert "between hosts: NOT MEASURED" in capsys.readouterr().out
+    captions: list[str] = []
+    monkeypatch.setattr(command, "plot", lambda *arguments: captions.append(arguments[-2]))
+    for more in ([], ["--network", "rate=1gbit latency=20us"]):
+        assert said(monkeypatch, *folder, "--ranks", "8", *more, plots=True) == 0
+        measured = "between hosts: NOT MEASURED" not in capsys.readouterr().out
+        assert measured == bool(more) == ("(NOT MEASURED)" not in captions[-1])
 
 
 MB = 10**6

@@ -23,10 +23,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import load
 from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
 from benchmarks.hardware import software, versions
 from benchmarks.launching import ask, ends_in_a_line
-from benchmarks.load import BUSY_SHARE
 from benchmarks.workers import launched
 from cluster.hostfile import add_arguments, chosen, given
 from cluster.hosts import Host, Refusal
@@ -77,12 +77,11 @@ def head(results: dict[str, Any]) -> str:
         f"{results['device'] or machine['cpu']}, {machine['cores']} cores"
         for machine in results["machines"]
     )
-    busy = results.get("busy_before", 0)
-    warning = f" Take care: other load {busy:.0%}." if busy > BUSY_SHARE else ""
     return (
         f"All-reduce of float32 over {results['operations']}, {len(results['ranks'])} ranks on "
         f"{hosts}, {results['network']}: {' + '.join(kinds)}; {versions(results)}. Medians of "
-        f"{results['repeats']} repetitions, each the time of its slowest rank.{warning}"
+        f"{results['repeats']} repetitions, each the time of its slowest rank."
+        f"{load.warning(results.get('busy_before', 0))}"
     )
 
 

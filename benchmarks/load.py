@@ -44,6 +44,11 @@ def before() -> dict[str, Any]:
     }
 
 
+def warning(busy: float) -> str:
+    """A sentence to stand with figures, of the busy share before them; empty if it is small."""
+    return f" Take care: other load {busy:.0%}." if busy > BUSY_SHARE else ""
+
+
 def counters() -> dict[str, Any]:
     """Seconds since boot: of all cores together, in total and stolen by the hypervisor; of a clock;
     and those of each GPU that was slowed down for its temperature, if the driver counts them."""

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
+from benchmarks import load
 from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import hardware, versions
 from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
@@ -152,8 +153,10 @@ def main() -> int:
         "ranks": sorted(set(arguments.ranks)), "repeats": arguments.repeats, **hardware(),
     }  # fmt: skip
     results["runs"] = {str(ranks): [] for ranks in results["ranks"]}
+    busy = load.before()["busy"]
     name = f"overheads_{slug(results['cpu'])}-{results['cores']}-cores"
     file, results = continued(results, arguments.out, name, "runs")
+    results["busy_before"] = max(busy, results.get("busy_before", 0))
     with tells_what_is_kept(file):
         for repeat in range(arguments.repeats):
             for ranks in results["ranks"]:
@@ -166,7 +169,8 @@ def main() -> int:
     text = table(results)
     head = (
         f"What our own tools cost, all ranks on one host: {results['cpu']}, {results['cores']} "
-        f"cores; {versions(results)}. Medians of {results['repeats']} interleaved repeats.\n\n"
+        f"cores; {versions(results)}. Medians of {results['repeats']} interleaved repeats."
+        f"{load.warning(results['busy_before'])}\n\n"
     )
     write_json(results, file)
     write_text(file.with_suffix(".md"), head + text + "\n")

@@ -28,6 +28,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from benchmarks import load
 from benchmarks.efficiency import spread, spread_in_words
 from benchmarks.files import (
     RESULTS,
@@ -162,7 +163,7 @@ def description(results: dict[str, Any]) -> str:
         f"{results['cores']} cores. {versions(results)}. Medians of {results['repeats']} "
         "interleaved repeats; in "
         f"brackets {spread_in_words(results['repeats'])}; ratios within a repeat; "
-        "look-ups of one run."
+        f"look-ups of one run.{load.warning(results.get('busy_before', 0))}"
     )
 
 
@@ -184,8 +185,10 @@ def main() -> int:
         "ranks": sorted(set(arguments.np)), "repeats": arguments.repeats,
         "runs": [], "look_ups": {},
     }  # fmt: skip
+    busy = load.before()["busy"]
     name = f"start_{slug(results['cpu'])}-{results['cores']}-cores"
     file, results = continued(results, arguments.out, name, "runs", "look_ups")
+    results["busy_before"] = max(busy, results.get("busy_before", 0))
     with tells_what_is_kept(file):
         run(results, lambda: write_json(results, file))
     text = f"{description(results)}\n\n{table(results)}\n"

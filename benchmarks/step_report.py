@@ -24,13 +24,12 @@ def report(results: dict[str, Any]) -> str:
     batch = f", {results['batch']} images" if results["batch"] else ""
     on_gpu = results["device"] == "cuda"
     gpus = f"{', '.join(results['gpus'])}, bf16-mixed, channels_last; " if on_gpu else ""
-    busy = results["busy_before"]
     head = (
         f"Step time, {results['hosts']} over {results['network']}: {gpus}{results['cpu']}, "
         f"{results['cores']} cores; {versions(results)}. Medians of "
         f"{results['repeats']} interleaved blocks, one thread{batch} a rank"
         + ("." if results["finished"] else "; not all models are there yet.")
-        + (f" Take care: other load {busy:.0%}." if busy > load.BUSY_SHARE else "")
+        + load.warning(results["busy_before"])
     )
     return f"{head}\n\n{table(results)}{wire(results)}"
 

@@ -57,12 +57,15 @@ def test_what_was_interrupted_goes_on(tmp_path: Path, monkeypatch: pytest.Monkey
         return dict.fromkeys(overheads.WHAT, 0.001)
 
     monkeypatch.setattr(overheads, "measure", measure)
+    shares = iter([0.3, 0.0])  # other programs at the first call alone
+    monkeypatch.setattr(overheads.load, "before", lambda: {"busy": next(shares)})
     options = ["--ranks", "2", "4", "--repeats", "2", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["overheads", *options])
     assert (overheads.main(), overheads.main()) == (130, 0)
     assert asked == [2, 4, 4, 2, 4]
     (file,) = tmp_path.glob("*.json")
     assert json.loads(file.read_text())["finished"]
+    assert "repeats. Take care: other load 30%." in file.with_suffix(".md").read_text()
 
 
 @pytest.mark.slow

@@ -50,6 +50,20 @@ def test_known_times_give_known_figures_and_an_interrupted_run_goes_on(
     assert "| 2 | ours | 2.50 (2.00 to 2.50) | 0.25 | 8.0 | 1,234 |" in shown
 
 
+def test_other_load_before_the_starts_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(start, "run", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["start", "--np", "2", "--out", str(tmp_path)])
+    for share, told in ((0.3, True), (0.02, False)):
+        monkeypatch.setattr(start.load, "before", lambda share=share: {"busy": share})
+        assert start.main() == 0
+        (file,) = tmp_path.glob("start_*.md")
+        assert ("other load 30%" in file.read_text()) == told
+        for each in tmp_path.glob("start_*"):  # the next is not to go on with it
+            each.unlink()
+
+
 @pytest.mark.slow
 def test_all_starts_are_measured(tmp_path: Path) -> None:
     options = ["--np", "2", "--repeats", "1", "--out", str(tmp_path)]

@@ -13,6 +13,7 @@ What it does not prove: 8 ranks spend real processor time on TCP here, and the r
 that the links, not two cores, are the limit. At 1 Gbit/s that is no longer so, and nothing is
 claimed for it. Computing that slows down when ranks compete is not in the stub.
 Results, with the back-test on published figures, go to benchmarks/results/predict_*.
+Ctrl-C keeps what was measured, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -20,15 +21,16 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from benchmarks import published
 from benchmarks.cost_fit import Fit, Measurement, fit
 from benchmarks.cost_model import Job, Network, agreement, all_reduce, bucket_sizes, predict
-from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
+from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import ends_in_a_line, say
+from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
 from benchmarks.workers import launched
 from cluster.hosts import Refusal
 from cluster.testbed import BURST, Testbed, missing
@@ -67,16 +69,19 @@ def job_of(steps: dict[str, list[float]], stub: dict[str, Any]) -> Job:
     )  # fmt: skip
 
 
-def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list[int]) -> Any:
-    """All measurements: one rank alone, then each number of ranks at each rate."""
+def experiment(results: dict[str, Any], keep: Callable[[], None]) -> None:
+    """The measurements that are not there yet, of one rank alone, then of each number of ranks at
+    each rate; `keep` after each."""
+    stub, rows = results["stub"], results["measured"]
+    ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
     plan = [(1, None)] + [(count, rate) for count in ranks for rate in rates]
-    rows = []
-    for number, (count, rate) in enumerate(plan, start=1):
+    for number, (count, rate) in enumerate(plan[len(rows) :], start=len(rows) + 1):
         held_out = count in HELD_OUT_RANKS or rate in HELD_OUT_RATES
         kind = "alone" if rate is None else f"{rate} Mbit/s, {'held out' if held_out else 'fitted'}"
         say(f"{number} of {len(plan)}: {count} ranks, {kind}")
         fitted = rate is not None and not held_out
-        options = stub | {"seed": number, "sizes": SIZES if fitted else [], "repeats": repeats}
+        options = stub | {"seed": number, "sizes": SIZES if fitted else []}
+        options["repeats"] = results["repeats"]
         # Long enough to fill the token buckets of the links, which a step's forward is too.
         options["pause"] = 1.2 * BURST_BYTES / (rate * MBIT) if rate else 0.0
         result = run(count, rate, options)
@@ -87,7 +92,7 @@ def experiment(stub: dict[str, Any], repeats: int, ranks: list[int], rates: list
                 for size, times in zip(SIZES, result["seconds"])
             ]
         rows.append(row)
-    return rows
+        keep()
 
 
 def measurement(ranks: int, bytes_: float, seconds: float, rate: float = 1.0) -> Measurement:
@@ -216,15 +221,13 @@ def main() -> int:
     stub = STUB | {"steps": arguments.steps}
     if problem := missing():
         raise Refusal(problem)
-    measure_alone(arguments.out)
-    facts = hardware()
-    ranks, rates = RANKS + HELD_OUT_RANKS, sorted(RATES + HELD_OUT_RATES)
-    measured = experiment(stub, arguments.repeats, ranks, rates)
-    results = {
-        **facts, "stub": stub, "repeats": arguments.repeats, **compare(measured, stub),
-        "measured": measured, "published": published.rows(),
-    }  # fmt: skip
-    file = unused(arguments.out / f"predict_{slug(results['cpu'])}_{results['date'][:10]}.json")
+    results = {**hardware(), "stub": stub, "repeats": arguments.repeats, "measured": []}
+    name = f"predict_{slug(results['cpu'])}"
+    file, results = continued(results, arguments.out, name, "measured")
+    with tells_what_is_kept(file):
+        experiment(results, lambda: write_json(results, file))
+    results |= compare(results["measured"], stub)
+    results |= {"published": published.rows(), "finished": True}
     write_json(results, file)
     plot(results, file.with_suffix(""))
     text = f"{head(results)}\n\n{table(results)}\n\n{published.table(results['published'])}\n"

@@ -478,6 +478,28 @@ def test_the_proof_compares_what_was_held_out() -> None:
     assert "largest 11.1%" in lines[-1]
 
 
+def test_a_proof_that_was_interrupted_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, int | None]] = []
+
+    def measure(ranks: int, rate: int | None, options: dict[str, Any]) -> dict[str, Any]:
+        asked.append((ranks, rate))
+        if len(asked) == 6:
+            raise KeyboardInterrupt
+        seconds = [1e-3 + size / 1e7 for size in options["sizes"]]
+        return {"steps": [steps([0.25] * 4)] * ranks, "seconds": [[each] * 2 for each in seconds]}
+
+    monkeypatch.setattr(predict_proof, "run", measure)
+    monkeypatch.setattr(predict_proof, "missing", str)
+    monkeypatch.setattr(predict_proof, "plot", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["predict_proof", "--out", str(tmp_path)])
+    assert (predict_proof.main(), predict_proof.main()) == (130, 0)
+    assert len(asked) == 14 and asked[5] == asked[6] and len({*asked}) == 13
+    (file,) = tmp_path.glob("predict_*.json")
+    assert len(json.loads(file.read_text())["rows"]) == 13 and file.with_suffix(".md").exists()
+
+
 # ---------------------------------------------------------------------- what predict is told
 
 

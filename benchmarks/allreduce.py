@@ -10,7 +10,8 @@ one rank: those with several send less over Gloo (cluster/shared_memory.h). Sums
 repetition takes as long as its slowest rank, for which training waits; the table has medians, and
 the 10th and 90th percentile. Each all-reduce is timed by itself: overlap with compute is not
 measured. What a rank does is in benchmarks/allreduce_worker.py. JSON, a table (Markdown, CSV) and a
-plot (PNG, SVG) go to benchmarks/results/, where `make predict` finds them.
+plot (PNG, SVG) go to benchmarks/results/, where `make predict` finds them. Ctrl-C keeps the
+repetitions that are whole, and the same command goes on.
 """
 
 from __future__ import annotations
@@ -24,9 +25,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import load
-from benchmarks.files import RESULTS, markdown, measure_alone, slug, unused, write_json, write_text
+from benchmarks.files import (
+    RESULTS,
+    continued,
+    markdown,
+    measure_alone,
+    slug,
+    unused,
+    write_json,
+    write_text,
+)
 from benchmarks.hardware import software, versions
-from benchmarks.launching import ask, ends_in_a_line
+from benchmarks.launching import ask, ends_in_a_line, tells_what_is_kept
 from benchmarks.workers import launched
 from cluster.hostfile import add_arguments, chosen, given
 from cluster.hosts import Host, Refusal
@@ -34,6 +44,7 @@ from cluster.ranks import used
 
 KIB, MIB = 2**10, 2**20
 SIZES = [4 * KIB * 4**n for n in range(11)]  # bytes, to 4 GiB
+UNFINISHED = "unfinished-allreduce"  # a file of this name is none for who looks for results
 
 
 def bandwidths(sizes: list[int], seconds: list[list[float]], count: int) -> list[dict[str, float]]:
@@ -157,6 +168,31 @@ def facts(hosts: list[Host]) -> dict[str, Any]:
     return {**machines[0], "busy_before": busy, **software(), "machines": machines}
 
 
+def measure(begun: dict[str, Any], part: Path, where: list[str]) -> None:
+    """The repetitions that are not there yet; after each, all of them are written to `part`."""
+
+    def keep(answer: dict[str, Any]) -> None:
+        begun["repetitions"].append(answer)
+        write_json(begun, part)
+
+    if missing := begun["repeats"] - len(begun["repetitions"]):
+        options = {"sizes": begun["bytes"], "repeats": missing}
+        launched("benchmarks.allreduce_worker", options, where, each=keep)
+
+
+def finished(begun: dict[str, Any]) -> dict[str, Any]:
+    """The results of all repetitions."""
+    results = {**begun, "finished": True}
+    sizes, repetitions = results.pop("bytes"), results.pop("repetitions")
+    ranks = repetitions[0]["ranks"]
+    times = zip(*(repetition["seconds"] for repetition in repetitions))
+    return {
+        **results, "ranks": ranks, "operations": repetitions[0]["operations"],
+        "device": repetitions[0]["device"],
+        "sizes": bandwidths(sizes, [*map(list, times)], len(ranks)),
+    }  # fmt: skip
+
+
 @ends_in_a_line
 def main() -> int:
     parser = argparse.ArgumentParser(
@@ -179,18 +215,19 @@ def main() -> int:
     if not sizes:
         raise Refusal(f"--largest {arguments.largest}: take {SIZES[0]} bytes or more")
     measure_alone(arguments.out)
-    host_facts = facts(hosts[: len(used_hosts)])  # with all their slots, as a job's
-    options = {"sizes": sizes, "repeats": arguments.repeats}
-    measured = launched("benchmarks.allreduce_worker", options, given(arguments))
-    seconds = measured.pop("seconds")
-    results = {
+    asked = {
         "hosts": [{"name": host.name, "slots": host.slots} for host in used_hosts],
         "network": arguments.network or ("network" if len(used_hosts) > 1 else "loopback"),
-        **measured, **host_facts,
-        "repeats": arguments.repeats,
-        "sizes": bandwidths(sizes, seconds, count),
+        **facts(hosts[: len(used_hosts)]),  # with all their slots, as a job's
+        "repeats": arguments.repeats, "bytes": sizes, "repetitions": [],
     }  # fmt: skip
+    part, begun = continued(asked, arguments.out, UNFINISHED, "repetitions")
+    begun["busy_before"] = max(asked["busy_before"], begun["busy_before"])
+    with tells_what_is_kept(part):
+        measure(begun, part, given(arguments))
+    results = finished(begun)
     file = write(results, arguments.out)
+    part.unlink()
     print(f"{head(results)}\n\n{table(results)}\n\nwritten to {file}, .md, .csv, .png, .svg")
     return 0
 

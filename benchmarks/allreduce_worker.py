@@ -3,9 +3,9 @@
     horovodrun -np 2 -H node1:1,node2:1 python -m benchmarks.allreduce_worker '{"sizes": [4096],
         "repeats": 9}'
 
-Rank 0 prints its progress, and at the end a line of JSON. As in training, Horovod is set up by the
-strategy, operations are named and in place, and each tensor goes by itself; on GPUs by NCCL, else
-by Gloo or MPI.
+Rank 0 prints its progress, and a line of JSON for each repetition. As in training, Horovod is set
+up by the strategy, operations are named and in place, and each tensor goes by itself; on GPUs by
+NCCL, else by Gloo or MPI.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import json
 import socket
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import horovod.torch as hvd
@@ -62,51 +63,57 @@ def once(numbers: torch.Tensor, device: str, pause: float) -> float:
     return seconds
 
 
-def measure(sizes: list[int], repeats: int, device: str, pause: float = PAUSE) -> list[list[float]]:
-    """For each size the seconds of its repetitions, each those of the slowest rank.
+def measure(
+    sizes: list[int], repeats: int, device: str, pause: float = PAUSE
+) -> Iterator[list[float]]:
+    """For each repetition the seconds of all sizes, those of the slowest rank.
 
     The slowest counts because training goes on only when the last rank has the sum. Sizes take
     turns, each repetition begins with another size, and the first repetition is left out. All ranks
     rest for `pause` seconds before each all-reduce.
     """
     numbers = torch.ones(max(sizes) // 4, device=device)
-    times = torch.zeros(len(sizes), repeats + 1)
+    times = torch.zeros(len(sizes))
     for repetition in range(repeats + 1):
         for turn in range(len(sizes)):
             index = (turn + repetition) % len(sizes)
-            times[index, repetition] = once(numbers[: sizes[index] // 4], device, pause)
+            times[index] = once(numbers[: sizes[index] // 4], device, pause)
         if hvd.rank() == 0:
             label = "warm-up" if repetition == 0 else f"repetition {repetition} of {repeats}"
             print(f"{label}: {len(sizes)} sizes up to {max(sizes):,} bytes", flush=True)
-    slowest = hvd.allreduce(times, name="times", op=hvd.Max)
-    return [[round(seconds, 9) for seconds in row] for row in slowest[:, 1:].tolist()]
+        slowest = hvd.allreduce(times, name="times", op=hvd.Max)
+        if repetition:
+            yield [round(seconds, 9) for seconds in slowest.tolist()]
 
 
-def result(options: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, or the "error" that kept all ranks from it."""
+def answers(options: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What each repetition measured, or the "error" that kept all ranks from it."""
     device = device_of_rank()
     if problem := shares_gpu(device):
-        return {"error": problem}
+        yield {"error": problem}
+        return
     shortages = hvd.allgather_object(
         (socket.gethostname(), lacking_memory(max(options["sizes"]), device)), name="memory"
     )
     for host, reason in shortages:
         if reason:
-            return {"error": f"{host}: {reason}: take a smaller --largest"}
-    return {
+            yield {"error": f"{host}: {reason}: take a smaller --largest"}
+            return
+    where = {
         "ranks": [host for host, _ in shortages],
         "operations": operations(device),
         "device": torch.cuda.get_device_name() if device == "cuda" else None,
-        "seconds": measure(options["sizes"], options["repeats"], device),
     }
+    for seconds in measure(options["sizes"], options["repeats"], device):
+        yield {**where, "seconds": seconds}
 
 
 def main() -> None:
     torch.set_num_threads(1)
     initialize()
-    measured = result(json.loads(sys.argv[1]))
-    if hvd.rank() == 0:
-        print(json.dumps(measured), flush=True)
+    for answer in answers(json.loads(sys.argv[1])):
+        if hvd.rank() == 0:
+            print(json.dumps(answer), flush=True)
     hvd.shutdown()
 
 

@@ -101,7 +101,8 @@ def main() -> None:
     result: dict[str, Any] = {"ranks": hvd.size()}
     if options["sizes"]:
         device = device_of_rank()
-        result["seconds"] = measure(options["sizes"], options["repeats"], device, options["pause"])
+        rows = measure(options["sizes"], options["repeats"], device, options["pause"])
+        result["seconds"] = [*zip(*rows)]
     result["steps"] = hvd.allgather_object(steps(options, alone), name="steps")
     if hvd.rank() == 0:
         print(json.dumps(result), flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.launching import Failed, say
@@ -13,16 +14,21 @@ from cluster.hosts import Refusal
 
 
 def launched(
-    module: str, options: dict[str, Any], where: list[str], prefix: list[str] | None = None
+    module: str,
+    options: dict[str, Any],
+    where: list[str],
+    prefix: list[str] | None = None,
+    each: Callable[[dict[str, Any]], object] = lambda _: None,
 ) -> dict[str, Any]:
     """Run `module` on some ranks; the last line of JSON that rank 0 prints.
 
     Args:
         where: -np, -H and --hostfile of cluster.horovodrun.
         prefix: a command that runs the launcher elsewhere, as on another host.
+        each: called with each line of JSON when it comes.
 
     Raises:
-        Refusal: with the "error" in that line.
+        Refusal: with the "error" in such a line.
         Failed: when there is no such line.
     """
     command = [sys.executable, "-m", "cluster.horovodrun", *where]
@@ -38,6 +44,8 @@ def launched(
             text = line.rstrip("\n").removeprefix("[0]<stdout>:")
             if text.startswith("{"):
                 result = json.loads(text)
+                if "error" not in result:
+                    each(result)
             else:
                 say(f"  {text}")
         process.wait()

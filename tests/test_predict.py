@@ -26,6 +26,7 @@ from benchmarks import (
     allreduce,
     allreduce_worker,
     figures,
+    hardware,
     predict_proof,
     predict_runs,
     predict_steps,
@@ -1095,10 +1096,13 @@ def test_the_hosts_that_take_part_tell_what_they_are(
             for host in hosts
         }
 
-    times = [[0.01, 0.02]] * 2
-    timings = {"ranks": ["node1", "node2"], "operations": "Gloo", "device": None, "seconds": times}
+    def launched(*_: Any, each: Callable) -> None:
+        told = {"ranks": ["node1", "node2"], "operations": "Gloo", "device": None}
+        for seconds in (0.01, 0.02):
+            each({**told, "seconds": [seconds] * 2})
+
     monkeypatch.setattr(allreduce, "ask", ask)
-    monkeypatch.setattr(allreduce, "launched", lambda *_: dict(timings))
+    monkeypatch.setattr(allreduce, "launched", launched)
     options = ["-np", "2", "-H", "node1:1,node2:1,node3:1", "--out", str(tmp_path)]
     sizes = ["--largest", "16384", "--repeats", "2"]
     monkeypatch.setattr(sys, "argv", ["allreduce", *options, *sizes])
@@ -1144,12 +1148,48 @@ def times_of_ranks() -> list[list[float]]:
     initialize()
     rounds = iter([100.0, 100.0] + 6 * [0.0])
     with patch.object(allreduce_worker, "once", lambda *_: hvd.rank() + 1.0 + next(rounds)):
-        return allreduce_worker.measure([4, 8], 3, "cpu")
+        return list(allreduce_worker.measure([4, 8], 3, "cpu"))
 
 
 def test_the_slowest_rank_counts_and_no_warm_up(launch: Callable) -> None:
     for times in launch(times_of_ranks, 2):
-        assert times == [[2.0] * 3] * 2
+        assert times == [[2.0] * 2] * 3
+
+
+def test_all_reduces_that_were_interrupted_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[int] = []
+    seconds = iter([1.0, 2.0, None, 4.0])  # Ctrl-C in the third
+
+    def launched(module: str, options: dict[str, Any], where: list[str], each: Callable) -> None:
+        asked.append(options["repeats"])
+        for _ in range(options["repeats"]):
+            if (one := next(seconds)) is None:
+                raise KeyboardInterrupt
+            times = [one] * len(options["sizes"])
+            each({"ranks": ["a", "a"], "operations": "Gloo", "device": None, "seconds": times})
+
+    monkeypatch.setattr(allreduce, "launched", launched)
+    loads = iter([0.0, 0.3])
+    facts = {"cpu": "one", "cores": 2, "machines": [{"cpu": "one", "cores": 2, "device": None}]}
+    monkeypatch.setattr(
+        allreduce, "facts",
+        lambda _: {**hardware.hardware(), **facts, "busy_before": next(loads)},
+    )  # fmt: skip
+    options = ["-np", "2", "-H", "localhost:2", "--largest", "16384", "--repeats", "3"]
+    monkeypatch.setattr(sys, "argv", ["allreduce", *options, "--out", str(tmp_path)])
+    assert allreduce.main() == 130
+    assert "is kept: the same command goes on" in capsys.readouterr().err
+    (part,) = tmp_path.glob("*.json")
+    assert not part.match("allreduce_*")  # nobody predicts from it
+    assert allreduce.main() == 0
+    assert asked == [3, 1] and not part.exists()
+    (file,) = tmp_path.glob("allreduce_*.json")
+    results = json.loads(file.read_text())
+    assert [(row["bytes"], row["seconds"]) for row in results["sizes"]] == [(4096, 2), (16384, 2)]
+    assert results["ranks"] == ["a", "a"] and results["finished"]
+    assert "Take care: other load 30%." in file.with_suffix(".md").read_text()
 
 
 def test_a_result_is_not_written_over(tmp_path: Path) -> None:

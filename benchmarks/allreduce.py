@@ -16,7 +16,6 @@ repetitions that are whole, and the same command goes on.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import statistics
@@ -36,7 +35,7 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import software, versions
-from benchmarks.launching import ask, ends_in_a_line, tells_what_is_kept
+from benchmarks.launching import Parser, ask, ends_in_a_line, tells_what_is_kept
 from benchmarks.workers import launched
 from cluster.hostfile import add_arguments, chosen, given
 from cluster.hosts import Host, Refusal
@@ -195,9 +194,7 @@ def finished(begun: dict[str, Any]) -> dict[str, Any]:
 
 @ends_in_a_line
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.allreduce", description=__doc__.partition("\n")[0])
     add_arguments(parser)
     parser.add_argument("--network", default="", help="what to call it in the results")
     parser.add_argument("--largest", type=int, default=256 * MIB, help="bytes (%(default)s)")

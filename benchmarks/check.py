@@ -15,7 +15,6 @@ configuration that only one file has, may differ: they are what is compared.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -27,7 +26,7 @@ from typing import Any
 from scipy.stats import mannwhitneyu
 
 from benchmarks.efficiency import MIN_REPEATS, Results, Row, rows
-from benchmarks.launching import ends_in_a_line
+from benchmarks.launching import Parser, ends_in_a_line
 from benchmarks.load import DRIFT
 from benchmarks.scaling_plan import OURS
 from cluster.hosts import Refusal
@@ -190,9 +189,7 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @ends_in_a_line
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.check", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.check", description=__doc__.partition("\n")[0])
     parser.add_argument("old", type=Path, metavar="OLD")
     parser.add_argument("new", type=Path, metavar="NEW")
     arguments = parser.parse_args()

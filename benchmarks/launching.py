@@ -6,6 +6,7 @@ run leaves on the host of rank 0, by ssh if that is another host. Nothing stays 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import functools
 import json
@@ -19,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from benchmarks import load
 from cluster.environment import ROOT
@@ -45,6 +46,13 @@ MEASURED = [
 
 class Failed(Exception):
     """Why a run gave no result: the last lines of its output, then one with "error: "."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses a mistake in one line, without the list of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        raise Refusal(f"{message} (--help lists all options)")
 
 
 def say(line: str) -> None:

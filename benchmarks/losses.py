@@ -35,7 +35,7 @@ from typing import Any
 from benchmarks import losses_report
 from benchmarks.files import RESULTS, continued, slug, write_json
 from benchmarks.hardware import hardware, machine, processors
-from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept, train
+from benchmarks.launching import Failed, Parser, ends_in_a_line, say, tells_what_is_kept, train
 from benchmarks.losses_report import Results, unequal
 from benchmarks.overrides import batch_size_of, configuration, refuse_ours
 from cluster.hosts import Refusal
@@ -153,9 +153,7 @@ def plan(sizes: list[int], ddp: bool) -> list[tuple[str, int]]:
 
 
 def parse(line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.losses", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.losses", description=__doc__.partition("\n")[0])
     parser.add_argument("--np", type=int, nargs="+", default=[2, 4], help="ranks: 2 4")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--out", type=Path, default=RESULTS)

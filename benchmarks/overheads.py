@@ -15,7 +15,6 @@ command goes on.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -33,7 +32,7 @@ from scipy.optimize import nnls
 from benchmarks import load
 from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
+from benchmarks.launching import Failed, Parser, ends_in_a_line, say, tells_what_is_kept
 from cluster.environment import ROOT
 
 LAWS: dict[str, Callable[[float], float]] = {
@@ -142,7 +141,7 @@ def table(results: dict[str, Any]) -> str:
 
 @ends_in_a_line
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16, 32])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -42,7 +42,7 @@ from benchmarks import predict_inputs as inputs
 from benchmarks import predict_network
 from benchmarks.cost_model import Job, Network, Step, predict
 from benchmarks.files import RESULTS, markdown, unused, write_text
-from benchmarks.launching import ends_in_a_line
+from benchmarks.launching import Parser, ends_in_a_line
 from benchmarks.load import BUSY_SHARE
 from benchmarks.predict_runs import measured_run, newest_run
 from benchmarks.predict_steps import measured_steps, newest_steps, with_burden
@@ -51,6 +51,11 @@ from cluster.hosts import Refusal
 RANKS = [2**power for power in range(1, 13)]
 MOST_RANKS = 4096
 MUCH = 1.1  # times the predicted step, from where on a measured one is warned of
+ASSUMPTIONS = (
+    "assumed   batch and compute of a rank stay as they are; at best and at worst differ in the "
+    "network alone, not in how far off the model is, which make predict-proof tells; formulas, "
+    "sources and what is left out: benchmarks/cost_model.py"
+)
 
 
 @dataclass(frozen=True)
@@ -169,13 +174,6 @@ def all_reduces_of(found: inputs.Measured) -> dict[Path, dict[str, Any]]:
     return inputs.newest_all_reduces(files, found.machines, found.operations, found.network)
 
 
-ASSUMPTIONS = (
-    "assumed   batch and compute of a rank stay as they are; at best and at worst differ in the "
-    "network alone, not in how far off the model is, which make predict-proof tells; formulas, "
-    "sources and what is left out: benchmarks/cost_model.py"
-)
-
-
 class Given(NamedTuple):
     """What is predicted, and from what.
 
@@ -237,9 +235,7 @@ def given(arguments: argparse.Namespace) -> Given:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.predict", description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--run", default="", help="a run's folder, or its summary.json; by default the newest"
     )

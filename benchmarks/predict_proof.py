@@ -18,7 +18,6 @@ Ctrl-C keeps what was measured, and the same command goes on.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from benchmarks.cost_fit import Fit, Measurement, fit
 from benchmarks.cost_model import Job, Network, agreement, all_reduce, bucket_sizes, predict
 from benchmarks.files import RESULTS, continued, markdown, slug, write_json, write_text
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
+from benchmarks.launching import Parser, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.workers import launched
 from cluster.hosts import Refusal
 from cluster.testbed import BURST, Testbed, missing
@@ -211,7 +210,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
 
 @ends_in_a_line
 def main() -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m benchmarks.predict_proof", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--steps", type=int, default=STUB["steps"], help="of each (%(default)s)")

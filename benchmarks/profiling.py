@@ -23,7 +23,7 @@ from pathlib import Path
 
 from benchmarks import phases, traces
 from benchmarks.files import whole
-from benchmarks.launching import ends_in_a_line
+from benchmarks.launching import Parser, ends_in_a_line
 from benchmarks.overrides import refuse_ours
 from cluster.doctor import refuse_unfit
 from cluster.hostfile import add_arguments, chosen, given
@@ -132,7 +132,7 @@ def fetch(folder: Path, members: list[Rank]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.profiling", description=__doc__)
+    parser = Parser(prog="python -m benchmarks.profiling", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add_arguments(parser)
     parser.add_argument("--steps", type=int, default=10, help="batches traced (%(default)s)")

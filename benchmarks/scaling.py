@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import scaling_report
 from benchmarks.efficiency import Results, runs_of, steps_per_epoch
 from benchmarks.files import RESULTS, continued, slug, whole_repeats, write_json
-from benchmarks.launching import Failed, Job, ends_in_a_line, say, tells_what_is_kept
+from benchmarks.launching import Failed, Job, Parser, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import accumulated, steps_of
 from benchmarks.scaling_plan import jobs, length, plan, turns, whole_updates
 
@@ -121,9 +121,7 @@ def open_file(results: Results, folder: Path) -> tuple[Path, Results]:
 
 
 def parse(line: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.scaling", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.scaling", description=__doc__.partition("\n")[0])
     parser.add_argument("-H", "--hosts", default="", help="node1:4,node2:4")
     parser.add_argument("--hostfile", default="", help="a YAML file that says more of each host")
     parser.add_argument("--np", type=int, nargs="+", help="processes: 1 2 4 ...")

@@ -18,7 +18,6 @@ benchmarks/results/; Ctrl-C keeps them, and the same command goes on.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import Job, Launcher, ends_in_a_line, say, tells_what_is_kept
+from benchmarks.launching import Job, Launcher, Parser, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import configuration, refuse_ours, steps_of
 from cluster.hosts import Host, Refusal
 
@@ -168,9 +167,7 @@ def description(results: dict[str, Any]) -> str:
 
 @ends_in_a_line
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.split", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.split", description=__doc__.partition("\n")[0])
     parser.add_argument("--batch", type=int, default=128, help="of all ranks (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="that are measured (%(default)s)")
     parser.add_argument("--repeats", type=int, default=3)

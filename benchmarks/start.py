@@ -12,7 +12,6 @@ Results go to benchmarks/results/; Ctrl-C keeps them, and the same command goes 
 
 from __future__ import annotations
 
-import argparse
 import os
 import resource
 import shutil
@@ -40,7 +39,7 @@ from benchmarks.files import (
     write_text,
 )
 from benchmarks.hardware import hardware, versions
-from benchmarks.launching import Failed, ends_in_a_line, say, tells_what_is_kept
+from benchmarks.launching import Failed, Parser, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.overrides import refuse_ours
 from cluster.environment import ROOT
 
@@ -169,9 +168,7 @@ def description(results: dict[str, Any]) -> str:
 
 @ends_in_a_line
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.start", description=__doc__.partition("\n")[0]
-    )
+    parser = Parser(prog="python -m benchmarks.start", description=__doc__.partition("\n")[0])
     parser.add_argument("--np", type=int, nargs="+", default=[2, 4, 8], help="ranks")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)

@@ -32,7 +32,7 @@ from typing import Any
 from benchmarks import load
 from benchmarks.files import RESULTS, continued, slug, write_json, write_text
 from benchmarks.hardware import hardware
-from benchmarks.launching import ends_in_a_line, say, tells_what_is_kept
+from benchmarks.launching import Parser, ends_in_a_line, say, tells_what_is_kept
 from benchmarks.step_ranks import Group, Variant, start
 from benchmarks.step_report import ALONE, OURS, RAW, TRAINER, report
 from cluster.hostfile import parse
@@ -146,7 +146,7 @@ def _check_memory(model: str, variants: int, groups: list[Group]) -> None:
 
 
 def options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser = Parser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--hosts", default="localhost:2", help="as of horovodrun's -H")
     parser.add_argument("--network", default="loopback", help="what to call it in the results")
     parser.add_argument("--models", nargs="+", choices=ON_GPU, help="all but resnet50; GPUs: all")

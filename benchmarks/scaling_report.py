@@ -90,6 +90,8 @@ def description(results: Results) -> str:
     if results.get("predicted"):
         source = ", ".join(results.get("predicted_from", [])) or "all-reduces of these hosts"
         text += f"; predicted (at best to at worst) from the smallest size and {source}"
+        if any(each["mode"] == "strong" for each in results["predicted"]):
+            text += ", under strong scaling with forward and backward in proportion to the batch"
     if smallest != 1:
         text += f"; speed-up and efficiency against {smallest} processes"
     return text + ("." if results["finished"] else "; not all runs are there yet.")
@@ -142,7 +144,7 @@ def write(results: Results, file: Path) -> str:
     if not results["predicted"]:
         body += (
             "\nno predicted curve: it needs make bench-allreduce on these hosts (and with the same "
-            "NETWORK), and weak scaling under horovod to a size with a core or GPU for each rank, "
+            "NETWORK), and horovod at a larger size with a core or GPU for each rank, "
             "with one all-reduce a batch\n"
         )
     return f"{body}\nwritten to {file.with_suffix('')}.json, .md, .csv, .png and .svg"

@@ -216,8 +216,14 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     # Clones may call themselves alike, and be unlike.
     apart["hosts"] = {"localhost": host, "b": host | {"cores": 9}}
     assert predicted(apart, [all_reduce(tmp_path, "clones", hosts=hosts)])[0]
-    strong = benchmark | {"settings": benchmark["settings"] | {"modes": ["strong"]}}
-    assert not predicted(strong, [right])[0]
+    # A half and a fourth of the batch: 8 of the 10 ms are forward and backward.
+    both = benchmark | {"settings": settings | {"modes": ["weak", "strong"]}}
+    curve, _ = predicted(both, [right])
+    assert [(each["mode"], each["np"]) for each in curve[2:4]] == [("weak", 4), ("strong", 1)]
+    assert [each["step_ms"] for each in curve[3:]] == pytest.approx([10, 16.5, 19.5])
+    assert "in proportion to the batch" in scaling_report.description(both | {"predicted": curve})
+    strong = both | {"settings": settings | {"modes": ["strong"], "sizes": [2, 4]}}
+    assert predicted(strong, [right]) == ([], [])  # whose smallest size has half of the batch
 
 
 def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path: Path) -> None:

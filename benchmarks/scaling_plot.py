@@ -19,6 +19,7 @@ from benchmarks.efficiency import Results, Row, batch_of, interval, rows
 from benchmarks.figures import plt, save, title
 
 STYLES = [("#0072B2", "o"), ("#D55E00", "s"), ("#009E73", "^")]
+HOLLOW: dict[str, Any] = {"markerfacecolor": "white", "linestyle": ":"}
 
 
 def draw(results: Results, hardware: str, name: Path) -> None:
@@ -63,12 +64,11 @@ def _panels(results: Results, mode: str, speedup: Axes, efficiency: Axes) -> Non
         _points(speedup, [(aside * row.np, row.speedup) for row in measured], style)
         _points(efficiency, [(aside * row.np, _percent(row.efficiency)) for row in measured], style)
         crowded = [(aside * row.np, _percent([1 / v for v in row.over_alone])) for row in measured]
-        hollow: dict[str, Any] = {"markerfacecolor": "white", "linestyle": ":"}
-        _points(efficiency, crowded, {**style, **hollow, "label": None})
+        _points(efficiency, crowded, {**style, **HOLLOW, "label": None})
         _predict(results, predicted, measured, (speedup, efficiency), color)
     if results["oversubscribed"]:  # one entry for all strategies, or the legend has no room
         label = "oversubscribed: a step without /\nwith communication"
-        efficiency.plot([], [], color="0.4", marker="o", markersize=5, label=label, **hollow)
+        efficiency.plot([], [], color="0.4", marker="o", markersize=5, label=label, **HOLLOW)
     baseline = f"{sizes[0]} process" + "es" * (sizes[0] > 1)
     _finish(speedup, sizes, f"speed-up over {baseline}", mode)
     _finish(efficiency, sizes, "efficiency, %", mode)

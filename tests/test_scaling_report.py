@@ -224,6 +224,12 @@ def test_the_curve_is_predicted_from_the_smallest_size_and_all_reduces(tmp_path:
     assert "in proportion to the batch" in scaling_report.description(both | {"predicted": curve})
     strong = both | {"settings": settings | {"modes": ["strong"], "sizes": [2, 4]}}
     assert predicted(strong, [right]) == ([], [])  # whose smallest size has half of the batch
+    for each in benchmark["runs"]:  # as if steps differed: those of smaller batches do by less
+        each["quantiles_ms"] = {"p10": 9.5, "p90": 10.5}
+    waits = [
+        each["step_ms"] - ms for each, ms in zip(predicted(both, [right])[0][2::3], (25.5, 19.5))
+    ]
+    assert waits[0] > 0 and waits[1] == pytest.approx(waits[0] / 4)
 
 
 def test_a_prediction_begins_at_the_median_of_an_even_number_of_repeats(tmp_path: Path) -> None:
